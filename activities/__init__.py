@@ -1,0 +1,1 @@
+"""What workflows do to the world, and the orchestrator that hosts both."""

@@ -1,0 +1,1 @@
+"""Everything outside our processes: settings, database, vault, launchers, exchange, local stack, CLI."""

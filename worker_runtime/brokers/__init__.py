@@ -1,0 +1,1 @@
+"""Brokers: one small interface and its adapters."""

@@ -1,0 +1,114 @@
+"""The paper exchange's session protocol: JSON lines over TCP, one connection a broker session.
+
+The client sends a request with a growing `id`; the exchange answers with the same `id`, and sends events
+(fills, cancels, forced logouts) without one at any time. Prices are decimal strings, quantities are lots.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
+
+
+class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
+    """First request of a session. `client` names who logs in (worker id and epoch) for the ledger."""
+
+    id: int
+    account: str
+    api_key: str
+    secret_key: str
+    person_id: str = ""
+    client: str = ""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="place"):
+    id: int
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Decimal | None
+    time_in_force: TimeInForce
+    #: The client's own mark of the order, at most 6 characters; the ledger keeps it.
+    tag: str
+    #: For the ledger only, so that tests can compare it with the database; the real broker lacks it.
+    client_note: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="cancel"):
+    id: int
+    broker_order_id: str
+
+
+class ListOrders(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_orders"):
+    id: int
+
+
+class ListPositions(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_positions"):
+    id: int
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
+    id: int
+
+
+class Logout(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="logout"):
+    id: int
+
+
+ClientRequest = Login | Place | Cancel | ListOrders | ListPositions | Ping | Logout
+
+
+class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """An order as the exchange sees it; `fills` are those so far."""
+
+    broker_order_id: str
+    tag: str
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Decimal | None
+    time_in_force: TimeInForce
+    state: OrderState
+    fills: list[Fill] = []
+    reason: str | None = None
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    symbol: str
+    #: Lots; negative when short.
+    quantity: int
+    average_price: Decimal
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
+    """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went well)."""
+
+    id: int
+    error: str | None = None
+    detail: str = ""
+    session_id: str = ""
+    order: ExchangeOrder | None = None
+    orders: list[ExchangeOrder] = []
+    positions: list[Position] = []
+
+
+class OrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
+    """Sent by the exchange: an order's state changed, with the fill that did it if there is one."""
+
+    event_id: str
+    order: ExchangeOrder
+    fill: Fill | None = None
+
+
+class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="session_ended"):
+    """Sent by the exchange before it closes the connection."""
+
+    reason: str
+
+
+ServerMessage = Reply | OrderChanged | SessionEnded

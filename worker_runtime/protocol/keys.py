@@ -1,0 +1,117 @@
+"""Every Valkey key of Berth, and nothing else builds one.
+
+Braces are literal: they are Valkey Cluster's hash tag, so that all keys of one user (`{user}`), and all
+keys of one pool (`{pool}`), live in one slot and one script may touch them together.
+
+| key | type | lives | holds |
+|---|---|---|---|
+| trading:user:{user}:requests | list | until popped | framed requests; LPUSH, popped at the right |
+| trading:user:{user}:processing | list | until answered | what a worker popped and has not answered |
+| trading:user:{user}:doorbell | list | until rung | one token when there is something to pop |
+| trading:user:{user}:seen:<request> | string | deadline + 1 h | marks a request id as enqueued once |
+| trading:response:{user}:<request> | string | 60 s | the answer |
+| worker:active:{user} | string | 30 s | the mark: `epoch:worker` |
+| worker:metadata:{user} | hash | 30 s | task, worker, epoch, version, state, activity… |
+| worker:owner:{user} | hash | for ever | epoch, worker, generation; the orchestrator writes it |
+| worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
+| worker:control:{user}:messages | list | until popped | control messages; they overtake requests |
+| pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
+| pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, state, claim |
+| pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
+| pool:{pool}:inbox:<worker> | list | 1 h | what a worker without a user waits on |
+| pool:{pool}:reply:<claim> | list | 1 h | the worker's answers to a claim |
+| pool:{pool}:born:<claim> | list | 1 h | the worker launched for this claim, once ready |
+| worker:events | stream | trimmed | what workers tell the orchestrator |
+| berth:generation | string | for ever | random; another one means that data was lost |
+| berth:answers:<process> | channel |  | answers for one API process |
+"""
+
+from __future__ import annotations
+
+#: Seconds a mark, its metadata and a pool worker's entry live without a renewal.
+MARK_TTL = 30.0
+#: Seconds between two renewals.
+MARK_PERIOD = 5.0
+#: Seconds an answer stays readable for a caller that comes back.
+ANSWER_TTL = 60
+#: Seconds a claim, its inbox and its replies are kept.
+CLAIM_TTL = 3600
+
+EVENTS = "worker:events"
+GENERATION = "berth:generation"
+
+#: The user id of a worker that belongs to nobody yet (requirement P1).
+POOL_USER = "-1"
+
+
+def requests(user_id: str) -> str:
+    return f"trading:user:{{{user_id}}}:requests"
+
+
+def processing(user_id: str) -> str:
+    return f"trading:user:{{{user_id}}}:processing"
+
+
+def doorbell(user_id: str) -> str:
+    return f"trading:user:{{{user_id}}}:doorbell"
+
+
+def seen(user_id: str, request_id: str) -> str:
+    return f"trading:user:{{{user_id}}}:seen:{request_id}"
+
+
+def response(user_id: str, request_id: str) -> str:
+    return f"trading:response:{{{user_id}}}:{request_id}"
+
+
+def mark(user_id: str) -> str:
+    return f"worker:active:{{{user_id}}}"
+
+
+def metadata(user_id: str) -> str:
+    return f"worker:metadata:{{{user_id}}}"
+
+
+def owner(user_id: str) -> str:
+    return f"worker:owner:{{{user_id}}}"
+
+
+def pop(user_id: str) -> str:
+    return f"worker:pop:{{{user_id}}}"
+
+
+def control(user_id: str) -> str:
+    return f"worker:control:{{{user_id}}}:messages"
+
+
+def pool_ready(pool: str) -> str:
+    return f"pool:{{{pool}}}:ready"
+
+
+def pool_worker(pool: str, worker_id: str) -> str:
+    return f"pool:{{{pool}}}:worker:{worker_id}"
+
+
+def pool_claim(pool: str, claim_id: str) -> str:
+    return f"pool:{{{pool}}}:claim:{claim_id}"
+
+
+def pool_inbox(pool: str, worker_id: str) -> str:
+    return f"pool:{{{pool}}}:inbox:{worker_id}"
+
+
+def pool_reply(pool: str, claim_id: str) -> str:
+    return f"pool:{{{pool}}}:reply:{claim_id}"
+
+
+def answers(process_id: str) -> str:
+    return f"berth:answers:{process_id}"
+
+
+def pool_born(pool: str, claim_id: str) -> str:
+    return f"pool:{{{pool}}}:born:{claim_id}"
+
+
+def pool_worker_prefix(pool: str) -> str:
+    """What `claim.lua` puts before a worker id."""
+    return pool_worker(pool, "")

@@ -1,0 +1,16 @@
+-- Makes a worker the owner of a user. Only the orchestrator calls it.
+--
+-- KEYS[1] owner      worker:owner:{user}
+-- ARGV[1] epoch
+-- ARGV[2] worker id
+-- ARGV[3] generation of Valkey
+--
+-- Returns 'ok', or 'older' if a later epoch (or another worker of this one) owns the user already.
+local owner = redis.call('HMGET', KEYS[1], 'epoch', 'worker')
+if owner[1] then
+  local current, wanted = tonumber(owner[1]), tonumber(ARGV[1])
+  if current > wanted then return 'older' end
+  if current == wanted and owner[2] ~= ARGV[2] then return 'older' end
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'worker', ARGV[2], 'generation', ARGV[3])
+return 'ok'

@@ -1,0 +1,44 @@
+-- Takes a worker's next piece of work: control messages first, then requests in order.
+--
+-- KEYS[1] owner      worker:owner:{user}
+-- KEYS[2] control    worker:control:{user}:messages
+-- KEYS[3] requests   trading:user:{user}:requests
+-- KEYS[4] processing trading:user:{user}:processing
+-- KEYS[5] pop        worker:pop:{user}
+-- ARGV[1] epoch of the caller
+-- ARGV[2] worker id of the caller
+-- ARGV[3] session id: another one after every restart of the session process
+-- ARGV[4] pop number, growing by one with each new pop
+--
+-- A repeat with the same session and number returns the same item: a lost reply loses no order.
+-- Returns {kind, item, remaining ms, generation}; kind is 'control', 'request' (then moved to the
+-- processing list), 'empty', 'fenced' (another epoch owns the user) or 'no_owner'. For a request the
+-- remaining time is negative when its deadline has passed.
+local function remaining(item)
+  local deadline = tonumber(string.match(item, '^(%d+)|'))
+  if not deadline then return -1 end
+  local time = redis.call('TIME')
+  return deadline - (time[1] * 1000 + math.floor(time[2] / 1000))
+end
+
+local owner = redis.call('HMGET', KEYS[1], 'epoch', 'worker', 'generation')
+if not owner[1] then return {'no_owner', '', 0, ''} end
+if owner[1] ~= ARGV[1] or owner[2] ~= ARGV[2] then return {'fenced', '', 0, ''} end
+local generation = owner[3] or ''
+
+local last = redis.call('HMGET', KEYS[5], 'session', 'number', 'kind', 'item')
+if last[1] == ARGV[3] and last[2] == ARGV[4] then
+  local left = 0
+  if last[3] == 'request' then left = remaining(last[4]) end
+  return {last[3], last[4], left, generation}
+end
+
+local kind, item, left = 'control', redis.call('RPOP', KEYS[2]), 0
+if not item then
+  kind, item = 'request', redis.call('LMOVE', KEYS[3], KEYS[4], 'RIGHT', 'LEFT')
+  if not item then return {'empty', '', 0, generation} end
+  left = remaining(item)
+end
+redis.call('HSET', KEYS[5], 'session', ARGV[3], 'number', ARGV[4], 'kind', kind, 'item', item)
+redis.call('EXPIRE', KEYS[5], 3600)
+return {kind, item, left, generation}

@@ -1,0 +1,312 @@
+"""Messages that cross Valkey, as JSON: an operator can read them with `valkey-cli`.
+
+Each message names its type and its schema version. Unknown fields are ignored, so that an older worker
+understands a newer API; an unknown type or version is refused with `MalformedMessage`. Times are Unix
+milliseconds, prices are decimal strings, quantities are lots.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema, from_code
+
+#: The schema version this release writes. It reads all versions up to it.
+SCHEMA = 1
+#: Bytes; a larger message is refused unread (an order takes about 400).
+MAX_MESSAGE = 256 * 1024
+
+
+class Side(StrEnum):
+    BUY = "buy"
+    SELL = "sell"
+
+
+class PriceType(StrEnum):
+    LIMIT = "LMT"
+    MARKET = "MKT"
+
+
+class TimeInForce(StrEnum):
+    ROD = "ROD"  # rest of day
+    IOC = "IOC"  # immediate or cancel
+    FOK = "FOK"  # fill or kill
+
+
+class OrderState(StrEnum):
+    """States of an order; `FINAL_ORDER_STATES` never change again."""
+
+    ACCEPTED = "accepted"
+    QUEUED = "queued"
+    SUBMITTING = "submitting"
+    SUBMITTED = "submitted"
+    PART_FILLED = "part_filled"
+    FILLED = "filled"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+    NEEDS_ATTENTION = "needs_attention"
+
+
+FINAL_ORDER_STATES = frozenset(
+    {OrderState.FILLED, OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED}
+)
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages: `type` names the class, `v` the schema version."""
+
+    v: int = SCHEMA
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as it travels: its stable code and a sentence."""
+
+    code: str
+    detail: str
+    retryable: bool = False
+
+    @classmethod
+    def of(cls, error: BerthError) -> Failure:
+        return cls(code=error.code, detail=error.detail, retryable=error.retryable)
+
+    def error(self) -> BerthError:
+        return from_code(self.code, self.detail)
+
+
+# --- API → worker -----------------------------------------------------------------------------------
+
+
+class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
+    """Submit one order, at most once."""
+
+    request_id: str
+    order_id: str
+    user_id: str
+    account_id: str
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Decimal | None
+    time_in_force: TimeInForce
+    #: At most 6 characters: all that Shioaji's `custom_field` holds.
+    tag: str
+    #: Channel of the API process that waits.
+    reply_to: str
+    #: Generation of Valkey under which this was enqueued.
+    generation: str
+
+
+Request = PlaceOrder
+
+
+class Fill(msgspec.Struct, frozen=True, kw_only=True):
+    """One deal. `fill_id` is the broker's own id of it: duplicates are recognised by it."""
+
+    fill_id: str
+    quantity: int
+    price: Decimal
+    at_ms: int
+
+
+class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an order after the broker answered."""
+
+    order_id: str
+    state: OrderState
+    broker_order_id: str | None = None
+    filled_quantity: int = 0
+    average_price: Decimal | None = None
+    reason: str | None = None
+
+
+class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+    """The worker's answer to one request: an outcome, or a failure."""
+
+    request_id: str
+    outcome: OrderOutcome | None = None
+    failure: Failure | None = None
+
+
+# --- orchestrator → worker --------------------------------------------------------------------------
+
+
+class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """One broker account; `sealed` opens to a JSON `Credentials` only inside the named worker."""
+
+    account_id: str
+    broker: str
+    broker_type: str
+    simulation: bool
+    version: int
+    sealed: bytes
+
+
+class Credentials(msgspec.Struct, frozen=True, kw_only=True):
+    """What a broker login needs, in clear. Never leaves the processes that invariant *sealed* names."""
+
+    api_key: str
+    secret_key: str
+    person_id: str = ""
+    ca_certificate: bytes = b""
+    ca_password: str = ""
+
+    def __repr__(self) -> str:
+        return "Credentials(…)"
+
+
+class Claim(Message, frozen=True, kw_only=True, tag="claim"):
+    """Makes a pool worker the worker of one user."""
+
+    claim_id: str
+    worker_id: str
+    user_id: str
+    epoch: int
+    generation: str
+    #: Seconds the worker may take for its first connect.
+    connect_timeout: float
+    accounts: list[SealedAccount]
+    attempt: int = 1
+
+
+class Connect(Message, frozen=True, kw_only=True, tag="connect"):
+    """A further attempt to connect, after one that failed."""
+
+    claim_id: str
+    worker_id: str
+    attempt: int
+    connect_timeout: float
+
+
+class Release(Message, frozen=True, kw_only=True, tag="release"):
+    """Ends a worker that has been claimed and is not wanted after all."""
+
+    claim_id: str
+    worker_id: str
+    reason: str
+
+
+InboxMessage = Claim | Connect | Release
+
+
+class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
+    """Finish the order in hand, close the broker sessions, remove the mark, exit 0."""
+
+    user_id: str
+    epoch: int
+    reason: str
+
+
+class ReloadCredentials(Message, frozen=True, kw_only=True, tag="reload_credentials"):
+    """New credentials, sealed to this worker; only accounts whose version changed are rebuilt.
+
+    The worker answers with a `ClaimReply` on `pool_reply(pool, reload_id)`.
+    """
+
+    reload_id: str
+    user_id: str
+    epoch: int
+    worker_id: str
+    accounts: list[SealedAccount]
+
+
+ControlMessage = Shutdown | ReloadCredentials
+
+
+class Signed(Message, frozen=True, kw_only=True, tag="signed"):
+    """A message with the orchestrator's Ed25519 signature over exactly these payload bytes."""
+
+    payload: bytes
+    signature: bytes
+
+
+class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
+    """The worker's answer to a claim, a further connect or a credential reload."""
+
+    claim_id: str
+    worker_id: str
+    epoch: int
+    attempt: int
+    failure: Failure | None = None
+    claimed_at_ms: int = 0
+    connected_at_ms: int = 0
+
+
+# --- worker → orchestrator (stream `worker:events`) --------------------------------------------------
+
+
+class WorkerEventKind(StrEnum):
+    CONNECTED = "connected"
+    RECONNECTING = "reconnecting"
+    DEGRADED = "degraded"
+    CLOSED = "closed"
+    OWNER_MISSING = "owner_missing"
+    FENCED = "fenced"
+    SESSION_REPLACED = "session_replaced"
+
+
+class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
+    """A change in a worker's life. `(worker_id, sequence)` is unique."""
+
+    worker_id: str
+    user_id: str
+    epoch: int
+    sequence: int
+    kind: WorkerEventKind
+    at_ms: int
+    detail: str = ""
+
+
+class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
+    """A change of one order, as the worker saw it. `event_id` is unique: repeats are dropped by it."""
+
+    event_id: str
+    order_id: str
+    user_id: str
+    epoch: int
+    state: OrderState
+    at_ms: int
+    broker_order_id: str | None = None
+    fill: Fill | None = None
+    filled_quantity: int = 0
+    average_price: Decimal | None = None
+    reason: str | None = None
+
+
+Event = WorkerEvent | OrderEvent
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | str, wanted: type[T] | Any) -> T:
+    """Reads one message of the `wanted` type (a class or a union of classes).
+
+    Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version.
+    """
+    if len(data) > MAX_MESSAGE:
+        raise MalformedMessage(f"{len(data)} bytes are more than {MAX_MESSAGE}")
+    decoder = _decoders.get(wanted)
+    if decoder is None:
+        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted)
+    try:
+        message = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # msgspec names the field and the reason, never the value: nothing secret reaches the log.
+        raise MalformedMessage(str(error)) from None
+    version = getattr(message, "v", SCHEMA)
+    if not 1 <= version <= SCHEMA:
+        raise UnsupportedSchema(f"schema version {version}; this release reads 1 to {SCHEMA}")
+    return message  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Deterministic workflows: who has which worker, since when, what next."""
