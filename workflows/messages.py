@@ -163,7 +163,10 @@ class ClaimResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchForClaim:
-    """Activity `launch_for_claim`: cold path, a worker reserved for this claim. Returns when it is ready."""
+    """Activity `launch_for_claim`: cold path, a worker reserved for this claim.
+
+    Returns `Launched` when it is ready.
+    """
 
     user_id: str
     pool: str
@@ -190,6 +193,14 @@ class StopWorker:
     reason: str
     #: Seconds that the worker gets to finish by itself; 0: stop at once.
     grace: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Answer of `stop_worker`: the task has ended."""
+
+    #: Orders that still wait in the user's queue.
+    waiting: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +276,20 @@ class SetTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerGone:
+    """Signal `worker_gone` of a pool: the launcher saw a worker end that belonged to no user."""
+
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CountPool:
+    """Activity `count_pool`."""
+
     pool: str
+    #: Tokens of the launches under way: their workers are left out of the count.
+    launching: tuple[str, ...] = ()
+    launch_timeout: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +321,8 @@ class StopPoolWorkers:
 
     pool: str
     count: int
+    #: Makes a repeat stop the same workers.
+    token: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

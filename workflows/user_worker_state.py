@@ -1,0 +1,246 @@
+"""The life of one user's worker as plain data: what may follow what, and until when.
+
+No Temporal here: the workflow asks this class what a change means and shows the result. Times are Unix
+seconds, durations are seconds. Requirement W2 is the table `ALLOWED`; the invariant *deadline-everywhere*
+is `deadline_of`, which knows one for every state but the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from workflows.messages import UserWorkerSettings, UserWorkerView, WorkerRef, WorkerState
+
+#: Seconds a launched worker may take until it is ready; a process takes under 1 s, an ECS task on a warm
+#: host 5 to 20 s.
+LAUNCH_TIMEOUT = 30.0
+#: Seconds after the end of an activity's own time until its state counts as stuck.
+MARGIN = 5.0
+#: Seconds that a launcher may take to kill what did not end by itself.
+STOP_TIMEOUT = 20.0
+#: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
+PARKED_TIMEOUT = 24 * 3600.0
+#: Crashes within CRASH_WINDOW seconds after which a user is parked (requirement of issue 2).
+CRASH_LIMIT = 5
+CRASH_WINDOW = 600.0
+
+S = WorkerState
+
+#: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
+ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
+    S.POOL_IDLE: frozenset({S.CLAIMED, S.DRAINING}),
+    S.CLAIMED: frozenset({S.CLAIMED, S.CONNECTING, S.FAILED, S.DRAINING}),
+    S.CONNECTING: frozenset({S.ACTIVE, S.FAILED, S.DRAINING}),
+    S.FAILED: frozenset({S.FAILED, S.CLAIMED, S.CONNECTING, S.PARKED, S.DRAINING}),
+    S.ACTIVE: frozenset({S.RECONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
+    S.RECONNECTING: frozenset({S.ACTIVE, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
+    S.IDLE_TIMEOUT: frozenset({S.DRAINING}),
+    S.DRAINING: frozenset({S.TERMINATED, S.POOL_IDLE}),
+    S.PARKED: frozenset({S.POOL_IDLE, S.DRAINING}),
+    S.TERMINATED: frozenset(),
+}
+
+NEXT_STEP: dict[WorkerState, str] = {
+    S.POOL_IDLE: "waits for someone to need a worker",
+    S.CLAIMED: "gets a worker from the pool, or launches one",
+    S.CONNECTING: "waits for the worker's broker login",
+    S.FAILED: "tries again, or gives up",
+    S.ACTIVE: "ends when idle",
+    S.RECONNECTING: "waits for the worker to get its broker back",
+    S.IDLE_TIMEOUT: "ends the worker",
+    S.DRAINING: "waits until the worker has stopped",
+    S.PARKED: "waits for the signal `resume`",
+    S.TERMINATED: "nothing: the next order starts a new run",
+}
+
+
+class IllegalTransition(ValueError):
+    """A change of state that requirement W2 does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerState:
+    """One moment in the life of one user's worker. Every method returns the next moment."""
+
+    user_id: str
+    pool: str
+    settings: UserWorkerSettings
+    state: WorkerState = WorkerState.POOL_IDLE
+    since: float = 0.0
+    deadline: float | None = None
+    #: The worker that belongs to the user, or did and is not yet confirmed to have stopped.
+    worker: WorkerRef | None = None
+    #: The claim under way or fulfilled.
+    claim_id: str = ""
+    #: Connects tried with the present worker.
+    attempts: int = 0
+    claimed_at: float = 0.0
+    connected_at: float = 0.0
+    last_activity: float = 0.0
+    #: Number of the worker's last event that was taken in.
+    sequence: int = 0
+    #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
+    crashes: tuple[float, ...] = ()
+    reason: str = ""
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        """The worker is connected, or was and is getting its broker back by itself."""
+        return self.state in (S.ACTIVE, S.RECONNECTING)
+
+    @property
+    def draining(self) -> bool:
+        return self.state in (S.IDLE_TIMEOUT, S.DRAINING, S.TERMINATED)
+
+    @property
+    def ended(self) -> bool:
+        return self.state == S.TERMINATED
+
+    def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
+        """When `state`, entered now, is over at the latest; `extra` seconds are a wait within it."""
+        own = self.settings
+        spans: dict[WorkerState, float | None] = {
+            S.POOL_IDLE: own.claim_timeout,
+            # A claim, a launch, and the claim of what was launched.
+            S.CLAIMED: own.claim_timeout + LAUNCH_TIMEOUT + MARGIN,
+            S.CONNECTING: own.connect_timeout + MARGIN,
+            S.FAILED: STOP_TIMEOUT + MARGIN,
+            S.ACTIVE: own.idle_timeout,
+            S.RECONNECTING: own.connect_timeout * own.connect_attempts,
+            S.IDLE_TIMEOUT: own.drain_timeout,
+            S.DRAINING: own.drain_timeout + STOP_TIMEOUT + MARGIN,
+            S.PARKED: PARKED_TIMEOUT,
+            S.TERMINATED: None,
+        }
+        span = spans[state]
+        return None if span is None else now + span + extra
+
+    def crash_backoff(self) -> float:
+        """Seconds before a crashed worker is replaced: at once the first time, then 1, 2, 4 …"""
+        return 0.0 if len(self.crashes) < 2 else float(2 ** (len(self.crashes) - 2))
+
+    @property
+    def crashes_too_often(self) -> bool:
+        return len(self.crashes) >= CRASH_LIMIT
+
+    # --- changes -----------------------------------------------------------------------------------
+
+    def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
+        if state not in ALLOWED[self.state]:
+            raise IllegalTransition(f"{self.state} → {state}")
+        return replace(self, state=state, since=now, deadline=self.deadline_of(state, now, extra), **changes)
+
+    def opened(self, now: float) -> UserWorkerState:
+        """The first moment of a run."""
+        return replace(self, since=now, deadline=self.deadline_of(self.state, now))
+
+    def claimed(self, claim_id: str, now: float) -> UserWorkerState:
+        """A claim begins. The user's last worker must have been confirmed to have stopped."""
+        if self.worker is not None:
+            raise IllegalTransition("a claim while another worker may still run (one-owner)")
+        return self._to(S.CLAIMED, now, claim_id=claim_id, attempts=0, claimed_at=0.0, sequence=0)
+
+    def assigned(self, worker: WorkerRef) -> UserWorkerState:
+        """The claim found its worker."""
+        if self.worker is not None and self.worker.claim_id != worker.claim_id:
+            raise IllegalTransition("two workers for one user (one-owner)")
+        return replace(self, worker=worker)
+
+    def stopped(self) -> UserWorkerState:
+        """The worker is confirmed to have stopped."""
+        return replace(self, worker=None)
+
+    def connecting(self, attempt: int, now: float) -> UserWorkerState:
+        return self._to(S.CONNECTING, now, attempts=attempt)
+
+    def active(self, claimed_at: float, connected_at: float, now: float) -> UserWorkerState:
+        if self.worker is None:
+            raise IllegalTransition("Active without a worker")
+        return self._to(
+            S.ACTIVE,
+            now,
+            claimed_at=claimed_at,
+            connected_at=connected_at,
+            last_activity=now,
+            reason="",
+        )
+
+    def reconnecting(self, reason: str, now: float) -> UserWorkerState:
+        return self._to(S.RECONNECTING, now, reason=reason)
+
+    def reconnected(self, now: float) -> UserWorkerState:
+        return self._to(S.ACTIVE, now, connected_at=now, last_activity=now, reason="")
+
+    def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
+        """A claim, a launch or a connect failed, or the worker died."""
+        return self._to(S.FAILED, now, reason=reason, extra=backoff)
+
+    def crashed(self, reason: str, now: float) -> UserWorkerState:
+        """The worker died while it was in service."""
+        recent = tuple(at for at in self.crashes if now - at < CRASH_WINDOW)
+        counted = replace(self, crashes=(*recent, now))
+        return counted.failed(reason, now, backoff=counted.crash_backoff())
+
+    def parked(self, now: float) -> UserWorkerState:
+        return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min")
+
+    def resumed(self, now: float) -> UserWorkerState:
+        return self._to(S.POOL_IDLE, now, crashes=(), reason="")
+
+    def idle(self, now: float) -> UserWorkerState:
+        return self._to(S.IDLE_TIMEOUT, now, reason="idle")
+
+    def heard(self, sequence: int) -> UserWorkerState:
+        return replace(self, sequence=sequence)
+
+    def used(self, at: float) -> UserWorkerState:
+        """The worker was last used at `at`: its idle time counts from there."""
+        return replace(self, last_activity=at, deadline=self.deadline_of(S.ACTIVE, at))
+
+    def postponed(self, until: float) -> UserWorkerState:
+        """Nothing certain is known: look again at `until`."""
+        return replace(self, deadline=until)
+
+    def drains(self, reason: str, now: float) -> UserWorkerState:
+        return self._to(S.DRAINING, now, reason=reason)
+
+    def reopened(self, now: float) -> UserWorkerState:
+        """Orders were left in the queue while the worker ended: the user needs another one."""
+        return self._to(S.POOL_IDLE, now, reason="orders are waiting")
+
+    def terminated(self, now: float) -> UserWorkerState:
+        if self.worker is not None:
+            raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
+        return self._to(S.TERMINATED, now)
+
+    # --- showing and carrying ----------------------------------------------------------------------
+
+    def view(self) -> UserWorkerView:
+        return UserWorkerView(
+            user_id=self.user_id,
+            state=str(self.state),
+            since=self.since,
+            worker=self.worker,
+            attempts=self.attempts,
+            reason=self.reason,
+            next_step=NEXT_STEP[self.state],
+            deadline=self.deadline,
+        )
+
+    def carried(self) -> dict[str, object]:
+        """As a plain dict for continue-as-new."""
+        return asdict(self)
+
+    @classmethod
+    def from_carried(cls, carried: dict[str, Any], settings: UserWorkerSettings) -> UserWorkerState:
+        """What `carried` made; fields that this release does not know are dropped."""
+        known = {name: value for name, value in carried.items() if name in cls.__dataclass_fields__}
+        worker = known.get("worker")
+        known["worker"] = WorkerRef(**worker) if worker else None
+        known["state"] = WorkerState(known["state"])
+        known["crashes"] = tuple(known.get("crashes", ()))
+        known["settings"] = settings
+        return cls(**known)
