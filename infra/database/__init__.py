@@ -1,0 +1,1 @@
+"""PostgreSQL: users, sealed credentials, orders, worker sessions, audit. A file is one noun."""

@@ -1,0 +1,249 @@
+"""Orders: accepted once, then only ever moved forward."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+from sqlalchemy import case, func, or_, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import Order, OrderEventRow
+from worker_runtime.protocol.errors import BerthError, UnknownAccount
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderEvent, OrderOutcome, OrderState
+
+
+class OrderNotFound(BerthError):
+    """There is no such order."""
+
+    code = "ORDER_NOT_FOUND"
+
+
+class TagsExhausted(BerthError):
+    """The account has used all its order tags of this trading day."""
+
+    code = "TAGS_EXHAUSTED"
+
+
+#: How far an order has come. A late or repeated event never moves it back.
+_RANK = {
+    OrderState.ACCEPTED: 0,
+    OrderState.QUEUED: 1,
+    OrderState.SUBMITTING: 2,
+    OrderState.UNKNOWN: 3,
+    OrderState.NEEDS_ATTENTION: 3,
+    OrderState.SUBMITTED: 4,
+    OrderState.PART_FILLED: 5,
+    **dict.fromkeys(FINAL_ORDER_STATES, 6),
+}
+
+_TAG_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def tag_of(number: int) -> str:
+    """A number as six base-36 digits: 2.1 billion orders an account and day."""
+    if not 0 <= number < 36**6:
+        raise TagsExhausted
+    digits = ""
+    for _ in range(6):
+        number, digit = divmod(number, 36)
+        digits = _TAG_DIGITS[digit] + digits
+    return digits
+
+
+def rank(state: str) -> int:
+    return _RANK[OrderState(state)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewOrder:
+    """An order as a client asked for it. `trading_day` is the exchange's day, not UTC's."""
+
+    user_id: str
+    account_id: str
+    client_order_id: str
+    fingerprint: str
+    symbol: str
+    side: str
+    quantity: int
+    price_type: str
+    price: Decimal | None
+    time_in_force: str
+    generation: str
+    deadline_at: datetime
+    trading_day: date
+    actor: str = "api"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    order: Order
+    #: False: the client order id was used before, and `order` is that first order.
+    new: bool
+    same_request: bool
+
+
+#: One statement, one round trip: the tag counter, the order, its first event and the audit entry. A
+#: client order id that was used before makes no row and burns a tag number, which does no harm.
+_ACCEPT = text("""
+with counter as (
+  insert into order_tags (user_id, account_id, trading_day, last)
+  select user_id, account_id, :trading_day, 1 from broker_accounts
+   where user_id = :user_id and account_id = :account_id
+  on conflict (user_id, account_id, trading_day) do update set last = order_tags.last + 1
+  returning last
+), placed as (
+  insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
+                      price_type, price, time_in_force, tag, trading_day, state, generation, deadline_at)
+  select :id, :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
+         :price_type, :price, :time_in_force,
+         (select string_agg(substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ',
+                 (counter.last / (36 ^ place)::bigint % 36)::int + 1, 1), '' order by place desc)
+            from generate_series(0, 5) as place),
+         :trading_day, 'accepted', :generation, :deadline_at
+  from counter
+  on conflict on constraint orders_client_order_id do nothing
+  returning *
+), noted as (
+  insert into order_events (event_id, order_id, state, at, data)
+  select id || ':accepted', id, 'accepted', created_at, '{}'::jsonb from placed
+), audited as (
+  insert into audit_trail (actor, action, subject, data)
+  select :actor, 'order.accepted', 'order:' || id,
+         jsonb_build_object('user', user_id, 'account', account_id, 'client_order_id', client_order_id,
+                            'symbol', symbol, 'side', side, 'quantity', quantity)
+  from placed
+)
+select placed.* from placed
+""").columns(*(column for column in Order.__table__.columns))
+
+
+async def accept(session: AsyncSession, new: NewOrder) -> Accepted:
+    """Writes an order before it goes anywhere (O1); a repeated client order id returns the first one.
+
+    Raises `UnknownAccount` if the user has no such account.
+    """
+    values = {
+        "id": uuid.uuid4(),
+        **{name: getattr(new, name) for name in new.__dataclass_fields__},
+    }
+    statement = select(Order).from_statement(_ACCEPT)
+    order = (await session.execute(statement, values)).scalar_one_or_none()
+    if order is not None:
+        return Accepted(order, new=True, same_request=True)
+    first = await session.scalar(
+        select(Order).where(Order.user_id == new.user_id, Order.client_order_id == new.client_order_id)
+    )
+    if first is None:
+        raise UnknownAccount(f"user {new.user_id} has no account {new.account_id}")
+    return Accepted(first, new=False, same_request=first.fingerprint == new.fingerprint)
+
+
+async def get(session: AsyncSession, order_id: uuid.UUID) -> Order:
+    """Raises `OrderNotFound`."""
+    order = await session.scalar(select(Order).where(Order.id == order_id))
+    if order is None:
+        raise OrderNotFound(f"there is no order {order_id}")
+    return order
+
+
+async def events(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventRow]:
+    """All events of an order, in the order in which they happened."""
+    rows = await session.scalars(
+        select(OrderEventRow)
+        .where(OrderEventRow.order_id == order_id)
+        .order_by(OrderEventRow.at, OrderEventRow.recorded_at)
+    )
+    return list(rows)
+
+
+def _moves_to(state: str) -> Any:
+    """True in SQL when this state is further along than the order's own."""
+    wanted = rank(state)
+    behind = [known.value for known, place in _RANK.items() if place < wanted]
+    return Order.state.in_(behind)
+
+
+async def _advance(
+    session: AsyncSession,
+    order_id: uuid.UUID,
+    *,
+    state: str,
+    broker_order_id: str | None,
+    filled_quantity: int,
+    average_price: Decimal | None,
+    reason_code: str | None,
+    reason: str | None,
+) -> None:
+    moves = _moves_to(state)
+    fills_more = Order.filled_quantity < filled_quantity
+    await session.execute(
+        update(Order)
+        .where(Order.id == order_id)
+        .where(or_(moves, fills_more, (Order.broker_order_id.is_(None)) & (broker_order_id is not None)))
+        .values(
+            state=case((moves, state), else_=Order.state),
+            reason_code=case((moves, reason_code), else_=Order.reason_code),
+            reason=case((moves, reason), else_=Order.reason),
+            broker_order_id=func.coalesce(Order.broker_order_id, broker_order_id),
+            filled_quantity=func.greatest(Order.filled_quantity, filled_quantity),
+            average_price=case((fills_more, average_price), else_=Order.average_price),
+            updated_at=func.clock_timestamp(),
+        )
+        .execution_options(synchronize_session=False)
+    )
+
+
+async def record_event(session: AsyncSession, event: OrderEvent) -> bool:
+    """Stores one event and moves the order forward. False for a repeat.
+
+    A late event is stored and changes nothing that is further along; a final state never changes.
+    Raises `OrderNotFound` for an order we do not know.
+    """
+    order_id = uuid.UUID(event.order_id)
+    if await session.scalar(select(Order.id).where(Order.id == order_id)) is None:
+        raise OrderNotFound(f"event {event.event_id}: there is no order {order_id}")
+    made = await session.scalar(
+        insert(OrderEventRow)
+        .values(
+            event_id=event.event_id,
+            order_id=order_id,
+            state=event.state.value,
+            at=datetime.fromtimestamp(event.at_ms / 1000, UTC),
+            data=msgspec.to_builtins(event, str_keys=True),
+        )
+        .on_conflict_do_nothing()
+        .returning(OrderEventRow.event_id)
+    )
+    if made is None:
+        return False
+    await _advance(
+        session,
+        order_id,
+        state=event.state.value,
+        broker_order_id=event.broker_order_id,
+        filled_quantity=event.filled_quantity,
+        average_price=event.average_price,
+        reason_code=None,
+        reason=event.reason,
+    )
+    return True
+
+
+async def apply_outcome(session: AsyncSession, outcome: OrderOutcome, reason_code: str | None = None) -> None:
+    """Moves the order forward to what the worker answered; safe to repeat, in any order with events."""
+    await _advance(
+        session,
+        uuid.UUID(outcome.order_id),
+        state=outcome.state.value,
+        broker_order_id=outcome.broker_order_id,
+        filled_quantity=outcome.filled_quantity,
+        average_price=outcome.average_price,
+        reason_code=reason_code,
+        reason=outcome.reason,
+    )

@@ -1,0 +1,1 @@
+"""The vault: credentials at rest, and the keys of the orchestrator."""

@@ -1,0 +1,66 @@
+"""The master key in AWS KMS: the key never leaves the service.
+
+The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`; the encryption context binds both.
+boto3 blocks, so each call runs in a thread: a handful of calls a claim, no case for an async fork of boto3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra.vault.master_key import UnknownMasterKey, UnwrapFailed
+from worker_runtime.protocol.errors import BerthError
+
+
+class KmsUnavailable(BerthError):
+    """AWS KMS does not answer, or refuses this role."""
+
+    code = "KMS_UNAVAILABLE"
+    retryable = True
+
+
+class KmsMasterKey:
+    """Wraps and unwraps with one KMS key. `client` is `boto3.client("kms")`."""
+
+    def __init__(self, client: Any, key_arn: str) -> None:
+        self._client = client
+        self._arn = key_arn
+
+    @property
+    def key_id(self) -> str:
+        return f"kms:{self._arn}"
+
+    async def wrap(self, data_key: bytes, context: bytes) -> bytes:
+        """Raises `KmsUnavailable`."""
+        try:
+            answer = await asyncio.to_thread(
+                self._client.encrypt,
+                KeyId=self._arn,
+                Plaintext=data_key,
+                EncryptionContext={"berth": context.hex()},
+            )
+        except (BotoCoreError, ClientError) as error:
+            raise KmsUnavailable(type(error).__name__) from error
+        return bytes(answer["CiphertextBlob"])
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        """Raises `UnwrapFailed`, `UnknownMasterKey` or `KmsUnavailable`."""
+        if key_id != self.key_id:
+            raise UnknownMasterKey(f"{key_id} is not {self.key_id}")
+        try:
+            answer = await asyncio.to_thread(
+                self._client.decrypt,
+                KeyId=self._arn,
+                CiphertextBlob=wrapped,
+                EncryptionContext={"berth": context.hex()},
+            )
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") == "InvalidCiphertextException":
+                raise UnwrapFailed from None
+            raise KmsUnavailable(type(error).__name__) from error
+        except BotoCoreError as error:
+            raise KmsUnavailable(type(error).__name__) from error
+        return bytes(answer["Plaintext"])

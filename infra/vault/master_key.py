@@ -1,0 +1,124 @@
+"""The master key wraps data keys. Locally it is an X25519 key pair.
+
+A pair, so that the two halves can live apart: the API holds the public half and can only encrypt, the
+orchestrator holds the private half. On AWS the same split is made with KMS permissions (`kms.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from infra.vault import key_file
+from infra.vault.key_file import KeyFileCorrupt
+from worker_runtime.protocol.errors import BerthError
+
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+_PRIVATE = b"berth-master-private-1\n"
+_PUBLIC = b"berth-master-public-1\n"
+
+
+class UnwrapFailed(BerthError):
+    """A data key cannot be unwrapped: altered, or bound to another user or account."""
+
+    code = "UNWRAP_FAILED"
+
+
+class UnknownMasterKey(BerthError):
+    """The credentials were wrapped by a master key that is not at hand."""
+
+    code = "UNKNOWN_MASTER_KEY"
+
+
+class KeyWrapper(Protocol):
+    """The half that encrypts."""
+
+    @property
+    def key_id(self) -> str: ...
+
+    async def wrap(self, data_key: bytes, context: bytes) -> bytes:
+        """`context` binds the wrapped key to its use; unwrapping needs the same bytes."""
+        ...
+
+
+class KeyUnwrapper(Protocol):
+    """The half that decrypts."""
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        """Raises `UnwrapFailed` or `UnknownMasterKey`."""
+        ...
+
+
+def _key_id(public: bytes) -> str:
+    return "local:" + sha256(public).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PublicMasterKey:
+    """Wraps only."""
+
+    public: bytes
+
+    @property
+    def key_id(self) -> str:
+        return _key_id(self.public)
+
+    async def wrap(self, data_key: bytes, context: bytes) -> bytes:
+        return _SUITE.encrypt(data_key, X25519PublicKey.from_public_bytes(self.public), info=context)
+
+
+class MasterKeyRing:
+    """Unwraps with any of its private keys; the first one is the present one, the others are retired."""
+
+    def __init__(self, present: X25519PrivateKey, *retired: X25519PrivateKey) -> None:
+        self._keys = {_key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)}
+        self.public = PublicMasterKey(present.public_key().public_bytes_raw())
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        key = self._keys.get(key_id)
+        if key is None:
+            raise UnknownMasterKey(f"no master key {key_id} here")
+        try:
+            return _SUITE.decrypt(wrapped, key, info=context)
+        except Exception:  # whatever failed, the answer is the same
+            raise UnwrapFailed from None
+
+
+def create_master_key(private_file: Path, public_file: Path) -> PublicMasterKey:
+    """Makes a new pair of files; the private one gets mode 0600. Existing files are replaced."""
+    key = X25519PrivateKey.generate()
+    public = key.public_key().public_bytes_raw()
+    key_file.write(private_file, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
+    key_file.write(public_file, _PUBLIC + public.hex().encode() + b"\n", private=False)
+    return PublicMasterKey(public)
+
+
+def _parse(data: bytes, header: bytes, path: Path) -> bytes:
+    try:
+        if not data.startswith(header):
+            raise ValueError
+        key = bytes.fromhex(data[len(header) :].decode("ascii").strip())
+        if len(key) != 32:
+            raise ValueError
+    except (ValueError, UnicodeDecodeError):
+        raise KeyFileCorrupt(f"{path} is not a key file of this kind") from None
+    return key
+
+
+def load_public(path: Path) -> PublicMasterKey:
+    """Raises `KeyFileMissing` or `KeyFileCorrupt`."""
+    return PublicMasterKey(_parse(key_file.read(path, private=False), _PUBLIC, path))
+
+
+def load_ring(present: Path, *retired: Path) -> MasterKeyRing:
+    """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+    keys = [
+        X25519PrivateKey.from_private_bytes(_parse(key_file.read(path, private=True), _PRIVATE, path))
+        for path in (present, *retired)
+    ]
+    return MasterKeyRing(keys[0], *keys[1:])
