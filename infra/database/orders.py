@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 import msgspec
-from sqlalchemy import case, func, or_, select, text, update
+from sqlalchemy import String, bindparam, case, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -24,12 +24,6 @@ class OrderNotFound(BerthError):
     code = "ORDER_NOT_FOUND"
 
 
-class TagsExhausted(BerthError):
-    """The account has used all its order tags of this trading day."""
-
-    code = "TAGS_EXHAUSTED"
-
-
 #: How far an order has come. A late or repeated event never moves it back.
 _RANK = {
     OrderState.ACCEPTED: 0,
@@ -41,19 +35,6 @@ _RANK = {
     OrderState.PART_FILLED: 5,
     **dict.fromkeys(FINAL_ORDER_STATES, 6),
 }
-
-_TAG_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def tag_of(number: int) -> str:
-    """A number as six base-36 digits: 2.1 billion orders an account and day."""
-    if not 0 <= number < 36**6:
-        raise TagsExhausted
-    digits = ""
-    for _ in range(6):
-        number, digit = divmod(number, 36)
-        digits = _TAG_DIGITS[digit] + digits
-    return digits
 
 
 def rank(state: str) -> int:
@@ -103,7 +84,7 @@ with counter as (
   select :id, :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
          :price_type, :price, :time_in_force,
          (select string_agg(substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ',
-                 (counter.last / (36 ^ place)::bigint % 36)::int + 1, 1), '' order by place desc)
+                 cast(counter.last / cast(36 ^ place as bigint) % 36 as int) + 1, 1), '' order by place desc)
             from generate_series(0, 5) as place),
          :trading_day, 'accepted', :generation, :deadline_at
   from counter
@@ -111,16 +92,25 @@ with counter as (
   returning *
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
-  select id || ':accepted', id, 'accepted', created_at, '{}'::jsonb from placed
+  select id || '\\:accepted', id, 'accepted', created_at, cast('{}' as jsonb) from placed
 ), audited as (
   insert into audit_trail (actor, action, subject, data)
-  select :actor, 'order.accepted', 'order:' || id,
+  select :actor, 'order.accepted', 'order\\:' || id,
          jsonb_build_object('user', user_id, 'account', account_id, 'client_order_id', client_order_id,
                             'symbol', symbol, 'side', side, 'quantity', quantity)
   from placed
 )
 select placed.* from placed
-""").columns(*(column for column in Order.__table__.columns))
+""")
+# asyncpg wants a type for each parameter; they are those of the columns.
+_ACCEPT_TYPED = _ACCEPT.bindparams(
+    bindparam("actor", type_=String),
+    *(
+        bindparam(column.name, type_=column.type)
+        for column in Order.__table__.columns
+        if column.name in _ACCEPT.compile().params
+    ),
+).columns(*Order.__table__.columns)
 
 
 async def accept(session: AsyncSession, new: NewOrder) -> Accepted:
@@ -132,7 +122,7 @@ async def accept(session: AsyncSession, new: NewOrder) -> Accepted:
         "id": uuid.uuid4(),
         **{name: getattr(new, name) for name in new.__dataclass_fields__},
     }
-    statement = select(Order).from_statement(_ACCEPT)
+    statement = select(Order).from_statement(_ACCEPT_TYPED)
     order = (await session.execute(statement, values)).scalar_one_or_none()
     if order is not None:
         return Accepted(order, new=True, same_request=True)
