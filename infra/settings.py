@@ -1,6 +1,8 @@
 """All settings of the servers, read once from the environment (prefix `BERTH_`). Durations are seconds.
 
-`.env.example` lists every variable. A secret has no default: keys come from files.
+`.env.example` lists every variable. A secret has no default: keys come from files. In a container, a file
+`/run/secrets/berth_…` stands for the variable of that name, so that a URL with a password in it need not be
+in the environment.
 """
 
 from __future__ import annotations
@@ -10,11 +12,16 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+#: Where Docker and ECS mount secrets, one file each.
+_SECRETS = Path("/run/secrets")
+
 
 class Settings(BaseSettings):
     """Shared by API, orchestrator, node, exchange and CLI; each uses its part."""
 
-    model_config = SettingsConfigDict(env_prefix="BERTH_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="BERTH_", extra="ignore", frozen=True, secrets_dir=_SECRETS if _SECRETS.is_dir() else None
+    )
 
     # Where things are
     data_dir: Path = Path(".berth")
@@ -68,3 +75,17 @@ class Settings(BaseSettings):
     claim_timeout: float = 30.0
 
     log_level: str = "INFO"
+
+
+class LocalSettings(BaseSettings):
+    """Ports of the servers that `berth up` starts on 127.0.0.1 (the API's is `BERTH_API_PORT`)."""
+
+    model_config = SettingsConfigDict(env_prefix="BERTH_LOCAL_", extra="ignore", frozen=True)
+
+    #: Temporal's web UI.
+    ui_port: int = 8233
+    temporal_port: int = 7401
+    valkey_port: int = 7402
+    postgres_port: int = 7403
+    exchange_port: int = 7404
+    exchange_admin_port: int = 7405

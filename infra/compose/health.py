@@ -1,0 +1,97 @@
+"""Health checks for containers: `python -m infra.compose.health CHECK TARGET`; exit 0 means healthy.
+
+- `http URL`: answers with 200.
+- `tcp HOST:PORT`, `unix PATH`: accepts a connection.
+- `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process that is alive but polls
+  nothing is not healthy, and only the server knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+import time
+from urllib.error import URLError
+from urllib.request import urlopen
+
+#: Seconds one check may take; the `timeout` in `compose.yaml` is longer.
+TIMEOUT = 4.0
+#: Seconds. The server keeps a poller in its list for minutes after its last poll; a long poll takes 60 s.
+POLLER_AGE = 90.0
+
+
+def http(url: str) -> bool:
+    if not url.startswith("http://"):
+        return False
+    with urlopen(url, timeout=TIMEOUT) as answer:  # noqa: S310 - checked above: no file:// gets here
+        return bool(answer.status == 200)
+
+
+def tcp(target: str) -> bool:
+    host, _, port = target.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT):
+        return True
+
+
+def unix(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(TIMEOUT)
+        link.connect(path)
+        return True
+
+
+async def polls(address: str, namespace: str, queue: str, host: str) -> bool:
+    """Whether a worker of `host` has polled `queue` for workflow tasks lately."""
+    from temporalio.api.enums.v1 import TaskQueueType
+    from temporalio.api.taskqueue.v1 import TaskQueue
+    from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+    from temporalio.client import Client
+
+    client = await asyncio.wait_for(Client.connect(address, namespace=namespace), TIMEOUT)
+    answer = await asyncio.wait_for(
+        client.workflow_service.describe_task_queue(
+            DescribeTaskQueueRequest(
+                namespace=namespace,
+                task_queue=TaskQueue(name=queue),
+                task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
+            )
+        ),
+        TIMEOUT,
+    )
+    since = time.time() - POLLER_AGE
+    return any(
+        poller.identity.endswith(f"@{host}") and poller.last_access_time.ToMicroseconds() / 1e6 > since
+        for poller in answer.pollers
+    )
+
+
+def poller(queue: str) -> bool:
+    from infra.settings import Settings
+
+    settings = Settings()
+    return asyncio.run(
+        polls(settings.temporal_address, settings.temporal_namespace, queue, socket.gethostname())
+    )
+
+
+CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m infra.compose.health", description=__doc__)
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("target")
+    chosen = parser.parse_args(arguments)
+    try:
+        healthy = CHECKS[chosen.check](chosen.target)
+    except (OSError, URLError, TimeoutError, RuntimeError, ValueError) as error:
+        # RuntimeError is what the Temporal client raises when the server cannot be reached or refuses.
+        sys.stderr.write(f"{chosen.check} {chosen.target}: {error}\n")
+        return 1
+    return 0 if healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""`.env.example` and the settings say the same, and secret files work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from infra.settings import LocalSettings, Settings
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / ".env.example"
+
+
+def _variables() -> dict[str, str]:
+    """Name → value of the lines that set something."""
+    lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {name: value for name, value in pairs}
+
+
+def _expected() -> dict[str, tuple[type[BaseSettings], str]]:
+    return {
+        f"{model.model_config['env_prefix']}{field}".upper(): (model, field)
+        for model in (Settings, LocalSettings)
+        for field in model.model_fields
+    }
+
+
+def test_the_example_lists_every_setting_and_no_other() -> None:
+    assert set(_variables()) == set(_expected())
+
+
+def test_every_line_of_the_example_parses_to_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in _variables().items():
+        monkeypatch.setenv(name, value)
+    for model in (Settings, LocalSettings):
+        defaults = {name: field.default for name, field in model.model_fields.items()}
+        assert model().model_dump() == defaults
+
+
+def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> None:
+    blocks = EXAMPLE.read_text(encoding="utf-8").split("\n\n")
+    bare = [block for block in blocks if re.search(r"^BERTH_", block, re.M) and not block.startswith("#")]
+    assert bare == []
+
+
+def test_a_secret_file_stands_for_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "berth_database_url").write_text("postgresql+asyncpg://berth:hidden@postgres/berth\n")
+    settings = Settings(_secrets_dir=tmp_path)
+    assert settings.database_url == "postgresql+asyncpg://berth:hidden@postgres/berth"
