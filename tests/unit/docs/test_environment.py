@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from infra.settings import LocalSettings, Settings
 
@@ -49,5 +49,8 @@ def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> N
 
 def test_a_secret_file_stands_for_a_variable(tmp_path: Path) -> None:
     (tmp_path / "berth_database_url").write_text("postgresql+asyncpg://berth:hidden@postgres/berth\n")
-    settings = Settings(_secrets_dir=tmp_path)
-    assert settings.database_url == "postgresql+asyncpg://berth:hidden@postgres/berth"
+
+    class FromFiles(Settings):
+        model_config = SettingsConfigDict(env_prefix="BERTH_", secrets_dir=tmp_path)
+
+    assert FromFiles().database_url == "postgresql+asyncpg://berth:hidden@postgres/berth"

@@ -1,0 +1,40 @@
+"""`docs/dependencies.md` has a line for each direct dependency, and the lock holds each of them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ;]", requirement)[0].lower()
+
+
+def _direct() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {_name(line) for lines in lists for line in lines} - {"berth"}
+
+
+def test_every_direct_dependency_is_explained_and_nothing_else_is() -> None:
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `([^`]+)` \|", text, re.M)
+    assert sorted(explained) == sorted(_direct())
+
+
+def test_every_explanation_says_why_and_instead_of_what() -> None:
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    for line in re.findall(r"^\| `.+", text, re.M):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 3, line
+        assert all(cells), line
+
+
+def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None:
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    pinned = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
+    assert _direct() - pinned == set()
+    assert "://" not in text
