@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 #: Where `compose.yaml` looks for them, relative to the repository.
-FOLDER = Path(".berth/compose")
+FOLDER = Path(".secrets")
 
 
 def contents(berth: str, temporal: str, valkey: str, superuser: str) -> dict[str, str]:

@@ -1,0 +1,109 @@
+"""The house's own rules: arrows between rooms, sizes, links, no paths of a machine, script headers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker_runtime.protocol import scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("worker_runtime", "workflows", "activities", "api", "infra", "tests")
+MAX_LINES = 400
+#: Files that may be longer, each with the reason.
+LONGER: dict[str, str] = {}
+SCRIPTS = ROOT / "worker_runtime" / "protocol" / "lua"
+
+
+def _files() -> list[Path]:
+    """What git knows or would add; all files of the tree where there is no git (an image, an archive)."""
+    git = shutil.which("git")
+    listed = git and subprocess.run(
+        [git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed and listed.returncode == 0:
+        found = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        found = [path for room in (*ROOMS, "docs") for path in (ROOT / room).rglob("*")]
+        found += list(ROOT.glob("*.*"))
+    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+@pytest.mark.timeout(120)
+def test_the_arrows_between_the_rooms_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_relative_links_of_the_documents_resolve() -> None:
+    broken = []
+    for document in (path for path in _files() if path.suffix == ".md"):
+        prose = re.sub(r"```.*?```", "", _text(document), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            if re.match(r"[a-z]+:", target) or target.startswith("#"):
+                continue
+            if not (document.parent / target.partition("#")[0]).exists():
+                broken.append(f"{document.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_no_file_is_longer_than_a_subject_needs() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(_text(path).splitlines())
+        for path in _files()
+        if path.relative_to(ROOT).parts[0] in ROOMS and path.suffix in {".py", ".lua", ".sh"}
+    }
+    assert lengths
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES and name not in LONGER} == {}
+    assert {name for name in LONGER if lengths.get(name, 0) <= MAX_LINES} == set(), "no longer needed"
+
+
+def test_nothing_names_a_path_of_a_machine() -> None:
+    words = [rf"/{home}/[a-z_][a-z0-9_-]*/" for home in ("home", "Users", "work")]
+    pattern = re.compile("|".join([*words, "/" + "root/", re.escape(str(ROOT)) + r"\b"]))
+    found = []
+    for path in _files():
+        found += [f"{path.relative_to(ROOT)}: {hit}" for hit in pattern.findall(_text(path))]
+    assert found == []
+
+
+def test_no_file_collects_what_found_no_home() -> None:
+    homeless = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
+    names = [path for path in _files() if path.suffix == ".py" and path.stem in homeless]
+    assert names == []
+
+
+def test_every_lua_script_is_loaded() -> None:
+    assert {script.name for script in scripts.ALL} == {path.stem for path in SCRIPTS.glob("*.lua")}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.lua")))
+def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(name: str) -> None:
+    source = (SCRIPTS / f"{name}.lua").read_text(encoding="utf-8")
+    head = re.match(r"(?:--.*\n)+", source)
+    assert head, "no comment at the top"
+    code = source[head.end() :]
+    for kind in ("KEYS", "ARGV"):
+        explained = {int(n) for n in re.findall(rf"^-- {kind}\[(\d+)", head[0], re.M)}
+        open_ended = re.search(rf"^-- {kind}\[\d+…\]", head[0], re.M)
+        used = {int(n) for n in re.findall(rf"{kind}\[(\d+)\]", code)}
+        assert used <= explained, f"{kind}{sorted(used - explained)} is not explained"
+        assert explained == used or open_ended, f"{kind}{sorted(explained - used)} is explained, not used"
