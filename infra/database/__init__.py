@@ -1,1 +1,1 @@
-"""PostgreSQL: tables, migrations, the bounded pool, and one file of queries for each noun."""
+"""PostgreSQL: users, sealed credentials, orders, worker sessions, audit. A file is one noun."""

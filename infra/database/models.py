@@ -1,122 +1,75 @@
-"""The tables. Migrations make them (`infra/database/migrations`); a test holds both together.
-
-Times are `timestamptz`, prices and quantities as in the messages: decimals and lots. Nothing secret stands
-here in clear: API keys are hashes, credentials are ciphertext.
-"""
+"""The tables. Times are UTC; a user's secret is here as ciphertext only."""
 
 from __future__ import annotations
 
-from datetime import datetime
+import uuid
+from datetime import date, datetime
 from decimal import Decimal
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     BigInteger,
-    Boolean,
     CheckConstraint,
+    Date,
     DateTime,
     ForeignKey,
     ForeignKeyConstraint,
     Identity,
     Index,
-    Integer,
     LargeBinary,
-    MetaData,
     Numeric,
     String,
-    Text,
     UniqueConstraint,
-    Uuid,
     func,
-    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-#: `audit_trail` refuses every change of what stands in it; the first migration installs the trigger.
-AUDIT_TRIGGER = "audit_trail_append_only"
-
-
-class Role(StrEnum):
-    """What an API key may do."""
-
-    USER = "user"  # its own user only
-    OPERATOR = "operator"  # every user's workers and orders, no credentials
-    ADMIN = "admin"
-
 
 class Base(DeclarativeBase):
-    metadata = MetaData(
-        naming_convention={
-            "pk": "pk_%(table_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "ck": "ck_%(table_name)s_%(constraint_name)s",
-        }
-    )
     type_annotation_map: ClassVar[dict[Any, Any]] = {
-        str: Text,
         datetime: DateTime(timezone=True),
-        bytes: LargeBinary,
-        bool: Boolean,
-        int: Integer,
-        Decimal: Numeric(18, 6),
         dict[str, Any]: JSONB,
+        Decimal: Numeric(18, 6),
+        bytes: LargeBinary,
     }
 
 
 class User(Base):
-    """One trader. The id stands in Valkey's hash tags, so braces and `|` are refused."""
-
     __tablename__ = "users"
-    __table_args__ = (CheckConstraint("id ~ '^[^{}|[:space:]]{1,128}$' AND id <> '-1'", name="id"),)
 
-    id: Mapped[str] = mapped_column(primary_key=True)
-    #: The last epoch given out; it only grows (invariant one-owner).
-    epoch: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    #: The last epoch given out to a worker of this user; it only grows.
+    epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ApiKey(Base):
-    """A key of the REST API. The key itself is shown once and stored nowhere."""
-
     __tablename__ = "api_keys"
-    __table_args__ = (
-        CheckConstraint("role IN ('user', 'operator', 'admin')", name="role"),
-        CheckConstraint("role <> 'user' OR user_id IS NOT NULL", name="user"),
-    )
+    __table_args__ = (CheckConstraint("role in ('user', 'operator', 'admin')", name="api_keys_role"),)
 
-    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
-    #: SHA-256 in hex of a random token of 256 bits: nothing to guess, so no slow hash is needed.
-    key_hash: Mapped[str] = mapped_column(unique=True)
-    #: The token's first characters, so that a person can tell keys apart.
-    prefix: Mapped[str]
-    role: Mapped[str]
-    user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"), index=True)
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    #: SHA-256 of a random 256-bit token, hex. A fast hash is right for a key that nobody can guess.
+    key_hash: Mapped[str] = mapped_column(String(64), unique=True)
+    prefix: Mapped[str] = mapped_column(String(16))
+    role: Mapped[str] = mapped_column(String(16))
+    user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     revoked_at: Mapped[datetime | None]
 
 
 class BrokerAccount(Base):
-    """One account at a broker."""
-
     __tablename__ = "broker_accounts"
 
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
-    account_id: Mapped[str] = mapped_column(primary_key=True)
-    broker: Mapped[str]
-    broker_type: Mapped[str] = mapped_column(server_default="")
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    broker: Mapped[str] = mapped_column(String(32))
+    broker_type: Mapped[str] = mapped_column(String(32))
     simulation: Mapped[bool]
-    #: Orders so far; the next order's tag is made of it. Never reset, so tags differ on every trading day.
-    last_tag: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class StoredCredentials(Base):
-    """An account's credentials as the vault encrypted them. One row an account: the newest version."""
-
     __tablename__ = "credentials"
     __table_args__ = (
         ForeignKeyConstraint(
@@ -124,109 +77,114 @@ class StoredCredentials(Base):
         ),
     )
 
-    user_id: Mapped[str] = mapped_column(primary_key=True)
-    account_id: Mapped[str] = mapped_column(primary_key=True)
-    #: Grows with every change; a worker rebuilds only sessions whose version changed.
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    #: Grows with each change, so that a worker rebuilds only what changed.
     version: Mapped[int]
     ciphertext: Mapped[bytes]
     nonce: Mapped[bytes]
     wrapped_key: Mapped[bytes]
-    master_key_id: Mapped[str] = mapped_column(index=True)
+    master_key_id: Mapped[str] = mapped_column(String(128))
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class Order(Base):
-    """An order, written before it goes anywhere. `state` is one of `OrderState`."""
-
     __tablename__ = "orders"
     __table_args__ = (
         ForeignKeyConstraint(
             ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
         ),
-        UniqueConstraint("user_id", "client_order_id"),
-        # Reconciliation finds an order in the broker's list by its tag.
-        Index("ix_orders_user_id_account_id_tag", "user_id", "account_id", "tag", unique=True),
-        Index("ix_orders_user_id_created_at", "user_id", text("created_at DESC"), "id"),
-        # Sweepers look only at what may still change: this index stays small.
-        Index(
-            "ix_orders_open",
-            "deadline_at",
-            postgresql_where=text("state NOT IN ('filled', 'cancelled', 'rejected', 'expired')"),
-        ),
-        CheckConstraint("quantity > 0", name="quantity"),
-        CheckConstraint("filled_quantity >= 0", name="filled_quantity"),
+        UniqueConstraint("user_id", "client_order_id", name="orders_client_order_id"),
+        UniqueConstraint("user_id", "account_id", "trading_day", "tag", name="orders_tag"),
+        CheckConstraint("quantity > 0", name="orders_quantity"),
+        Index("orders_by_user", "user_id", "created_at"),
+        Index("orders_by_state", "state", "updated_at"),
     )
 
-    id: Mapped[str] = mapped_column(Uuid(as_uuid=False), primary_key=True)
-    user_id: Mapped[str]
-    account_id: Mapped[str]
-    client_order_id: Mapped[str]
-    #: Hash of the request's body: the same client order id with another body is a client's mistake.
-    fingerprint: Mapped[str]
-    symbol: Mapped[str]
-    side: Mapped[str]
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    client_order_id: Mapped[str] = mapped_column(String(64))
+    #: SHA-256 of what was asked, so that a repeat with another body is seen.
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    symbol: Mapped[str] = mapped_column(String(32))
+    side: Mapped[str] = mapped_column(String(8))
     quantity: Mapped[int]
-    price_type: Mapped[str]
+    price_type: Mapped[str] = mapped_column(String(8))
     price: Mapped[Decimal | None]
-    time_in_force: Mapped[str]
+    time_in_force: Mapped[str] = mapped_column(String(8))
+    #: Unique per account and trading day, 6 characters: the only id of ours that the broker keeps.
     tag: Mapped[str] = mapped_column(String(6))
-    state: Mapped[str]
-    #: Stable error code of a rejected order, and its sentence.
-    reason_code: Mapped[str | None]
+    trading_day: Mapped[date] = mapped_column(Date)
+    state: Mapped[str] = mapped_column(String(16))
+    reason_code: Mapped[str | None] = mapped_column(String(64))
     reason: Mapped[str | None]
-    broker_order_id: Mapped[str | None]
-    filled_quantity: Mapped[int] = mapped_column(server_default=text("0"))
+    broker_order_id: Mapped[str | None] = mapped_column(String(64))
+    filled_quantity: Mapped[int] = mapped_column(server_default="0")
     average_price: Mapped[Decimal | None]
-    #: Generation of Valkey under which the order was enqueued.
-    generation: Mapped[str] = mapped_column(server_default="")
+    #: Valkey's generation when the order was accepted.
+    generation: Mapped[str] = mapped_column(String(64))
     deadline_at: Mapped[datetime]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class OrderTag(Base):
+    """The last tag number given out for an account on a trading day."""
+
+    __tablename__ = "order_tags"
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    trading_day: Mapped[date] = mapped_column(Date, primary_key=True)
+    last: Mapped[int] = mapped_column(BigInteger)
 
 
 class OrderEventRow(Base):
-    """One change of an order. Repeats are dropped by `event_id`."""
-
     __tablename__ = "order_events"
-    __table_args__ = (Index("ix_order_events_order_id_at", "order_id", "at"),)
+    __table_args__ = (Index("order_events_by_order", "order_id", "at"),)
 
-    event_id: Mapped[str] = mapped_column(primary_key=True)
-    order_id: Mapped[str] = mapped_column(Uuid(as_uuid=False), ForeignKey("orders.id"))
-    state: Mapped[str]
+    event_id: Mapped[str] = mapped_column(String(160), primary_key=True)
+    order_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("orders.id"))
+    state: Mapped[str] = mapped_column(String(16))
     #: When it happened, by the clock of the process that saw it.
     at: Mapped[datetime]
-    data: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))
-    recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    data: Mapped[dict[str, Any]]
+    recorded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class WorkerSession(Base):
-    """One assignment of a worker to a user: the row that gives the epoch."""
+    """One assignment of a worker to a user: where its epoch comes from."""
 
     __tablename__ = "worker_sessions"
-    __table_args__ = (UniqueConstraint("user_id", "epoch"),)
+    __table_args__ = (
+        UniqueConstraint("user_id", "epoch", name="worker_sessions_epoch"),
+        Index("worker_sessions_by_worker", "worker_id"),
+    )
 
-    claim_id: Mapped[str] = mapped_column(primary_key=True)
+    claim_id: Mapped[str] = mapped_column(String(128), primary_key=True)
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
     epoch: Mapped[int] = mapped_column(BigInteger)
-    pool: Mapped[str]
-    worker_id: Mapped[str | None] = mapped_column(index=True)
-    task_id: Mapped[str | None]
+    pool: Mapped[str] = mapped_column(String(64))
+    worker_id: Mapped[str | None] = mapped_column(String(128))
+    task_id: Mapped[str | None] = mapped_column(String(256))
     warm: Mapped[bool | None]
-    claimed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    assigned_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    claimed_at: Mapped[datetime | None]
     connected_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     end_reason: Mapped[str | None]
 
 
 class AuditEntry(Base):
-    """Who did what to whom. Append only, never a secret in it."""
+    """Append-only: a trigger refuses UPDATE and DELETE. No secret in it."""
 
     __tablename__ = "audit_trail"
-    __table_args__ = (Index("ix_audit_trail_subject_id", "subject", "id"),)
+    __table_args__ = (Index("audit_trail_by_subject", "subject", "id"),)
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
-    at: Mapped[datetime] = mapped_column(server_default=func.now())
-    actor: Mapped[str]
-    action: Mapped[str]
-    subject: Mapped[str]
-    data: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'::jsonb"))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    actor: Mapped[str] = mapped_column(String(128))
+    action: Mapped[str] = mapped_column(String(64))
+    subject: Mapped[str] = mapped_column(String(160))
+    data: Mapped[dict[str, Any]]
