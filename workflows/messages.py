@@ -37,6 +37,8 @@ class WorkerRef:
     version: str = ""
     #: Taken from the pool (True) or launched while the user waited.
     warm: bool = True
+    #: Hexadecimal; proven at the claim to be the worker's own. A credential reload is sealed to it.
+    public_key: str = ""
 
 
 # --- UserWorkerWorkflow ----------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from workflows.user_worker_start import start_worker
 
 #: Seconds until the next look at a worker of which nothing certain is known: 6 looks an hour at the most.
 LOOK_AGAIN = 600.0
-#: Code of `ensure_active` for a user whose worker crashed too often.
-PARKED = "PARKED"
 
 S = m.WorkerState
 
@@ -81,7 +79,7 @@ class UserWorkerWorkflow:
         if state.state == S.PARKED and not self._resume:
             raise ApplicationError(
                 f"parked: {state.reason}; the signal `resume` lets it start again",
-                type=PARKED,
+                type=errors.Parked.code,
                 non_retryable=True,
             )
 
@@ -211,7 +209,7 @@ class UserWorkerWorkflow:
         await life.confirm_stop(reason, grace=0.0)
         if life.state.crashes_too_often:
             life.state = life.state.parked(life.now())
-            life.start_failed(Failure(code=PARKED, detail=life.state.reason))
+            life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
             return
         backoff = life.state.crash_backoff()
         if backoff:

@@ -121,7 +121,7 @@ class WorkerPoolWorkflow:
         self._renew = self._changed = True
 
     @workflow.update(name="set_target")
-    async def set_target(self, wanted: m.SetTarget) -> m.PoolView:
+    def set_target(self, wanted: m.SetTarget) -> m.PoolView:
         self._state = replace(self._state, target=wanted.target)
         self._changed = True
         return self.view()

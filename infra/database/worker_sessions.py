@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 from sqlalchemy import func, select, update
@@ -98,3 +99,23 @@ async def serving_at(session: AsyncSession, user_id: str, at: datetime) -> Worke
         .order_by(WorkerSession.epoch)
         .limit(1)
     )
+
+
+async def last_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
+    """The assignment of a worker, open or ended: a worker belongs to one user in its life."""
+    return await session.scalar(
+        select(WorkerSession)
+        .where(WorkerSession.worker_id == worker_id)
+        .order_by(WorkerSession.epoch.desc())
+        .limit(1)
+    )
+
+
+async def with_open_assignment(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
+    """Those of these workers that belong to a user now."""
+    found = await session.scalars(
+        select(WorkerSession.worker_id).where(
+            WorkerSession.worker_id.in_(worker_ids), WorkerSession.ended_at.is_(None)
+        )
+    )
+    return {worker_id for worker_id in found if worker_id}

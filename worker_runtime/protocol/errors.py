@@ -91,6 +91,12 @@ class WorkerUnavailable(BerthError):
     retryable = True
 
 
+class Parked(BerthError):
+    """The user's worker crashed too often; an operator has to let it start again."""
+
+    code = "PARKED"
+
+
 class WorkerLost(BerthError):
     """The worker died or stopped answering."""
 

@@ -1,0 +1,27 @@
+"""`python -m activities`: the orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+
+from activities import log, orchestrator
+from infra.settings import Settings
+from worker_runtime.protocol.errors import BerthError
+
+
+def main() -> int:
+    settings = Settings()
+    log.configure(settings.log_level)
+    try:
+        asyncio.run(orchestrator.run(settings))
+    except BerthError as error:
+        structlog.get_logger().error("start_failed", code=error.code, reason=error.detail)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

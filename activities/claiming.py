@@ -1,0 +1,238 @@
+"""From a claim id to a connected worker. Everything is idempotent by the claim id."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities import slot
+from activities.launching import COLD_PREFIX
+from activities.replies import Replies
+from activities.seals import sealed_accounts
+from activities.slot import ask
+from infra import valkey
+from infra.database import accounts as accounts_table
+from infra.database import worker_sessions
+from infra.database.accounts import Account
+from infra.database.engine import Database
+from infra.database.users import UserNotFound
+from infra.vault.master_key import KeyUnwrapper
+from infra.vault.orchestrator_keys import OrchestratorKeys
+from worker_runtime.protocol import errors, keys, scripts, sealing
+from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message
+from workflows import messages as m
+
+#: Seconds of one blocking wait: below Valkey's socket timeout (5 s), and a heartbeat in between.
+WAIT_SLICE = 1.0
+
+log = structlog.get_logger()
+
+
+class Claiming:
+    """Activities `claim_worker`, `await_connected`, `connect_again`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        unwrapper: KeyUnwrapper,
+        orchestrator_keys: OrchestratorKeys,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._unwrapper = unwrapper
+        self._keys = orchestrator_keys
+
+    @activity.defn
+    async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
+        """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials."""
+        found, worker, accounts = await self._assign(request)
+        if found.status == "empty":
+            return m.ClaimResult(status=m.ClaimStatus.EMPTY)
+        if found.status == "refused" or not accounts:
+            return _no_account(request, worker)
+        if found.status == "gone":
+            return _gone(worker, "the claimed worker is gone")
+        if not found.proven(self._keys):
+            log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
+            return _gone(worker, "the worker's public key is not proven to be its own")
+        generation = await valkey.ensure_generation(self._client, uuid.uuid4().hex)
+        owned = await valkey.run(
+            self._client,
+            scripts.OWN,
+            [keys.owner(request.user_id)],
+            [worker.epoch, worker.worker_id, generation],
+        )
+        if owned != b"ok":
+            return _gone(worker, "a later assignment owns the user")
+        replies = Replies(self._client, request.pool, request.claim_id)
+        reply = None if found.status == "claimed" else await replies.present(worker.worker_id, 1)
+        if reply is None:
+            inbox = keys.pool_inbox(request.pool, worker.worker_id)
+            # Once, unless it was lost on the way: a worker answers a repeated claim again.
+            if found.status == "claimed" or not await ask(self._client.llen(inbox)):
+                claim = await self._claim_message(request, worker, found.public_key, generation, accounts)
+                await push(self._client, inbox, claim, self._keys.signing_key)
+            reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
+        return _result(worker, reply)
+
+    async def _assign(self, request: m.ClaimRequest) -> tuple[slot.Slot, m.WorkerRef, list[Account]]:
+        """Epoch, worker and accounts, with one commit on the path that a person waits for.
+
+        The worker is taken inside the transaction: if that fails, a repeat of the claim id takes the same
+        one. Nobody has been told anything before the commit.
+        """
+        async with self._database.session() as session:
+            try:
+                epoch = await worker_sessions.assign(
+                    session, user_id=request.user_id, claim_id=request.claim_id, pool=request.pool
+                )
+            except UserNotFound:
+                epoch = 0
+            accounts = await accounts_table.of_user(session, request.user_id) if epoch else []
+            if accounts:
+                found = await slot.claim(self._client, request.pool, request.claim_id)
+            else:  # nothing to log in with: no worker is spent on it
+                found = slot.Slot(status="refused")
+            worker = m.WorkerRef(
+                worker_id=found.worker_id,
+                task_id=found.task_id,
+                epoch=epoch,
+                claim_id=request.claim_id,
+                pool=request.pool,
+                version=found.version,
+                warm=not found.worker_id.startswith(COLD_PREFIX),
+                public_key=found.public_key.hex(),
+            )
+            if found.public_key:
+                await worker_sessions.set_worker(
+                    session,
+                    claim_id=request.claim_id,
+                    worker_id=worker.worker_id,
+                    task_id=worker.task_id,
+                    warm=worker.warm,
+                )
+        return found, worker, accounts
+
+    async def _claim_message(
+        self,
+        request: m.ClaimRequest,
+        worker: m.WorkerRef,
+        public_key: bytes,
+        generation: str,
+        accounts: list[Account],
+    ) -> Claim:
+        return Claim(
+            claim_id=request.claim_id,
+            worker_id=worker.worker_id,
+            user_id=request.user_id,
+            epoch=worker.epoch,
+            generation=generation,
+            connect_timeout=request.connect_timeout,
+            accounts=await sealed_accounts(
+                accounts,
+                self._unwrapper,
+                public_key,
+                epoch=worker.epoch,
+                claim_id=request.claim_id,
+                worker_id=worker.worker_id,
+            ),
+        )
+
+    @activity.defn
+    async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+        """Waits for the answer to a login that was begun."""
+        worker, deadline = request.worker, _deadline(request.timeout)
+        replies = Replies(self._client, worker.pool, worker.claim_id)
+        while (left := deadline - time.time()) > 0:
+            reply = await replies.wait(worker.worker_id, request.attempt, min(left, WAIT_SLICE))
+            if reply is not None:
+                return _result(worker, reply)
+            activity.heartbeat()
+            if not await slot.alive(
+                self._client, worker.pool, worker.worker_id, request.user_id, worker.epoch
+            ):
+                return _gone(worker, "the worker ended before it connected")
+        # Whoever settles first decides: a worker that has not confirmed by now never connects (P2).
+        settled = await slot.release(self._client, worker.pool, worker.worker_id, worker.claim_id)
+        if settled == "released":
+            return _gone(worker, "the worker did not confirm the claim in time")
+        return m.ClaimResult(
+            status=m.ClaimStatus.FAILED,
+            worker=worker,
+            failure_code=errors.BrokerUnreachable.code,
+            failure_detail=f"no broker login within {request.timeout:.0f} s",
+        )
+
+    @activity.defn
+    async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
+        """Asks the worker for a further login; it knows a repeated message by its attempt."""
+        worker = request.worker
+        replies = Replies(self._client, worker.pool, worker.claim_id)
+        inbox = keys.pool_inbox(worker.pool, worker.worker_id)
+        answered = await replies.present(worker.worker_id, request.attempt)
+        if answered is None and not await ask(self._client.llen(inbox)):
+            message = Connect(
+                claim_id=worker.claim_id,
+                worker_id=worker.worker_id,
+                attempt=request.attempt,
+                connect_timeout=request.timeout,
+            )
+            await push(self._client, inbox, message, self._keys.signing_key)
+        return await self.await_connected(request)
+
+
+def _deadline(timeout: float) -> float:
+    """Unix seconds until which to wait; a repeated attempt only has what is left of the first one."""
+    info = activity.info()
+    return min(info.current_attempt_scheduled_time.timestamp(), time.time()) + timeout
+
+
+def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:
+    """Nobody to log in: the user is unknown, or has stored no credentials."""
+    error = (
+        UserNotFound(f"there is no user {request.user_id}") if not worker.epoch else errors.UnknownAccount()
+    )
+    return m.ClaimResult(
+        status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
+    )
+
+
+def _gone(worker: m.WorkerRef, why: str) -> m.ClaimResult:
+    return m.ClaimResult(status=m.ClaimStatus.GONE, worker=worker, failure_detail=why)
+
+
+def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+    if reply is None:
+        return m.ClaimResult(status=m.ClaimStatus.CONNECTING, worker=worker)
+    failure = reply.failure
+    if failure is None:
+        return m.ClaimResult(
+            status=m.ClaimStatus.ACTIVE,
+            worker=worker,
+            claimed_at=reply.claimed_at_ms / 1000,
+            connected_at=reply.connected_at_ms / 1000,
+        )
+    if failure.code == errors.ClaimRefused.code:
+        return _gone(worker, "the worker refused the claim")
+    return m.ClaimResult(
+        status=m.ClaimStatus.FAILED,
+        worker=worker,
+        claimed_at=reply.claimed_at_ms / 1000,
+        failure_code=failure.code,
+        failure_detail=failure.detail,
+        retryable=failure.retryable,
+    )
+
+
+async def push(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
+    """Puts a signed message on a worker's inbox, which outlives nobody's interest in it."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.rpush(key, sealing.sign(message, signing))
+        pipe.expire(key, keys.CLAIM_TTL)
+        await pipe.execute()

@@ -1,0 +1,98 @@
+"""Counting and shrinking a pool, without ever scanning Valkey."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities import slot
+from activities.launching import POOL_PREFIX, worker_id_of
+from activities.slot import ask
+from infra.database import worker_sessions
+from infra.database.engine import Database
+from infra.launchers.port import Launcher
+from worker_runtime.protocol import keys
+from workflows import messages as m
+
+log = structlog.get_logger()
+
+
+class Pool:
+    """Activities `count_pool`, `shrink_pool`."""
+
+    def __init__(self, client: Redis, database: Database, launcher: Launcher) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        #: When each running worker without an entry was first seen so (monotonic seconds).
+        self._silent_since: dict[str, float] = {}
+
+    @activity.defn
+    async def count_pool(self, request: m.CountPool) -> m.PoolCount:
+        """Free workers, and those that run and have not announced themselves yet.
+
+        The launcher is asked before Valkey: a worker that becomes ready in between is counted once. One
+        that says nothing counts as starting for `launch_timeout`, from when its silence was noticed, not
+        from its launch: after a flush of Valkey all of them are silent for a moment (exact-pool). Longer
+        silence means that it hangs: it is stopped, since it holds nothing yet.
+        """
+        launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
+        tasks = {
+            task.worker_id: task
+            for task in await self._launcher.list()
+            if task.pool == request.pool and task.worker_id.startswith(POOL_PREFIX)
+        }
+        ready, announced = await self._announced(request.pool, list(tasks))
+        dead = ready - announced.keys()
+        if dead:
+            await ask(self._client.zrem(keys.pool_ready(request.pool), *dead))
+            log.info("pool_entries_removed", pool=request.pool, count=len(dead))
+        free = {worker for worker in ready if announced.get(worker) == b"ready"} - launching
+        silent = tasks.keys() - announced.keys() - launching
+        silent -= await self._assigned(silent)
+        hanging = self._hanging(silent, request.launch_timeout)
+        for worker_id in hanging:
+            log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
+            await self._launcher.stop(tasks[worker_id].task_id, "announced nothing")
+        return m.PoolCount(ready=len(free), starting=len(silent - hanging))
+
+    async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
+        """The ready list, and the state of each worker (listed or running) that has an entry."""
+        ready = {raw.decode() for raw in await ask(self._client.zrange(keys.pool_ready(pool), 0, -1))}
+        workers = sorted(ready.union(running))
+        async with self._client.pipeline(transaction=False) as pipe:
+            for worker in workers:
+                pipe.hget(keys.pool_worker(pool, worker), "state")
+            states = await pipe.execute() if workers else []
+        return ready, {worker: state for worker, state in zip(workers, states, strict=True) if state}
+
+    async def _assigned(self, workers: set[str]) -> set[str]:
+        """Those that belong to a user: their pool entry has expired, as it should."""
+        if not workers:
+            return set()
+        async with self._database.session() as session:
+            return {worker for worker in sorted(workers) if await worker_sessions.of_worker(session, worker)}
+
+    def _hanging(self, silent: set[str], launch_timeout: float) -> set[str]:
+        now = time.monotonic()
+        self._silent_since = {worker: self._silent_since.get(worker, now) for worker in silent}
+        return {worker for worker, since in self._silent_since.items() if now - since > launch_timeout}
+
+    @activity.defn
+    async def shrink_pool(self, request: m.StopPoolWorkers) -> int:
+        """Stops free workers; returns how many. Each is claimed first, so that no user can get it."""
+        stopped = 0
+        for number in range(request.count):
+            activity.heartbeat()
+            claim_id = f"shrink-{request.token}-{number}"
+            found = await slot.claim(self._client, request.pool, claim_id)
+            if found.status == "empty":
+                break
+            if found.task_id:
+                await self._launcher.stop(found.task_id, "the pool shrinks")
+            await slot.forget(self._client, request.pool, found.worker_id)
+            stopped += 1
+        return stopped

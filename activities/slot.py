@@ -1,0 +1,96 @@
+"""One pool worker's entry in Valkey: who it is, whether its key is its own, and the way to end it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from infra import valkey
+from infra.vault.orchestrator_keys import OrchestratorKeys
+from worker_runtime.protocol import keys, scripts, sealing
+
+
+async def ask(command: Awaitable[Any] | Any) -> Any:
+    """redis-py types its commands as `Awaitable[T] | T`; those of the asyncio client are awaitable."""
+    return await cast("Awaitable[Any]", command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """What `claim.lua` returned."""
+
+    #: 'claimed', 'again', 'empty' or 'gone'; 'refused' when the pool was not asked.
+    status: str
+    worker_id: str = ""
+    public_key: bytes = b""
+    proof: bytes = b""
+    task_id: str = ""
+    version: str = ""
+
+    def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
+        """Whether the public key is the worker's own: only its launch token could make the proof."""
+        token = orchestrator_keys.launch_token(self.worker_id)
+        return len(self.public_key) == 32 and sealing.check_key(
+            token, self.worker_id, self.public_key, self.proof
+        )
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+async def claim(client: Redis, pool: str, claim_id: str) -> Slot:
+    """Takes the longest-ready worker for this claim; a repeat returns the same one."""
+    found = await valkey.run(
+        client,
+        scripts.CLAIM,
+        [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)],
+        [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL],
+    )
+    status = _text(found[0])
+    if status == "empty":
+        return Slot(status=status)
+    if status == "gone":
+        return Slot(status=status, worker_id=_text(found[1]))
+    return Slot(
+        status=status,
+        worker_id=_text(found[1]),
+        public_key=bytes(found[2]),
+        proof=bytes(found[3] or b""),
+        task_id=_text(found[4]),
+        version=_text(found[5]),
+    )
+
+
+async def release(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:
+    """Ends a claim that the worker has not confirmed; returns 'released', 'confirmed' or 'unknown'."""
+    state = await valkey.run(
+        client, scripts.SETTLE, [keys.pool_worker(pool, worker_id)], [claim_id, "released"]
+    )
+    return _text(state)
+
+
+async def claimed_worker(client: Redis, pool: str, claim_id: str) -> str:
+    """The worker that this claim got, or ''."""
+    value = await ask(client.get(keys.pool_claim(pool, claim_id)))
+    return _text(value) if value else ""
+
+
+async def alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
+    """Its pool entry is renewed until it belongs to the user, its mark from then on."""
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.exists(keys.pool_worker(pool, worker_id))
+        pipe.get(keys.mark(user_id))
+        entry, mark = await pipe.execute()
+    return bool(entry) or mark == f"{epoch}:{worker_id}".encode()
+
+
+async def forget(client: Redis, pool: str, worker_id: str) -> None:
+    """Takes an ended worker out of the pool, so that nobody claims it. Only after its confirmed end."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.zrem(keys.pool_ready(pool), worker_id)
+        pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))
+        await pipe.execute()

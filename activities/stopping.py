@@ -1,0 +1,137 @@
+"""Ending a user's worker: asked first, then stopped, and only believed when the launcher confirms it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities import slot
+from activities.claiming import push
+from activities.slot import ask
+from infra import valkey
+from infra.database import worker_sessions
+from infra.database.engine import Database
+from infra.launchers.port import Launcher, Task
+from infra.vault.orchestrator_keys import OrchestratorKeys
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.messages import Release, Shutdown
+from workflows import messages as m
+
+#: Seconds between two looks whether an asked worker has ended by itself: it takes 0.1 s and more.
+LOOK = 0.1
+
+log = structlog.get_logger()
+
+
+class Stopping:
+    """Activities `stop_worker`, `end_session`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        launcher: Launcher,
+        orchestrator_keys: OrchestratorKeys,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._keys = orchestrator_keys
+
+    @activity.defn
+    async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+        """Returns when the task has ended for certain; then the worker's traces are removed.
+
+        Works by claim id too, when nobody knows whether the claim got a worker.
+        """
+        asked = request.worker
+        worker_id = asked.worker_id or await slot.claimed_worker(self._client, asked.pool, asked.claim_id)
+        if worker_id:
+            marked = await self._ask_to_end(request, worker_id)
+            if request.grace > 0:
+                await self._wait_for_end(worker_id, request.grace)
+            async with _Heartbeat():
+                for task in await self._tasks(worker_id, asked.task_id):
+                    await self._launcher.stop(task.task_id, request.reason)
+            await self._clean_up(request, worker_id)
+            log.info(
+                "worker_stopped",
+                user_id=request.user_id,
+                worker_id=worker_id,
+                reason=request.reason,
+                was_marked=marked,
+            )
+        await self._end(asked.claim_id, request.reason)
+        return m.Stopped(waiting=int(await ask(self._client.llen(keys.requests(request.user_id)))))
+
+    async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
+        """A signed message where this worker listens: the user's control list, or its inbox before that."""
+        worker, user = request.worker, request.user_id
+        # From here on it cannot confirm the claim any more, if it has not yet.
+        await slot.release(self._client, worker.pool, worker_id, worker.claim_id)
+        mark = await ask(self._client.get(keys.mark(user)))
+        marked = bool(mark == f"{worker.epoch}:{worker_id}".encode())
+        if request.grace <= 0:
+            return marked
+        if marked:
+            order = Shutdown(user_id=user, epoch=worker.epoch, reason=request.reason)
+            signed = sealing.sign(order, self._keys.signing_key)
+            await valkey.run(
+                self._client, scripts.CONTROL, [keys.control(user), keys.doorbell(user)], [signed]
+            )
+        else:
+            release = Release(claim_id=worker.claim_id, worker_id=worker_id, reason=request.reason)
+            inbox = keys.pool_inbox(worker.pool, worker_id)
+            await push(self._client, inbox, release, self._keys.signing_key)
+        return marked
+
+    async def _wait_for_end(self, worker_id: str, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and await self._tasks(worker_id):
+            activity.heartbeat()
+            await asyncio.sleep(LOOK)
+
+    async def _tasks(self, worker_id: str, task_id: str = "") -> list[Task]:
+        return [
+            task
+            for task in await self._launcher.list()
+            if task.worker_id == worker_id or (task_id and task.task_id == task_id)
+        ]
+
+    async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
+        """So that nobody takes the ended worker for a live one: the mark would stay for up to 30 s."""
+        user, worker = request.user_id, request.worker
+        await slot.forget(self._client, worker.pool, worker_id)
+        await valkey.run(
+            self._client,
+            scripts.UNMARK,
+            [keys.mark(user), keys.metadata(user)],
+            [worker.epoch, worker_id],
+        )
+
+    @activity.defn
+    async def end_session(self, request: m.EndSession) -> None:
+        await self._end(request.claim_id, request.reason)
+
+    async def _end(self, claim_id: str, reason: str) -> None:
+        async with self._database.session() as session:
+            await worker_sessions.end(session, claim_id=claim_id, reason=reason[:200])
+
+
+class _Heartbeat:
+    """Beats once a second around a call that takes long."""
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._beat())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            activity.heartbeat()
+            await asyncio.sleep(1.0)

@@ -1,0 +1,219 @@
+"""Activities under the real names with scripted answers, and a server to run workflows on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from temporalio import activity
+from temporalio.client import Client, WithStartWorkflowOperation, WorkflowHandle
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import Worker
+
+from workflows import messages as m
+from workflows import names
+from workflows.user_worker import UserWorkerWorkflow
+from workflows.worker_pool import WorkerPoolWorkflow
+
+Answer = m.ClaimResult | Exception
+
+
+class FakeFleet:
+    """A pool and its workers, scripted: each list gives the answers in order, then the usual ones."""
+
+    def __init__(self) -> None:
+        self.claims: list[str] = []
+        self.launches: list[str] = []
+        self.stops: list[m.StopWorker] = []
+        self.connects: list[int] = []
+        self.checks = 0
+        self.reloads: list[str] = []
+        self.claim_script: list[str] = []
+        self.connect_script: list[m.ClaimResult] = []
+        self.launch_failures = 0
+        self.stop_failures = 0
+        self.waiting_orders = 0
+        self.health: list[m.WorkerHealth] = []
+        self.hold_connect = asyncio.Event()
+        self.hold_connect.set()
+        self.claim_started = asyncio.Event()
+        self.connect_started = asyncio.Event()
+        self.hold_claim = asyncio.Event()
+        self.hold_claim.set()
+
+    def worker(self, claim_id: str, warm: bool = True) -> m.WorkerRef:
+        number = 1 + list(dict.fromkeys(self.claims)).index(claim_id)
+        return m.WorkerRef(
+            worker_id=f"w{number}",
+            task_id=f"t{number}",
+            epoch=number,
+            claim_id=claim_id,
+            pool="default",
+            warm=warm,
+        )
+
+    @activity.defn
+    async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
+        self.claims.append(request.claim_id)
+        self.claim_started.set()
+        await self.hold_claim.wait()
+        status = self.claim_script.pop(0) if self.claim_script else m.ClaimStatus.ACTIVE
+        warm = request.claim_id not in self.launches
+        worker = None if status == m.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
+        result = m.ClaimResult(status=status, worker=worker, claimed_at=1.0, connected_at=2.0)
+        if status == m.ClaimStatus.FAILED:
+            failed = self.connect_script.pop(0)
+            result = replace(failed, worker=worker)
+        return result
+
+    @activity.defn
+    async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
+        self.launches.append(request.claim_id)
+        if self.launch_failures:
+            self.launch_failures -= 1
+            raise ApplicationError("no host", type="LAUNCH_FAILED", non_retryable=True)
+        return m.Launched(worker_id="w", task_id="t")
+
+    async def _connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+        self.connects.append(request.attempt)
+        self.connect_started.set()
+        while not self.hold_connect.is_set():
+            activity.heartbeat()
+            await asyncio.sleep(0.02)
+        if self.connect_script:
+            return replace(self.connect_script.pop(0), worker=request.worker)
+        return m.ClaimResult(status=m.ClaimStatus.ACTIVE, worker=request.worker, connected_at=3.0)
+
+    @activity.defn
+    async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+        return await self._connected(request)
+
+    @activity.defn
+    async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
+        return await self._connected(request)
+
+    @activity.defn
+    async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+        if self.stop_failures:
+            self.stop_failures -= 1
+            raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE", non_retryable=True)
+        self.stops.append(request)
+        waiting, self.waiting_orders = self.waiting_orders, 0
+        return m.Stopped(waiting=waiting)
+
+    @activity.defn
+    async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
+        self.checks += 1
+        return self.health.pop(0) if self.health else m.WorkerHealth(marked=True, running=True)
+
+    @activity.defn
+    async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
+        self.reloads.append(request.reload_id)
+        return m.ReloadResult(ok=True)
+
+    def activities(self) -> list[Callable[..., Any]]:
+        return [
+            self.claim_worker,
+            self.launch_for_claim,
+            self.await_connected,
+            self.connect_again,
+            self.stop_worker,
+            self.check_worker,
+            self.reload_credentials,
+        ]
+
+
+class FakePool:
+    """A pool that counts what it launched."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.starting = 0
+        self.launched: list[str] = []
+        self.highest = 0
+        self.failures = 0
+        self.counts = 0
+
+    @activity.defn
+    async def count_pool(self, request: m.CountPool) -> m.PoolCount:
+        self.counts += 1
+        known = self.ready - set(request.launching)
+        return m.PoolCount(ready=len(known), starting=self.starting)
+
+    @activity.defn
+    async def launch_pool_worker(self, request: m.LaunchPoolWorker) -> m.Launched:
+        if self.failures:
+            self.failures -= 1
+            raise ApplicationError("no room", type="LAUNCH_FAILED")
+        self.launched.append(request.token)
+        self.ready.add(request.token)
+        self.highest = max(self.highest, len(self.ready))
+        return m.Launched(worker_id=request.token, task_id=request.token)
+
+    @activity.defn
+    async def shrink_pool(self, request: m.StopPoolWorkers) -> int:
+        for _ in range(request.count):
+            self.ready.pop()
+        return request.count
+
+    def activities(self) -> list[Callable[..., Any]]:
+        return [self.count_pool, self.launch_pool_worker, self.shrink_pool]
+
+
+@asynccontextmanager
+async def serving(client: Client, activities: list[Callable[..., Any]]) -> AsyncIterator[None]:
+    """Workers for the two task queues that the workflows use."""
+    async with (
+        Worker(
+            client,
+            task_queue=names.LIFECYCLE_QUEUE,
+            workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
+            activities=activities,
+        ),
+        Worker(client, task_queue=names.LAUNCH_QUEUE, activities=activities),
+    ):
+        yield
+
+
+def start_operation(
+    user_id: str, settings: m.UserWorkerSettings | None = None
+) -> WithStartWorkflowOperation[UserWorkerWorkflow, None]:
+    return WithStartWorkflowOperation(
+        UserWorkerWorkflow.run,
+        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
+        id=names.user_worker_id(user_id),
+        task_queue=names.LIFECYCLE_QUEUE,
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+    )
+
+
+async def ensure_active(
+    client: Client,
+    user_id: str,
+    settings: m.UserWorkerSettings | None = None,
+    *,
+    mark_missing: bool = False,
+) -> m.ActiveWorker:
+    """What the API does."""
+    return await client.execute_update_with_start_workflow(
+        UserWorkerWorkflow.ensure_active,
+        m.EnsureActive(mark_missing=mark_missing),
+        start_workflow_operation=start_operation(user_id, settings),
+    )
+
+
+def handle(client: Client, user_id: str) -> WorkflowHandle[UserWorkerWorkflow, None]:
+    return client.get_workflow_handle_for(UserWorkerWorkflow.run, names.user_worker_id(user_id))
+
+
+async def until_state(client: Client, user_id: str, *states: str) -> m.UserWorkerView:
+    """Waits until the workflow shows one of these states."""
+    while True:
+        view = await handle(client, user_id).query(UserWorkerWorkflow.view)
+        if view.state in states:
+            return view
+        await asyncio.sleep(0.02)
