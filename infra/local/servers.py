@@ -6,7 +6,6 @@ with the process that started it, and is stopped by its own pid.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pwd
 import shutil
@@ -14,41 +13,37 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import Any
 
-from worker_runtime.protocol.errors import BerthError
+from infra.local.process import (
+    HOST,
+    START_TIMEOUT,
+    PortInUse,
+    Server,
+    ServerFailed,
+    accepts,
+    end_with_parent,
+    free_port,
+    free_ports,
+)
 
-HOST = "127.0.0.1"
-#: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 cores.
-START_TIMEOUT = 60.0
-STOP_TIMEOUT = 15.0
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class ServerFailed(BerthError):
-    """A local server did not start."""
-
-    code = "SERVER_FAILED"
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def accepts(port: int, host: str = HOST) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex((host, port)) == 0
+__all__ = [
+    "HOST",
+    "START_TIMEOUT",
+    "PortInUse",
+    "PostgresServer",
+    "Server",
+    "ServerFailed",
+    "TemporalServer",
+    "ValkeyServer",
+    "accepts",
+    "end_with_parent",
+    "free_port",
+    "free_ports",
+]
 
 
 def _package_folder(package: str) -> Path:
@@ -57,113 +52,6 @@ def _package_folder(package: str) -> Path:
     if spec is None or spec.origin is None:
         raise ServerFailed(f"the package {package} is missing; run `make setup`")
     return Path(spec.origin).parent
-
-
-def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends."""
-
-    def arm() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before prctl took effect
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return arm
-
-
-class Server:
-    """One server process; `start()` returns when it answers."""
-
-    name = "server"
-
-    def __init__(self, directory: Path, port: int | None = None) -> None:
-        self.directory = directory
-        self.port = port or free_port()
-        self.log_path = directory / f"{self.name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def command(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def answers(self) -> bool:
-        return accepts(self.port)
-
-    def prepare(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def pid(self) -> int:
-        if self._process is None:
-            raise ServerFailed(f"{self.name} was not started")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> Self:
-        """Starts the server; raises `ServerFailed` with the end of its log if it does not come up."""
-        self.launch()
-        self.wait_ready()
-        return self
-
-    def launch(self) -> None:
-        self.prepare()
-        if accepts(self.port):
-            raise ServerFailed(f"{self.name}: port {self.port} is in use by another process")
-        with self.log_path.open("ab") as log:
-            self._process = self._spawn(log)
-
-    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            list(self.command()),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=end_with_parent(os.getpid()),
-        )
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not self.answers():
-            if not self.running:
-                raise ServerFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ServerFailed(
-                    f"{self.name} did not answer within {START_TIMEOUT:.0f} s:\n{self.log_tail()}"
-                )
-            time.sleep(0.02)
-
-    def log_tail(self, lines: int = 15) -> str:
-        if not self.log_path.exists():
-            return ""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and waits for its end. SIGKILL makes it a crash."""
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)  # a stopped process would never see the next signal
-            process.send_signal(how)
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_TIMEOUT)
-
-    def kill(self) -> None:
-        self.stop(signal.SIGKILL)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 class ValkeyServer(Server):
@@ -250,32 +138,20 @@ class PostgresServer(Server):
             if not mode & 0o001:
                 folder.chmod(mode | 0o001)
 
-    def _identity(self) -> dict[str, str]:
-        if os.geteuid() != 0:
-            return {}
-        return {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid}  # type: ignore[dict-item]
+    def _identity(self) -> dict[str, Any]:
+        where: dict[str, Any] = {"cwd": self.directory}
+        if os.geteuid() == 0:
+            where |= {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid, "extra_groups": []}
+        return where
 
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        return subprocess.run(
             list(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            cwd=self.directory,
             timeout=START_TIMEOUT,
-            **self._identity(),
-        )
-
-    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
-            list(self.command()),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=self.directory,
-            start_new_session=True,
-            preexec_fn=end_with_parent(os.getpid()),
             **self._identity(),
         )
 
@@ -334,6 +210,7 @@ class TemporalServer(Server):
     ) -> None:
         super().__init__(directory, port)
         self.ui_port = ui_port
+        self.ui_port_setting = ""
         self.durable = durable
         self.search_attributes = tuple(search_attributes)
 
@@ -362,6 +239,10 @@ class TemporalServer(Server):
         for setting in self.dynamic:
             words += ["--dynamic-config-value", setting]
         return words
+
+    def ports(self) -> list[tuple[int, str]]:
+        interface = [(self.ui_port, self.ui_port_setting)] if self.ui_port else []
+        return [*super().ports(), *interface]
 
     def answers(self) -> bool:
         if not accepts(self.port):

@@ -1,0 +1,169 @@
+"""The one folder in which the local system keeps everything: lock, keys, data, logs, process records."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from infra.local import record
+from worker_runtime.protocol.errors import BerthError
+
+#: Grows when a release can no longer read the folder of the one before.
+LAYOUT = 1
+#: Bytes; below this, PostgreSQL and Temporal soon fail in ways that are hard to read.
+MIN_FREE = 500 * 1024 * 1024
+#: A Unix socket's path must fit in 107 bytes.
+MAX_SOCKET_PATH = 100
+#: What a folder of ours may hold before its version file was written.
+_EARLY = {"lock", "version", "version.new"}
+
+
+class FolderUnusable(BerthError):
+    """The data folder cannot be used."""
+
+    code = "FOLDER_UNUSABLE"
+
+
+class FolderBusy(FolderUnusable):
+    """Another `berth up` uses this data folder."""
+
+    code = "FOLDER_BUSY"
+
+
+class DataFolder:
+    """Opened by one process at a time: the lock is the kernel's and ends with its holder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.records = self.path / "run"
+        self.logs = self.path / "logs"
+        self.keys = self.path / "keys"
+        self._lock: IO[str] | None = None
+
+    @property
+    def node_socket(self) -> Path:
+        """Inside the folder; in the system's temporary folder when the path would be too long."""
+        inside = self.path / "node.sock"
+        if len(os.fsencode(inside)) <= MAX_SOCKET_PATH:
+            return inside
+        info = self.path.stat()
+        return Path(f"/tmp/berth-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}.sock")  # noqa: S108
+
+    def open(self) -> Self:
+        """Takes the lock and checks the folder; raises `FolderUnusable` with what to do about it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._check_ours()
+            self._take_lock()
+            self._check_space()
+            self._mark()
+            for folder in (self.records, self.logs):
+                folder.mkdir(exist_ok=True)
+            self.keys.mkdir(mode=0o700, exist_ok=True)
+        except FolderUnusable:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise FolderUnusable(
+                f"the data folder {self.path} cannot be used: {error.strerror}; "
+                "make it writable or choose another with --data or BERTH_DATA_DIR"
+            ) from None
+        return self
+
+    def _take_lock(self) -> None:
+        lock = (self.path / "lock").open("a+", encoding="ascii")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            lock.close()
+            raise FolderBusy(
+                f"another `berth up` ({f'pid {holder}' if holder else 'pid unknown'}) uses {self.path}; "
+                "stop it with Ctrl-C or `berth down`, or choose another folder with --data"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def holder(self) -> int | None:
+        """The pid of the process that has the folder open; None if nobody has."""
+        try:
+            lock = (self.path / "lock").open("r+", encoding="ascii")
+        except OSError:
+            return None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = lock.read().strip()
+                return int(text) if text.isdigit() else None
+            return None
+
+    def _check_space(self) -> None:
+        free = shutil.disk_usage(self.path).free
+        if free < MIN_FREE:
+            raise FolderUnusable(
+                f"{free // 2**20} MiB are free at {self.path}; {MIN_FREE // 2**20} MiB are needed"
+            )
+
+    def _check_ours(self) -> None:
+        """Refuses a folder that holds something else: `make clean` removes the whole folder."""
+        marker = self.path / "version"
+        if marker.exists():
+            try:
+                layout = int(json.loads(marker.read_text(encoding="utf-8"))["layout"])
+            except (ValueError, KeyError, TypeError):
+                raise FolderUnusable(
+                    f"{marker} cannot be read: the folder was damaged; remove it with `make clean`"
+                ) from None
+            if layout != LAYOUT:
+                raise FolderUnusable(
+                    f"{self.path} was made by a release with another layout ({layout}; this one: {LAYOUT}); "
+                    "remove it with `make clean` or choose another folder with --data"
+                )
+            return
+        foreign = sorted({entry.name for entry in self.path.iterdir()} - _EARLY)
+        if foreign:
+            raise FolderUnusable(
+                f"{self.path} holds other things ({', '.join(foreign[:3])}) and is no data folder of Berth; "
+                "choose an empty or a new one with --data"
+            )
+
+    def _mark(self) -> None:
+        marker = self.path / "version"
+        if not marker.exists():
+            new = self.path / "version.new"
+            new.write_text(json.dumps({"layout": LAYOUT}), encoding="utf-8")
+            new.replace(marker)  # whole or not at all, also when killed here
+
+    def end_leftovers(self) -> list[str]:
+        """Ends what an earlier, killed `berth up` left running; returns the names. Never the workers."""
+        ended = []
+        for entry in reversed(record.read_all(self.records)):
+            how = signal.SIGINT if entry.name == "postgres" else signal.SIGTERM
+            if entry.end(how):
+                ended.append(entry.name)
+            record.forget(self.records, entry.name)
+        return ended
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,246 @@
+"""A child process with a port: started, waited for, stopped and killed by its own pid.
+
+Each is asked to end with the process that started it (PDEATHSIG), and leads a session of its own, so that
+Ctrl-C in a terminal reaches only us and we stop it in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import IO, Any, Self
+
+import psutil
+
+from infra.local import record
+from infra.local.record import ProcessRecord
+from worker_runtime.protocol.errors import BerthError
+
+HOST = "127.0.0.1"
+#: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 idle cores.
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 15.0
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+#: PDEATHSIG fires when the *thread* that forked ends, so one thread that lives as long as we do forks all.
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
+
+
+class ServerFailed(BerthError):
+    """A local server did not start."""
+
+    code = "SERVER_FAILED"
+
+
+class PortInUse(ServerFailed):
+    """A port that is needed belongs to another process."""
+
+    code = "PORT_IN_USE"
+
+
+class StartAborted(ServerFailed):
+    """The start was given up because something else failed."""
+
+    code = "START_ABORTED"
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that were free a moment ago."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def free_port() -> int:
+    return free_ports(1)[0]
+
+
+def accepts(port: int, host: str = HOST) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((host, port)) == 0
+
+
+def listener(port: int) -> str:
+    """Who listens on a port, as far as we may see it: `pid 123 (redis-server)` or `another process`."""
+    try:
+        for link in psutil.net_connections("tcp"):
+            if link.status == psutil.CONN_LISTEN and link.laddr and link.laddr.port == port and link.pid:
+                return f"pid {link.pid} ({psutil.Process(link.pid).name()})"
+    except psutil.Error:
+        pass
+    return "another process"
+
+
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends."""
+
+    def arm() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before prctl took effect
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return arm
+
+
+class Server:
+    """One server process; `start()` returns when it answers."""
+
+    name = "server"
+    #: Whether its children live on when it ends (the node's workers do).
+    keeps_children = False
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory = directory
+        self.port = port or free_port()
+        self.log_path = directory / f"{self.name}.log"
+        #: What a person sets to choose another port, for the message when it is in use.
+        self.port_setting = ""
+        #: Where the process is recorded for the next start, if it is to be.
+        self.records: Path | None = None
+        #: Set by the owner to give up waiting for readiness.
+        self.abort = Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str] | None:
+        """The child's environment; None: our own."""
+        return None
+
+    def answers(self) -> bool:
+        return accepts(self.port)
+
+    def ports(self) -> list[tuple[int, str]]:
+        """Each port it listens on, with the setting that chooses it."""
+        return [(self.port, self.port_setting)]
+
+    def prepare(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerFailed(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Self:
+        """Starts the server; raises `ServerFailed` with the end of its log if it does not come up."""
+        self.launch()
+        self.wait_ready()
+        return self
+
+    def check_ports(self) -> None:
+        """Raises `PortInUse` with the port, who has it, and the setting that chooses another."""
+        for port, setting in self.ports():
+            if accepts(port):
+                hint = f"; stop it or choose another port with {setting}" if setting else ""
+                raise PortInUse(f"{self.name}: port {port} is in use by {listener(port)}{hint}")
+
+    def launch(self) -> None:
+        self.check_ports()
+        self.prepare()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = _spawner.submit(self._spawn, log).result()
+        if self.records is not None:
+            entry = ProcessRecord.of(self.name, self.pid, keeps_children=self.keeps_children)
+            if entry is not None:
+                entry.write(self.records)
+
+    def _identity(self) -> dict[str, Any]:
+        """Keyword arguments of Popen that choose the user it runs as."""
+        return {}
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(self.command()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self.environment(),
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
+            **self._identity(),
+        )
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.answers():
+            if not self.running:
+                raise ServerFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerFailed(f"{self.name} did not answer within {timeout:.0f} s:\n{self.log_tail()}")
+            if self.abort.wait(0.02):
+                raise StartAborted(f"{self.name}: given up")
+
+    def log_tail(self, lines: int = 15) -> str:
+        if not self.log_path.exists():
+            return ""
+        text = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return f"{text}\n(whole log: {self.log_path})"
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """Stops the server and all that it started, and waits for their end. SIGKILL makes it a crash."""
+        process = self._process
+        if process is None:
+            return
+        family = self._family(process.pid)
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)  # a stopped process would never see the next signal
+            process.send_signal(how)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT)
+        # After a crash PostgreSQL's children end by themselves within a second; uvicorn's do not.
+        grace = 2.0 if how == signal.SIGKILL and self.name == "postgres" else 0.2
+        left = record.wait_gone(family, grace)
+        if left:
+            record.send(left, signal.SIGKILL)
+            record.wait_gone(left, STOP_TIMEOUT)
+        if self.records is not None:
+            record.forget(self.records, self.name)
+
+    def _family(self, pid: int) -> list[int]:
+        """Pids of all it started, also of those whose parent has ended or that left its session."""
+        if self.keeps_children:
+            return []
+        family = set(record.members(pid))
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended: its session's members are all we can know
+            family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return sorted(family - {pid})
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,135 @@
+"""Which processes a data folder has started: one small file each, so that a crash leaves nothing behind.
+
+A process is recognised by its pid and the moment it started (in clock ticks since boot, with the boot's
+id), because pids are used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+#: Seconds a leftover process gets to end by itself before SIGKILL. PostgreSQL writes a checkpoint.
+GRACE = 10.0
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the program's name; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if it is gone or only a zombie."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    return int(fields[19])
+
+
+def members(session: int, since: int = 0) -> list[int]:
+    """Living processes of one session (setsid) that started at `since` ticks or later."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        fields = _stat(int(entry))
+        if fields and fields[0] not in "ZX" and int(fields[3]) == session and int(fields[19]) >= since:
+            found.append(int(entry))
+    return found
+
+
+def wait_gone(pids: Iterable[int], timeout: float) -> list[int]:
+    """Waits until these processes are gone; returns those that are not after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    left = [pid for pid in pids if start_ticks(pid) is not None]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [pid for pid in left if start_ticks(pid) is not None]
+    return left
+
+
+def send(pids: Iterable[int], how: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how)
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One process that leads a session of its own."""
+
+    name: str
+    pid: int
+    started: int
+    boot: str
+    #: Whether its children outlive it on purpose (the node's workers).
+    keeps_children: bool = False
+
+    @classmethod
+    def of(cls, name: str, pid: int, *, keeps_children: bool = False) -> ProcessRecord | None:
+        """None if the process has ended already."""
+        started = start_ticks(pid)
+        return None if started is None else cls(name, pid, started, boot_id(), keeps_children)
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{self.name}.json.new"
+        new.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        new.replace(folder / f"{self.name}.json")
+
+    def alive(self) -> bool:
+        return self.boot == boot_id() and start_ticks(self.pid) == self.started
+
+    def living(self) -> list[int]:
+        """The process and what is left of its session; its leader's death does not hide the others."""
+        if self.boot != boot_id():
+            return []
+        leader = [self.pid] if self.alive() else []
+        if self.keeps_children:
+            return leader
+        now = start_ticks(self.pid)
+        if now is not None and now != self.started:
+            return []  # the pid belongs to somebody else by now
+        return sorted({*leader, *members(self.pid, self.started)})
+
+    def end(self, how: signal.Signals = signal.SIGTERM, grace: float = GRACE) -> bool:
+        """Ends what is alive of it. Returns whether there was anything to end."""
+        alive = self.living()
+        if not alive:
+            return False
+        send(alive[:1] if self.pid in alive else alive, signal.SIGCONT)
+        send([self.pid] if self.pid in alive else alive, how)
+        if wait_gone(alive, grace):
+            left = self.living()
+            send(left, signal.SIGKILL)
+            wait_gone(left, grace)
+        return True
+
+
+def read_all(folder: Path) -> list[ProcessRecord]:
+    """The records of a folder; one that cannot be read (a crash while it was written) is skipped."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            records.append(ProcessRecord(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return records
+
+
+def forget(folder: Path, name: str) -> None:
+    (folder / f"{name}.json").unlink(missing_ok=True)
