@@ -95,5 +95,5 @@ async def of_user(session: AsyncSession, user_id: str) -> list[Account]:
                 master_key_id=stored.master_key_id,
             ),
         )
-        for account, stored in rows.tuples()
+        for account, stored in rows
     ]

@@ -1,0 +1,280 @@
+"""The database: migrated once, orders accepted once, epochs that only grow, a trail nobody can change."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
+
+from infra.database import accounts, api_keys, audit, orders, users, worker_sessions
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.migrate import migrate
+from infra.database.models import Base
+from infra.database.orders import NewOrder, OrderNotFound, rank
+from infra.local.servers import PostgresServer, free_port
+from infra.vault import vault
+from infra.vault.master_key import MasterKeyRing
+from worker_runtime.protocol.errors import UnknownAccount
+from worker_runtime.protocol.messages import Credentials, OrderEvent, OrderOutcome, OrderState
+
+RING = MasterKeyRing(X25519PrivateKey.generate())
+SECRET = Credentials(api_key="canary", secret_key="canary")
+
+
+@pytest.fixture
+async def database(empty_database: str) -> AsyncIterator[Database]:
+    await migrate(empty_database)
+    database = Database(empty_database)
+    async with database.session() as session:
+        await users.create(session, "42")
+        await put_account(database, session_user="42", session=session)
+    yield database
+    await database.close()
+
+
+async def put_account(database: Database, *, session_user: str, session: object) -> int:
+    encrypted = await vault.encrypt(SECRET, RING.public, user_id=session_user, account_id="main")
+    return await accounts.put(
+        session,  # type: ignore[arg-type]
+        user_id=session_user,
+        account_id="main",
+        broker="paper",
+        broker_type="stock",
+        simulation=True,
+        encrypted=encrypted,
+    )
+
+
+def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: str = "main") -> NewOrder:
+    return NewOrder(
+        user_id="42",
+        account_id=account_id,
+        client_order_id=client_order_id,
+        fingerprint=fingerprint,
+        symbol="2330",
+        side="buy",
+        quantity=2,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        generation="g",
+        deadline_at=datetime.now(UTC) + timedelta(seconds=30),
+        trading_day=date(2026, 11, 23),
+    )
+
+
+async def test_models_and_migrations_agree(database: Database) -> None:
+    def difference(connection: Connection) -> list[object]:
+        return compare_metadata(MigrationContext.configure(connection), Base.metadata)
+
+    async with database.engine.connect() as connection:
+        assert await connection.run_sync(difference) == []
+
+
+async def test_eight_processes_that_start_together_migrate_once(empty_database: str) -> None:
+    await asyncio.gather(*(migrate(empty_database) for _ in range(8)))
+    await migrate(empty_database)
+    database = Database(empty_database)
+    async with database.session() as session:
+        assert (await session.execute(text("select version_num from alembic_version"))).all() == [("0001",)]
+    await database.close()
+
+
+async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
+    async def accept() -> tuple[uuid.UUID, bool]:
+        async with database.session() as session:
+            accepted = await orders.accept(session, new_order())
+            return accepted.order.id, accepted.new
+
+    results = await asyncio.gather(*(accept() for _ in range(20)))
+    assert len({order_id for order_id, _ in results}) == 1
+    assert sum(new for _, new in results) == 1
+    async with database.session() as session:
+        count = await session.scalar(text("select count(*) from audit_trail where action = 'order.accepted'"))
+        assert count == 1
+        assert [event.state for event in await orders.events(session, results[0][0])] == ["accepted"]
+
+
+async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
+    async with database.session() as session:
+        await orders.accept(session, new_order(fingerprint="one"))
+    async with database.session() as session:
+        repeated = await orders.accept(session, new_order(fingerprint="two"))
+    assert not repeated.new
+    assert not repeated.same_request
+
+
+async def test_an_order_for_an_account_that_is_not_there_is_refused(database: Database) -> None:
+    with pytest.raises(UnknownAccount):
+        async with database.session() as session:
+            await orders.accept(session, new_order(account_id="other"))
+
+
+async def test_tags_are_unique_and_six_characters(database: Database) -> None:
+    async def accept(number: int) -> str:
+        async with database.session() as session:
+            return (await orders.accept(session, new_order(f"c-{number}"))).order.tag
+
+    tags = await asyncio.gather(*(accept(number) for number in range(60)))
+    assert len(set(tags)) == 60
+    assert {len(tag) for tag in tags} == {6}
+
+
+async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_its_own(
+    database: Database,
+) -> None:
+    async def assign(claim_id: str) -> int:
+        async with database.session() as session:
+            return await worker_sessions.assign(session, user_id="42", claim_id=claim_id, pool="p")
+
+    epochs = await asyncio.gather(*(assign(f"claim-{number}") for number in range(25)))
+    assert sorted(epochs) == list(range(1, 26))
+    assert await assign("claim-7") == epochs[7]
+    with pytest.raises(users.UserNotFound):
+        async with database.session() as session:
+            await worker_sessions.assign(session, user_id="nobody", claim_id="x", pool="p")
+
+
+async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(database: Database) -> None:
+    async with database.session() as session:
+        await worker_sessions.assign(session, user_id="42", claim_id="c", pool="p")
+        for warm in (True, True):
+            await worker_sessions.set_worker(session, claim_id="c", worker_id="w", task_id="t", warm=warm)
+        await worker_sessions.set_connected(session, claim_id="c", at=1_000.0)
+        await worker_sessions.set_connected(session, claim_id="c", at=2_000.0)
+        open_row = await worker_sessions.of_worker(session, "w")
+        assert open_row is not None
+        await worker_sessions.end(session, claim_id="c", reason="first")
+        await worker_sessions.end(session, claim_id="c", reason="second")
+    async with database.session() as session:
+        row = await worker_sessions.latest(session, "42")
+        assert row is not None
+        assert (row.end_reason, row.connected_at) == ("first", datetime.fromtimestamp(1_000.0, UTC))
+        assert await worker_sessions.of_worker(session, "w") is None
+
+
+@pytest.mark.parametrize("statement", ["update audit_trail set actor = 'x'", "delete from audit_trail"])
+async def test_the_audit_trail_cannot_be_changed(database: Database, statement: str) -> None:
+    async with database.session() as session:
+        audit.append(session, actor="a", action="b", subject="c", field=1)
+    with pytest.raises(DBAPIError, match="append-only"):
+        async with database.session() as session:
+            await session.execute(text(statement))
+
+
+async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(database: Database) -> None:
+    async with database.session() as session:
+        key = await api_keys.create(session, "user", "42")
+    async with database.session() as session:
+        found = await api_keys.find(session, key.token)
+        assert found is not None
+        assert key.token not in (found.key_hash, repr(key))
+        assert await api_keys.find(session, "berth_guess") is None
+        await api_keys.revoke(session, key.id)
+    async with database.session() as session:
+        assert await api_keys.find(session, key.token) is None
+
+
+async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_retired(
+    database: Database,
+) -> None:
+    async with database.session() as session:
+        assert await put_account(database, session_user="42", session=session) == 2
+    old = next(iter(RING._keys.values()))
+    new = X25519PrivateKey.generate()
+    assert await vault.rewrap_all(database, MasterKeyRing(new, old), MasterKeyRing(new).public) == 1
+    async with database.session() as session:
+        [account] = await accounts.of_user(session, "42")
+    assert account.version == 2
+    assert (
+        await vault.decrypt(account.encrypted, MasterKeyRing(new), user_id="42", account_id="main") == SECRET
+    )
+
+
+async def test_an_event_of_an_unknown_order_is_refused(database: Database) -> None:
+    with pytest.raises(OrderNotFound):
+        async with database.session() as session:
+            await orders.record_event(session, event(str(uuid.uuid4()), "e", OrderState.SUBMITTED))
+
+
+def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> OrderEvent:
+    return OrderEvent(
+        event_id=event_id,
+        order_id=order_id,
+        user_id="42",
+        epoch=1,
+        state=state,
+        at_ms=1_000,
+        filled_quantity=filled,
+    )
+
+
+LATER = [state for state in OrderState if state is not OrderState.ACCEPTED]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    happened=st.lists(st.tuples(st.sampled_from(LATER), st.integers(0, 2)), min_size=1, max_size=6),
+    shuffle=st.randoms(use_true_random=False),
+)
+async def test_repeated_late_and_reordered_events_never_move_an_order_back(
+    database: Database, happened: list[tuple[OrderState, int]], shuffle: object
+) -> None:
+    async with database.session() as session:
+        order = (await orders.accept(session, new_order(uuid.uuid4().hex))).order
+    told = [
+        event(str(order.id), f"{order.id}:{number}", state, filled)
+        for number, (state, filled) in enumerate(happened)
+    ]
+    told = told + told
+    shuffle.shuffle(told)  # type: ignore[attr-defined]
+    best = OrderState.ACCEPTED
+    for one in told:
+        async with database.session() as session:
+            await orders.record_event(session, one)
+        if rank(one.state) > rank(best):
+            best = one.state
+        async with database.session() as session:
+            now = await orders.get(session, order.id)
+        assert now.state == best.value
+    assert now.filled_quantity == max(filled for _, filled in happened)
+    async with database.session() as session:
+        assert len(await orders.events(session, order.id)) == len(happened) + 1
+
+
+async def test_the_answer_and_its_events_agree_in_any_order(database: Database) -> None:
+    async with database.session() as session:
+        order = (await orders.accept(session, new_order())).order
+        outcome = OrderOutcome(
+            order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
+        )
+        await orders.apply_outcome(session, outcome)
+        await orders.record_event(session, event(str(order.id), "late", OrderState.SUBMITTED))
+    async with database.session() as session:
+        now = await orders.get(session, order.id)
+    assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
+
+
+async def test_no_secret_stands_in_the_database(database: Database, postgres_server: PostgresServer) -> None:
+    async with database.session() as session:
+        rows = (await session.execute(text("select * from credentials"))).all()
+    assert rows
+    assert b"canary" not in repr(rows).encode()
+
+
+async def test_a_database_that_is_away_is_named_at_once() -> None:
+    database = Database(f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth")
+    with pytest.raises(DatabaseUnavailable):
+        async with database.session():
+            pass
+    await database.close()

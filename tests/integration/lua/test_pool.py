@@ -1,0 +1,188 @@
+"""The pool's scripts: exactly one winner a worker, the same worker for the same claim."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from redis.asyncio import Redis
+
+from infra import valkey
+from tests.integration.lua.conftest import Scripts
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.scripts import CLAIM, READY, SETTLE
+
+POOL = "p"
+
+
+def ready(scripts: Scripts, worker: str, *, reserved: str = "", ttl: int = 30_000) -> Any:
+    return scripts.run(
+        READY,
+        [
+            keys.pool_worker(POOL, worker),
+            keys.pool_ready(POOL),
+            keys.pool_claim(POOL, reserved),
+            keys.pool_born(POOL, reserved),
+        ],
+        worker,
+        ttl,
+        reserved,
+        3600,
+        *("public_key", f"key of {worker}", "proof", "p", "task", "t", "version", "1"),
+    )
+
+
+def claim(scripts: Scripts, claim_id: str) -> Any:
+    return scripts.run(
+        CLAIM,
+        [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)],
+        claim_id,
+        keys.pool_worker_prefix(POOL),
+        3600,
+    )
+
+
+def settle(scripts: Scripts, worker: str, claim_id: str, state: str) -> Any:
+    return scripts.run(SETTLE, [keys.pool_worker(POOL, worker)], claim_id, state)
+
+
+def test_a_lost_claim_reply_returns_the_same_worker(scripts: Scripts) -> None:
+    ready(scripts, "w1")
+    ready(scripts, "w2")
+    first, again = claim(scripts, "c"), claim(scripts, "c")
+    assert first[:2] == ["claimed", "w1"]
+    assert again[:2] == ["again", "w1"]
+    assert first[2:] == ["key of w1", "p", "t", "1"]
+
+
+def test_the_longest_ready_worker_is_taken_first(scripts: Scripts) -> None:
+    scripts.client.zadd(keys.pool_ready(POOL), {"old": 1})
+    ready(scripts, "new")
+    ready(scripts, "old")
+    assert claim(scripts, "c")[1] == "old"
+
+
+def test_a_dead_worker_is_skipped(scripts: Scripts) -> None:
+    ready(scripts, "dead")
+    scripts.client.delete(keys.pool_worker(POOL, "dead"))
+    ready(scripts, "alive")
+    assert claim(scripts, "c")[1] == "alive"
+    assert claim(scripts, "d") == ["empty"]
+
+
+def test_a_claim_whose_worker_died_says_so(scripts: Scripts) -> None:
+    ready(scripts, "w")
+    claim(scripts, "c")
+    scripts.client.delete(keys.pool_worker(POOL, "w"))
+    assert claim(scripts, "c") == ["gone", "w"]
+
+
+def test_a_claimed_worker_that_renews_does_not_come_back_to_the_pool(scripts: Scripts) -> None:
+    ready(scripts, "w")
+    claim(scripts, "c")
+    assert ready(scripts, "w") == "claimed"
+    assert claim(scripts, "d") == ["empty"]
+
+
+def test_a_worker_launched_for_a_claim_is_nobody_elses(scripts: Scripts) -> None:
+    assert ready(scripts, "w", reserved="c") == "claimed"
+    assert claim(scripts, "other") == ["empty"]
+    assert scripts.client.lpop(keys.pool_born(POOL, "c")) == b"w"
+    assert claim(scripts, "c")[:2] == ["again", "w"]
+    assert ready(scripts, "w", reserved="c") == "claimed"
+    assert scripts.client.llen(keys.pool_born(POOL, "c")) == 0
+
+
+def test_confirm_and_release_race_and_the_first_one_holds(scripts: Scripts) -> None:
+    ready(scripts, "w1")
+    ready(scripts, "w2")
+    claim(scripts, "c1")
+    claim(scripts, "c2")
+    assert settle(scripts, "w1", "c1", "confirmed") == "confirmed"
+    assert settle(scripts, "w1", "c1", "released") == "confirmed"
+    assert settle(scripts, "w2", "c2", "released") == "released"
+    assert settle(scripts, "w2", "c2", "confirmed") == "released"
+    assert settle(scripts, "w2", "wrong", "confirmed") == "unknown"
+    assert settle(scripts, "w9", "c9", "confirmed") == "unknown"
+
+
+async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, valkey_client: Redis) -> None:
+    for number in range(20):
+        ready(scripts, f"w{number}")
+
+    async def one(number: int) -> list[bytes]:
+        return await valkey.run(  # type: ignore[no-any-return]
+            valkey_client,
+            CLAIM,
+            [keys.pool_ready(POOL), keys.pool_claim(POOL, f"c{number}")],
+            [f"c{number}", keys.pool_worker_prefix(POOL), 3600],
+        )
+
+    replies = await asyncio.gather(*(one(number) for number in range(50)))
+    winners = [reply[1] for reply in replies if reply[0] == b"claimed"]
+    assert len(winners) == len(set(winners)) == 20
+    assert sum(reply[0] == b"empty" for reply in replies) == 30
+
+
+class Pool(RuleBasedStateMachine):
+    """Workers that come, renew and die; claims that are repeated: never two claims on one worker."""
+
+    scripts: Scripts
+    workers = st.sampled_from([f"w{n}" for n in range(4)])
+    claims = st.sampled_from([f"c{n}" for n in range(5)])
+
+    @initialize()
+    def start(self) -> None:
+        self.scripts.client.flushall()
+        self.alive: set[str] = set()
+        self.given: dict[str, str] = {}
+
+    @rule(worker=workers)
+    def renew(self, worker: str) -> None:
+        # A worker id is never used again after its worker died.
+        if worker in self.given.values() and worker not in self.alive:
+            return
+        self.alive.add(worker)
+        state = ready(self.scripts, worker)
+        assert state == ("claimed" if worker in self.given.values() else "ready")
+
+    @rule(worker=workers)
+    def die(self, worker: str) -> None:
+        self.alive.discard(worker)
+        self.scripts.client.delete(keys.pool_worker(POOL, worker))
+
+    @rule(claim_id=claims)
+    def claim(self, claim_id: str) -> None:
+        reply = claim(self.scripts, claim_id)
+        if claim_id in self.given:
+            expected = "again" if self.given[claim_id] in self.alive else "gone"
+            assert reply[:2] == [expected, self.given[claim_id]]
+            return
+        free = self.alive - set(self.given.values())
+        if not free:
+            assert reply == ["empty"]
+            return
+        assert reply[0] == "claimed"
+        assert reply[1] in free
+        self.given[claim_id] = reply[1]
+
+    @invariant()
+    def a_worker_has_one_claim(self) -> None:
+        given = list(getattr(self, "given", {}).values())
+        assert len(given) == len(set(given))
+
+
+def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -> None:
+    Pool.scripts = scripts
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Pool,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )

@@ -1,0 +1,264 @@
+"""The request path's scripts: in order, once, and only for the owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.integration.lua.conftest import Scripts
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.scripts import ANSWER, CONTROL, ENQUEUE, MARK, OWN, POP, UNMARK, WITHDRAW
+
+USER = "42"
+HOUR = 3_600_000
+
+
+def enqueue(scripts: Scripts, request: str, ttl: int = 30_000) -> Any:
+    return scripts.run(
+        ENQUEUE,
+        [keys.seen(USER, request), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)],
+        request,
+        f"payload of {request}",
+        ttl,
+        HOUR,
+    )
+
+
+def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
+    return scripts.run(OWN, [keys.owner(USER)], epoch, worker, "g")
+
+
+def pop(scripts: Scripts, number: int, *, epoch: int = 1, worker: str = "w", session: str = "s") -> Any:
+    return scripts.run(
+        POP,
+        [keys.owner(USER), keys.control(USER), keys.requests(USER), keys.processing(USER), keys.pop(USER)],
+        epoch,
+        worker,
+        session,
+        number,
+    )
+
+
+def answer(scripts: Scripts, request: str, item: str, text: str = "done") -> Any:
+    return scripts.run(
+        ANSWER, [keys.response(USER, request), keys.processing(USER)], item, text, 60, "channel"
+    )
+
+
+def mark(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
+    return scripts.run(
+        MARK, [keys.owner(USER), keys.mark(USER), keys.metadata(USER)], epoch, worker, 30_000, "task", "t"
+    )
+
+
+def test_a_request_is_enqueued_once_whatever_is_repeated(scripts: Scripts) -> None:
+    first, again = enqueue(scripts, "r"), enqueue(scripts, "r")
+    assert (first[0], again[0]) == (1, 0)
+    assert first[1] == again[1]
+    assert scripts.client.llen(keys.requests(USER)) == 1
+
+
+def test_a_repeat_after_the_answer_is_still_a_repeat(scripts: Scripts) -> None:
+    own(scripts)
+    item = enqueue(scripts, "r")[1]
+    pop(scripts, 1)
+    answer(scripts, "r", item)
+    assert enqueue(scripts, "r")[0] == 0
+    assert pop(scripts, 2)[0] == "empty"
+
+
+def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts) -> None:
+    for number in range(5):
+        enqueue(scripts, f"r{number}")
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
+
+
+def test_enqueue_tells_whether_a_worker_is_there(scripts: Scripts) -> None:
+    assert enqueue(scripts, "r1")[2] == ""
+    own(scripts)
+    mark(scripts)
+    assert enqueue(scripts, "r2")[2] == "1:w"
+
+
+def test_requests_come_out_in_the_order_they_went_in(scripts: Scripts) -> None:
+    own(scripts)
+    for number in range(4):
+        enqueue(scripts, f"r{number}")
+    popped = [pop(scripts, number)[1].split("|")[1] for number in range(4)]
+    assert popped == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_lost_reply_is_repeated_and_gives_the_same_item(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r0")
+    enqueue(scripts, "r1")
+    assert pop(scripts, 1)[1] == pop(scripts, 1)[1]
+    assert pop(scripts, 2)[1].split("|")[1] == "r1"
+
+
+def test_control_messages_overtake_requests(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r")
+    scripts.run(CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
+    assert pop(scripts, 1)[:2] == ["control", "stop"]
+    assert pop(scripts, 1)[:2] == ["control", "stop"]
+    assert pop(scripts, 2)[0] == "request"
+
+
+def test_only_the_owner_pops(scripts: Scripts) -> None:
+    enqueue(scripts, "r")
+    assert pop(scripts, 1)[0] == "no_owner"
+    own(scripts, epoch=2)
+    assert pop(scripts, 1, epoch=1)[0] == "fenced"
+    assert pop(scripts, 1, epoch=2, worker="other")[0] == "fenced"
+    assert scripts.client.llen(keys.requests(USER)) == 1
+    assert pop(scripts, 1, epoch=2)[0] == "request"
+
+
+def test_the_remaining_time_is_told_by_the_servers_clock(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r", ttl=5_000)
+    assert 4_000 < pop(scripts, 1)[2] <= 5_000
+
+
+def test_a_late_request_comes_out_with_no_time_left(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r", ttl=1)
+    scripts.client.blpop(["nothing"], 0.05)  # lets the deadline pass on the server
+    assert pop(scripts, 1)[2] < 0
+
+
+def test_a_withdrawn_request_is_never_popped_and_a_popped_one_cannot_be_withdrawn(scripts: Scripts) -> None:
+    own(scripts)
+    first, second = enqueue(scripts, "r0")[1], enqueue(scripts, "r1")[1]
+    assert scripts.run(WITHDRAW, [keys.requests(USER)], first) == 1
+    assert pop(scripts, 1)[1] == second
+    assert scripts.run(WITHDRAW, [keys.requests(USER)], second) == 0
+
+
+def test_an_answer_ends_processing_and_may_be_repeated(scripts: Scripts) -> None:
+    own(scripts)
+    item = enqueue(scripts, "r")[1]
+    pop(scripts, 1)
+    assert scripts.client.lrange(keys.processing(USER), 0, -1) == [item.encode()]
+    assert (answer(scripts, "r", item), answer(scripts, "r", item)) == (1, 0)
+    assert scripts.client.llen(keys.processing(USER)) == 0
+    assert scripts.client.get(keys.response(USER, "r")) == b"done"
+    assert 0 < scripts.client.ttl(keys.response(USER, "r")) <= 60
+
+
+def test_an_older_epoch_can_neither_own_nor_mark(scripts: Scripts) -> None:
+    assert own(scripts, epoch=2) == "ok"
+    assert own(scripts, epoch=2) == "ok"
+    assert own(scripts, epoch=2, worker="other") == "older"
+    assert own(scripts, epoch=1) == "older"
+    assert mark(scripts, epoch=1) == "fenced"
+    assert mark(scripts, epoch=2) == "ok"
+    assert scripts.client.hget(keys.metadata(USER), "task") == b"t"
+    assert own(scripts, epoch=3, worker="next") == "ok"
+    assert mark(scripts, epoch=2) == "fenced"
+
+
+def test_a_worker_without_an_owner_key_gets_no_mark(scripts: Scripts) -> None:
+    assert mark(scripts) == "no_owner"
+    assert scripts.client.exists(keys.mark(USER)) == 0
+
+
+def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
+    own(scripts, epoch=2)
+    mark(scripts, epoch=2)
+    places = [keys.mark(USER), keys.metadata(USER)]
+    assert scripts.run(UNMARK, places, 1, "w") == 0
+    assert scripts.run(UNMARK, places, 2, "w") == 1
+    assert scripts.client.exists(*places) == 0
+
+
+class RequestQueue(RuleBasedStateMachine):
+    """Any mix of enqueue, pop, lost replies and answers: each request is popped once, in order."""
+
+    scripts: Scripts
+
+    @initialize()
+    def start(self) -> None:
+        self.scripts.client.flushall()
+        own(self.scripts)
+        self.queued: list[str] = []
+        self.processing: dict[str, str] = {}
+        self.answered: set[str] = set()
+        self.number = 0
+        self.last: Any = None
+
+    @rule(name=st.sampled_from([f"r{n}" for n in range(6)]))
+    def enqueue(self, name: str) -> None:
+        known = name in self.queued or name in self.processing or name in self.answered
+        assert enqueue(self.scripts, name)[0] == (0 if known else 1)
+        if not known:
+            self.queued.append(name)
+
+    @rule()
+    def pop(self) -> None:
+        self.number += 1
+        reply = pop(self.scripts, self.number)
+        if not self.queued:
+            assert reply[0] == "empty"
+            return
+        expected = self.queued.pop(0)
+        assert reply[1].split("|")[1] == expected
+        self.processing[expected] = reply[1]
+        self.last = reply
+
+    @precondition(lambda self: self.last is not None)
+    @rule()
+    def repeat_the_last_pop(self) -> None:
+        again = pop(self.scripts, self.number)
+        # An empty pop in between is not remembered: the repeat of its number may find a new item.
+        if again[1] == self.last[1]:
+            return
+        if again[0] == "empty":
+            assert not self.queued
+            return
+        expected = self.queued.pop(0)
+        assert again[1].split("|")[1] == expected
+        self.processing[expected] = again[1]
+        self.last = again
+
+    @precondition(lambda self: bool(self.processing))
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.processing)))
+        assert answer(self.scripts, name, self.processing.pop(name)) == 1
+        self.answered.add(name)
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        if not hasattr(self, "queued"):
+            return
+        client = self.scripts.client
+        waiting = [item.decode().split("|")[1] for item in client.lrange(keys.requests(USER), 0, -1)]
+        assert waiting[::-1] == self.queued
+        assert set(client.lrange(keys.processing(USER), 0, -1)) == {
+            item.encode() for item in self.processing.values()
+        }
+
+
+def test_no_sequence_of_calls_loses_or_doubles_a_request(scripts: Scripts) -> None:
+    RequestQueue.scripts = scripts
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        RequestQueue,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )

@@ -1,0 +1,211 @@
+"""Messages: what is written is read back, and everything else is refused with one kind of error."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker_runtime.protocol import frames, keys, messages
+from worker_runtime.protocol.errors import (
+    BerthError,
+    Fenced,
+    MalformedMessage,
+    UnsupportedSchema,
+    from_code,
+)
+from worker_runtime.protocol.messages import (
+    Answer,
+    Claim,
+    ClaimReply,
+    Connect,
+    ControlMessage,
+    Credentials,
+    Event,
+    Failure,
+    Fill,
+    InboxMessage,
+    OrderEvent,
+    OrderOutcome,
+    OrderState,
+    PlaceOrder,
+    PriceType,
+    Release,
+    ReloadCredentials,
+    Request,
+    SealedAccount,
+    Shutdown,
+    Side,
+    TimeInForce,
+    WorkerEvent,
+    WorkerEventKind,
+    decode,
+    encode,
+)
+
+ORDER = PlaceOrder(
+    request_id="r",
+    order_id="o",
+    user_id="42",
+    account_id="a",
+    symbol="2330",
+    side=Side.BUY,
+    quantity=1,
+    price_type=PriceType.LIMIT,
+    price=Decimal("612.5"),
+    time_in_force=TimeInForce.ROD,
+    tag="00000A",
+    reply_to="berth:answers:x",
+    generation="g",
+)
+ACCOUNT = SealedAccount(
+    account_id="a", broker="paper", broker_type="stock", simulation=True, version=1, sealed=b"\x00\xff"
+)
+FILL = Fill(fill_id="f", quantity=1, price=Decimal("612.5"), at_ms=1)
+EVERY = [
+    (ORDER, Request),
+    (Answer(request_id="r", outcome=OrderOutcome(order_id="o", state=OrderState.FILLED)), Answer),
+    (Answer(request_id="r", failure=Failure.of(Fenced())), Answer),
+    (
+        Claim(
+            claim_id="c",
+            worker_id="w",
+            user_id="42",
+            epoch=1,
+            generation="g",
+            connect_timeout=1.0,
+            accounts=[ACCOUNT],
+        ),
+        InboxMessage,
+    ),
+    (Connect(claim_id="c", worker_id="w", attempt=2, connect_timeout=1.0), InboxMessage),
+    (Release(claim_id="c", worker_id="w", reason="r"), InboxMessage),
+    (Shutdown(user_id="42", epoch=1, reason="r"), ControlMessage),
+    (
+        ReloadCredentials(reload_id="l", user_id="42", epoch=1, worker_id="w", accounts=[ACCOUNT]),
+        ControlMessage,
+    ),
+    (ClaimReply(claim_id="c", worker_id="w", epoch=1, attempt=1), ClaimReply),
+    (
+        WorkerEvent(
+            worker_id="w", user_id="42", epoch=1, sequence=1, kind=WorkerEventKind.CONNECTED, at_ms=1
+        ),
+        Event,
+    ),
+    (
+        OrderEvent(
+            event_id="e",
+            order_id="o",
+            user_id="42",
+            epoch=1,
+            state=OrderState.FILLED,
+            at_ms=1,
+            fill=FILL,
+            average_price=Decimal("1.1"),
+        ),
+        Event,
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "wanted"), EVERY, ids=lambda value: type(value).__name__)
+def test_every_message_is_read_back_as_it_was_written(message: msgspec.Struct, wanted: type) -> None:
+    assert decode(encode(message), wanted) == message
+
+
+@given(st.one_of(st.binary(max_size=400), st.text(max_size=200).map(str.encode)))
+def test_garbage_is_malformed_and_nothing_else(garbage: bytes) -> None:
+    for wanted in (Request, InboxMessage, ControlMessage, Event, Answer):
+        with pytest.raises(MalformedMessage):
+            decode(garbage, wanted)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(field=st.sampled_from(sorted(PlaceOrder.__struct_fields__)), value=json_values)
+def test_a_wrong_field_never_gives_an_order_that_is_not_typed(field: str, value: object) -> None:
+    raw = msgspec.json.decode(encode(ORDER))
+    raw[field] = value
+    try:
+        order = decode(msgspec.json.encode(raw), Request)
+    except MalformedMessage:
+        return
+    assert decode(encode(order), Request) == order
+
+
+def test_an_unknown_type_is_malformed() -> None:
+    with pytest.raises(MalformedMessage):
+        decode(b'{"type": "format_disk", "v": 1}', ControlMessage)
+
+
+def test_a_later_schema_version_is_refused_by_name() -> None:
+    later = msgspec.json.decode(encode(ORDER)) | {"v": messages.SCHEMA + 1}
+    with pytest.raises(UnsupportedSchema):
+        decode(msgspec.json.encode(later), Request)
+
+
+def test_unknown_fields_are_ignored_so_that_an_older_worker_understands_a_newer_api() -> None:
+    newer = msgspec.json.decode(encode(ORDER)) | {"colour": "blue"}
+    assert decode(msgspec.json.encode(newer), Request) == ORDER
+
+
+def test_an_oversized_message_is_refused_unread() -> None:
+    with pytest.raises(MalformedMessage, match="bytes"):
+        decode(b" " * (messages.MAX_MESSAGE + 1), Request)
+
+
+def test_credentials_do_not_show_themselves() -> None:
+    assert "canary" not in repr(Credentials(api_key="canary", secret_key="canary"))
+
+
+def test_an_error_travels_by_its_code_and_an_unknown_code_still_is_an_error() -> None:
+    assert isinstance(from_code("FENCED", "x"), Fenced)
+    assert "FROM_THE_FUTURE" in from_code("FROM_THE_FUTURE", "x").detail
+
+
+def test_every_error_has_a_code_of_its_own_and_a_sentence() -> None:
+    def family(cls: type[BerthError]) -> list[type[BerthError]]:
+        return [cls, *(found for sub in cls.__subclasses__() for found in family(sub))]
+
+    # Only the protocol's own: other rooms' errors are checked where they are.
+    errors = [cls for cls in family(BerthError) if cls.__module__ == BerthError.__module__]
+    codes = [cls.code for cls in errors]
+    assert len(codes) == len(set(codes))
+    assert all(cls.title().endswith(".") or ":" in cls.title() for cls in errors)
+
+
+@given(st.binary(max_size=100))
+def test_a_frame_is_parsed_or_malformed(raw: bytes) -> None:
+    try:
+        frame = frames.parse(raw)
+    except MalformedMessage:
+        return
+    assert (
+        b"%d|%s|%s" % (frame.deadline_ms, frame.request_id.encode(), frame.payload) == raw or raw[:1] == b"0"
+    )
+
+
+def test_all_keys_of_one_user_share_a_cluster_slot() -> None:
+    mine = [
+        keys.requests("42"),
+        keys.processing("42"),
+        keys.doorbell("42"),
+        keys.seen("42", "r"),
+        keys.response("42", "r"),
+        keys.mark("42"),
+        keys.metadata("42"),
+        keys.owner("42"),
+        keys.pop("42"),
+        keys.control("42"),
+    ]
+    tags = {key[key.index("{") : key.index("}") + 1] for key in mine}
+    assert tags == {"{42}"}
+    assert len(set(mine)) == len(mine)

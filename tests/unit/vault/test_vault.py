@@ -1,0 +1,162 @@
+"""Credentials at rest: nothing but the right key, user and account opens them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+from moto import mock_aws
+
+from infra.database.accounts import Encrypted
+from infra.vault import orchestrator_keys, vault
+from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
+from infra.vault.kms import KmsMasterKey
+from infra.vault.master_key import (
+    MasterKeyRing,
+    UnknownMasterKey,
+    UnwrapFailed,
+    create_master_key,
+    load_public,
+    load_ring,
+)
+from infra.vault.vault import DecryptFailed
+from worker_runtime.protocol.messages import Credentials
+
+CREDENTIALS = Credentials(api_key="key-canary", secret_key="secret-canary", ca_certificate=b"\x00\xff")
+names = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
+
+
+def new_ring() -> MasterKeyRing:
+    return MasterKeyRing(X25519PrivateKey.generate())
+
+
+def encrypt(ring: MasterKeyRing, user_id: str = "u", account_id: str = "a") -> Encrypted:
+    return asyncio.run(vault.encrypt(CREDENTIALS, ring.public, user_id=user_id, account_id=account_id))
+
+
+def decrypt(
+    encrypted: Encrypted, ring: MasterKeyRing, user_id: str = "u", account_id: str = "a"
+) -> Credentials:
+    return asyncio.run(vault.decrypt(encrypted, ring, user_id=user_id, account_id=account_id))
+
+
+def test_what_was_encrypted_is_decrypted_and_stands_nowhere_in_clear() -> None:
+    ring = new_ring()
+    encrypted = encrypt(ring)
+    assert decrypt(encrypted, ring) == CREDENTIALS
+    assert b"canary" not in encrypted.ciphertext + encrypted.wrapped_key
+
+
+@given(
+    field=st.sampled_from(["ciphertext", "nonce", "wrapped_key"]),
+    position=st.integers(0, 10_000),
+    bit=st.integers(0, 7),
+)
+def test_any_flipped_bit_is_refused(field: str, position: int, bit: int) -> None:
+    ring = new_ring()
+    encrypted = encrypt(ring)
+    data = bytearray(getattr(encrypted, field))
+    data[position % len(data)] ^= 1 << bit
+    with pytest.raises((DecryptFailed, UnwrapFailed)):
+        decrypt(replace(encrypted, **{field: bytes(data)}), ring)
+
+
+@given(mine=st.tuples(names, names), other=st.tuples(names, names))
+def test_another_users_or_accounts_credentials_are_refused(
+    mine: tuple[str, str], other: tuple[str, str]
+) -> None:
+    ring = new_ring()
+    encrypted = encrypt(ring, *mine)
+    if mine == other:
+        assert decrypt(encrypted, ring, *other) == CREDENTIALS
+    else:
+        with pytest.raises((DecryptFailed, UnwrapFailed)):
+            decrypt(encrypted, ring, *other)
+
+
+def test_user_and_account_cannot_be_shifted_against_each_other() -> None:
+    ring = new_ring()
+    with pytest.raises(UnwrapFailed):
+        decrypt(encrypt(ring, "ab", "c"), ring, "a", "bc")
+
+
+def test_another_master_key_says_that_it_is_the_wrong_one() -> None:
+    with pytest.raises(UnknownMasterKey):
+        decrypt(encrypt(new_ring()), new_ring())
+
+
+def test_a_rotated_key_leaves_the_ciphertext_alone_and_retires_the_old_one() -> None:
+    old_key, new_key = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+    old, both, new = MasterKeyRing(old_key), MasterKeyRing(new_key, old_key), MasterKeyRing(new_key)
+    encrypted = encrypt(old)
+    rewrapped = asyncio.run(vault.rewrap(encrypted, both, both.public, user_id="u", account_id="a"))
+    assert rewrapped.ciphertext == encrypted.ciphertext
+    assert decrypt(rewrapped, new) == CREDENTIALS
+    with pytest.raises(UnknownMasterKey):
+        decrypt(rewrapped, old)
+
+
+def test_the_same_credentials_never_give_the_same_bytes_twice() -> None:
+    ring = new_ring()
+    assert encrypt(ring).ciphertext != encrypt(ring).ciphertext
+
+
+def test_key_files_are_private_and_read_back(tmp_path: Path) -> None:
+    private, public = tmp_path / "master.key", tmp_path / "master.pub"
+    created = create_master_key(private, public)
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert load_public(public) == created
+    assert load_ring(private).public == created
+    keys = orchestrator_keys.create(tmp_path / "orchestrator.key")
+    again = orchestrator_keys.load(tmp_path / "orchestrator.key")
+    assert (again.public_key, again.launch_secret) == (keys.public_key, keys.launch_secret)
+    assert (tmp_path / "orchestrator.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    private = tmp_path / "master.key"
+    create_master_key(private, tmp_path / "master.pub")
+    private.chmod(0o640)
+    with pytest.raises(KeyFileExposed, match="0640"):
+        load_ring(private)
+
+
+@pytest.mark.parametrize("content", [b"", b"berth-master-private-1\nzz", b"\xff\xfe", b"{}"])
+def test_a_corrupt_key_file_is_refused_and_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
+        load_ring(path)
+    with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
+        orchestrator_keys.load(path)
+
+
+def test_a_missing_key_file_says_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileMissing, match="berth keys init"):
+        load_public(tmp_path / "master.pub")
+
+
+@pytest.fixture
+def kms(monkeypatch: pytest.MonkeyPatch) -> Iterator[KmsMasterKey]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with mock_aws():
+        client = boto3.client("kms", region_name="ap-northeast-1")
+        yield KmsMasterKey(client, client.create_key()["KeyMetadata"]["Arn"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # botocore's own use of datetime
+def test_kms_wraps_for_one_user_and_account_only(kms: KmsMasterKey) -> None:
+    encrypted = asyncio.run(vault.encrypt(CREDENTIALS, kms, user_id="u", account_id="a"))
+    assert encrypted.master_key_id.startswith("kms:arn:")
+    assert asyncio.run(vault.decrypt(encrypted, kms, user_id="u", account_id="a")) == CREDENTIALS
+    with pytest.raises(UnwrapFailed):
+        asyncio.run(vault.decrypt(encrypted, kms, user_id="other", account_id="a"))
