@@ -75,7 +75,7 @@ def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: 
 
 async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
-        return compare_metadata(MigrationContext.configure(connection), Base.metadata)
+        return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 
     async with database.engine.connect() as connection:
         assert await connection.run_sync(difference) == []

@@ -177,7 +177,7 @@ class Pool(RuleBasedStateMachine):
 
 def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -> None:
     Pool.scripts = scripts
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Pool,
         settings=settings(
             max_examples=60,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -243,17 +243,18 @@ class RequestQueue(RuleBasedStateMachine):
     def nothing_is_lost_or_doubled(self) -> None:
         if not hasattr(self, "queued"):
             return
-        client = self.scripts.client
-        waiting = [item.decode().split("|")[1] for item in client.lrange(keys.requests(USER), 0, -1)]
+
+        def items(key: str) -> list[bytes]:
+            return cast("list[bytes]", self.scripts.client.lrange(key, 0, -1))
+
+        waiting = [str(item, "utf-8").split("|")[1] for item in items(keys.requests(USER))]
         assert waiting[::-1] == self.queued
-        assert set(client.lrange(keys.processing(USER), 0, -1)) == {
-            item.encode() for item in self.processing.values()
-        }
+        assert set(items(keys.processing(USER))) == {item.encode() for item in self.processing.values()}
 
 
 def test_no_sequence_of_calls_loses_or_doubles_a_request(scripts: Scripts) -> None:
     RequestQueue.scripts = scripts
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         RequestQueue,
         settings=settings(
             max_examples=60,

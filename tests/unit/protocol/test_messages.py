@@ -135,7 +135,7 @@ def test_a_wrong_field_never_gives_an_order_that_is_not_typed(field: str, value:
     raw = msgspec.json.decode(encode(ORDER))
     raw[field] = value
     try:
-        order = decode(msgspec.json.encode(raw), Request)
+        order: PlaceOrder = decode(msgspec.json.encode(raw), Request)
     except MalformedMessage:
         return
     assert decode(encode(order), Request) == order

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -64,8 +65,9 @@ def test_any_flipped_bit_is_refused(field: str, position: int, bit: int) -> None
     encrypted = encrypt(ring)
     data = bytearray(getattr(encrypted, field))
     data[position % len(data)] ^= 1 << bit
+    changed: dict[str, Any] = {field: bytes(data)}
     with pytest.raises((DecryptFailed, UnwrapFailed)):
-        decrypt(replace(encrypted, **{field: bytes(data)}), ring)
+        decrypt(replace(encrypted, **changed), ring)
 
 
 @given(mine=st.tuples(names, names), other=st.tuples(names, names))
