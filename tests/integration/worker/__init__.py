@@ -1,0 +1,1 @@
+"""User workers as real processes, on a real Valkey."""

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.local.servers import ValkeyServer
+from tests.integration.worker.stage import Stage
+
+
+@pytest.fixture
+def stage(valkey_server: ValkeyServer, tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(valkey_server.url, tmp_path)
+    stage.client.execute("FLUSHALL")
+    yield stage
+    stage.close()

@@ -1,0 +1,121 @@
+"""A worker whose broker does what the symbol says, and writes down what was asked of it.
+
+Run as `python -m tests.integration.worker.scripted FOLDER` with a configuration on standard input. The
+folder holds the ledger (`ledger.jsonl`) and files by which a test steers the broker.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from worker_runtime.__main__ import main
+from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
+from worker_runtime.protocol.errors import (
+    BrokerUnreachable,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PlaceOrder
+
+PRICE = Decimal("100.5")
+
+
+class ScriptedBroker:
+    """Implements `Broker`. Logins by api key, orders by symbol: see the two methods."""
+
+    def __init__(self, folder: Path, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> None:
+        self._folder = folder
+        self._key = key
+        self._client = client
+        self._on_order = on_order
+
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        self._write("login", client=self._client, timeout=timeout, api_key=credentials.api_key)
+        if credentials.api_key == "wrong":
+            raise LoginRejected
+        if credentials.api_key == "closed" and not (self._folder / "open").exists():
+            raise BrokerUnreachable
+        if credentials.api_key == "odd":
+            raise ValueError("odd")
+        (self._folder / "dead").unlink(missing_ok=True)
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        self._write("place", order_id=order.order_id, symbol=order.symbol, timeout=timeout)
+        if order.symbol == "REJECT":
+            raise OrderRejected("price limit")
+        if order.symbol == "LOST":
+            raise OutcomeUnknown("no acknowledgement")
+        if order.symbol == "CRASH":
+            raise ValueError("a fault in the adapter")
+        if order.symbol == "DOWN":
+            raise SessionDown
+        if order.symbol == "SLOW":
+            while not (self._folder / "gate").exists():
+                time.sleep(0.005)
+        if order.symbol == "LATER":
+            threading.Thread(target=self._fill_later, args=(order,), daemon=True).start()
+            return self._told(order, OrderState.SUBMITTED, [])
+        fills = [Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1)]
+        return self._told(order, OrderState.FILLED, fills)
+
+    def orders(self, timeout: float) -> list[ExchangeOrder]:
+        return []
+
+    def positions(self, timeout: float) -> list[Position]:
+        return []
+
+    def ping(self, timeout: float) -> None:
+        self._write("ping")
+        if (self._folder / "dead").exists():
+            raise SessionDown
+
+    def close(self) -> None:
+        self._write("close", account_id=self._key.account_id)
+
+    def _fill_later(self, order: PlaceOrder) -> None:
+        fill = Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=2)
+        told = self._told(order, OrderState.FILLED, [fill])
+        for repeat in (1, 2):  # the same fill twice, as two events
+            self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))
+
+    @staticmethod
+    def _told(order: PlaceOrder, state: OrderState, fills: list[Fill]) -> ExchangeOrder:
+        return ExchangeOrder(
+            broker_order_id=f"b-{order.order_id}",
+            tag=order.tag,
+            symbol=order.symbol,
+            side=order.side,
+            quantity=order.quantity,
+            price_type=order.price_type,
+            price=order.price,
+            time_in_force=order.time_in_force,
+            state=state,
+            fills=fills,
+        )
+
+    def _write(self, what: str, **fields: Any) -> None:
+        with (self._folder / "ledger.jsonl").open("a") as ledger:
+            ledger.write(json.dumps({"what": what, **fields}) + "\n")
+
+
+def load(config: WorkerConfig) -> BrokerFactory:
+    folder = Path(sys.argv[1])
+
+    def create(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+        return ScriptedBroker(folder, key, client, on_order)
+
+    return create
+
+
+if __name__ == "__main__":
+    sys.exit(main(load))

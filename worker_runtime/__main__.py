@@ -1,0 +1,38 @@
+"""`python -m worker_runtime`: one user worker, configured by a JSON document on standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
+from worker_runtime.config import BadConfig, read
+from worker_runtime.exits import ExitCode
+from worker_runtime.log import Log
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.zygote import Zygote
+
+
+def load_brokers(config: WorkerConfig) -> BrokerFactory:
+    """The real adapters. Called in the session only: no broker SDK may be loaded before the fork."""
+    from worker_runtime.brokers.registry import create_broker
+
+    def create(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+        return create_broker(config, key, client, on_order)
+
+    return create
+
+
+def main(load: Callable[[WorkerConfig], BrokerFactory] = load_brokers) -> ExitCode:
+    """Reads the configuration and becomes the zygote; returns the worker's exit code."""
+    try:
+        config = read()
+    except BadConfig as error:
+        Log().error("bad_config", reason=error.detail)
+        return ExitCode.BAD_CONFIG
+    log = Log(config.log_level, worker_id=config.worker_id, process="zygote")
+    return Zygote(config, lambda: load(config), log).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

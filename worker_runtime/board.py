@@ -1,0 +1,129 @@
+"""The board: shared memory of a worker's processes, made by the zygote before it forks.
+
+Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new value and
+never a mixture, and no lock can be held by a process that was killed or stopped. Texts are written once,
+before the number that announces them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from enum import IntEnum
+
+from worker_runtime.protocol.errors import BerthError
+
+_SIZE = 4096
+_KEY = 1024
+_USER = 1088
+_CLAIM = 1376
+#: Bytes of a user or claim id.
+_MAX_TEXT = 256
+
+
+class BoardOverflow(BerthError):
+    """An id is too long for the board."""
+
+    code = "BOARD_OVERFLOW"
+
+
+class State(IntEnum):
+    """What the worker is doing (requirement W2), as the metadata shows it."""
+
+    PoolIdle = 0
+    Claimed = 1
+    Connecting = 2
+    Active = 3
+    Processing = 4
+    HealthCheck = 5
+    Reconnecting = 6
+    Parked = 7
+    Draining = 8
+
+
+class _Number:
+    """One 8-byte word of the board."""
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def __get__(self, board: Board, owner: type[Board]) -> int:
+        return board.numbers[self._slot]
+
+    def __set__(self, board: Board, value: int) -> None:
+        board.numbers[self._slot] = value  # CPython stores a "q" item with one 8-byte move
+
+
+class Board:
+    """The words, with their writer in the comment. Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in ns."""
+
+    session_pid = _Number(0)  # zygote; 0 while there is none
+    session_number = _Number(1)  # zygote; grows with every fork of a session
+    session_lost = _Number(2)  # zygote; 1 when a claimed session died
+    launched_at_ms = _Number(3)  # zygote; Unix ms
+    key_session = _Number(4)  # session; number of the session whose public key stands here
+    pulse = _Number(5)  # session; monotonic ns of its last sign of life
+    state = _Number(6)  # session; a `State`
+    last_activity_ms = _Number(7)  # session; Unix ms of the last order or control message
+    assigned = _Number(8)  # session; 1 from the moment a claim was confirmed
+    claiming = _Number(9)  # session; 1 from the moment it acts on a claim
+    epoch = _Number(10)  # session
+    broker_open = _Number(11)  # session; 1 while a broker session may be open
+    lease_session = _Number(12)  # session; boot ns, end of the lease by its own renewals
+    pop_number = _Number(13)  # session; outlives it
+    session_events = _Number(14)  # session; last sequence it used (even)
+    lease_supervisor = _Number(15)  # supervisor; boot ns, end of the lease by its renewals
+    fenced = _Number(16)  # supervisor, session; 1 for good
+    supervisor_events = _Number(17)  # supervisor; last sequence it used (odd)
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self.numbers = memoryview(self._memory).cast("q")
+
+    def publish_key(self, public_key: bytes) -> None:
+        """Puts up the public key (32 bytes) of the present session."""
+        self._memory[_KEY : _KEY + 32] = public_key
+        self.key_session = self.session_number
+
+    def public_key(self) -> bytes:
+        """The present session's public key; empty while it has not made one."""
+        if self.key_session == 0 or self.key_session != self.session_number:
+            return b""
+        return self._memory[_KEY : _KEY + 32]
+
+    def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
+        """Notes whose worker this is; readers see nothing of it before all of it is there."""
+        self._write_text(_USER, user_id)
+        self._write_text(_CLAIM, claim_id)
+        self.epoch = epoch
+        self.assigned = 1
+
+    @property
+    def user_id(self) -> str:
+        return self._read_text(_USER)
+
+    @property
+    def claim_id(self) -> str:
+        return self._read_text(_CLAIM)
+
+    def next_session_event(self) -> int:
+        """A sequence for an event of the session: even, and later than any this process has seen."""
+        following = max(self.session_events, self.supervisor_events) + 1
+        self.session_events = following + following % 2
+        return self.session_events
+
+    def next_supervisor_event(self) -> int:
+        """A sequence for an event of the supervisor: odd, so that the two never meet without a lock."""
+        following = max(self.session_events, self.supervisor_events) + 1
+        self.supervisor_events = following + 1 - following % 2
+        return self.supervisor_events
+
+    def _write_text(self, offset: int, text: str) -> None:
+        data = text.encode()
+        if len(data) > _MAX_TEXT:
+            raise BoardOverflow(f"{len(data)} bytes are more than {_MAX_TEXT}")
+        self._memory[offset : offset + 2] = len(data).to_bytes(2, "big")
+        self._memory[offset + 2 : offset + 2 + len(data)] = data
+
+    def _read_text(self, offset: int) -> str:
+        size = int.from_bytes(self._memory[offset : offset + 2], "big")
+        return self._memory[offset + 2 : offset + 2 + size].decode()

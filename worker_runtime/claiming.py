@@ -1,0 +1,230 @@
+"""From the pool to a user: what the messages of a worker's inbox do.
+
+A claim is believed because the orchestrator signed it, and acted on because `settle.lua` says that nobody
+has released it. The same claim twice is answered twice and carried out once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from worker_runtime.board import Board, State
+from worker_runtime.boottime import wall_ms
+from worker_runtime.credentials import Opener
+from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.log import Log
+from worker_runtime.mark import Mark
+from worker_runtime.outbox import Outbox
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import (
+    BerthError,
+    ClaimRefused,
+    Fenced,
+    UnknownAccount,
+    WorkerUnavailable,
+)
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import (
+    Claim,
+    ClaimReply,
+    Connect,
+    Failure,
+    InboxMessage,
+    Release,
+    SealedAccount,
+    WorkerEventKind,
+    decode,
+)
+from worker_runtime.protocol.scripts import SETTLE
+from worker_runtime.protocol.sealing import verify
+from worker_runtime.serving import Serving
+from worker_runtime.valkey import Valkey, ValkeyFailed
+
+#: Seconds a claimed worker waits for `Connect` or `Release` after a failed connect: more than the
+#: orchestrator's longest backoff between attempts; every state has a deadline.
+CONNECT_WAIT = 120.0
+#: Seconds; no single connect may hold the session for longer, whatever a message asks for.
+_LONGEST_CONNECT = 30.0
+_SETTLE_ATTEMPTS = 3
+
+
+class Claiming:
+    """The claim phase of one session."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        board: Board,
+        *,
+        client: Valkey,
+        mark: Mark,
+        outbox: Outbox,
+        opener: Opener,
+        open_service: Callable[[], Serving],
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._board = board
+        self._client = client
+        self._mark = mark
+        self._outbox = outbox
+        self._opener = opener
+        self._open_service = open_service
+        self._log = log
+        self._orchestrator_key = Ed25519PublicKey.from_public_bytes(config.orchestrator_key)
+        self._claim: Claim | None = None
+        self._claimed_at_ms = 0
+        self._last_reply: ClaimReply | None = None
+        self._give_up_at = 0.0
+        #: There from the moment the claim is confirmed.
+        self.serving: Serving | None = None
+        #: Every account is connected: requests may be taken.
+        self.active = False
+
+    def handle(self, data: bytes) -> None:
+        """Acts on one inbox message; forged, garbled and misdirected ones are logged and dropped.
+
+        Raises `WorkerEnds` when this worker is not wanted or must not go on.
+        """
+        try:
+            message: InboxMessage = decode(verify(data, self._orchestrator_key), InboxMessage)
+        except BerthError as error:
+            self._log.warning("inbox_dropped", code=error.code)
+            return
+        if message.worker_id != self._config.worker_id:
+            self._log.warning("inbox_dropped", code="NOT_FOR_THIS_WORKER")
+            return
+        if isinstance(message, Claim):
+            self._on_claim(message)
+        elif isinstance(message, Connect):
+            self._on_connect(message)
+        else:
+            self._on_release(message)
+
+    def check_deadline(self) -> None:
+        """Ends a worker that was claimed, failed to connect and has been forgotten."""
+        if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
+            raise WorkerEnds(ExitCode.CLAIM_REFUSED, "claimed, not connected, and told nothing more")
+
+    def _on_claim(self, claim: Claim) -> None:
+        if self._claim is not None:
+            if claim.claim_id != self._claim.claim_id:
+                self._log.warning("claim_refused", claim_id=claim.claim_id, reason="already claimed")
+                self._reply(claim, attempt=claim.attempt, failure=ClaimRefused())
+            elif self._last_reply is not None:
+                self._send(self._last_reply)
+            return
+        self._board.claiming = 1
+        self._board.state = State.Claimed
+        state = self._settle(claim)
+        if state != "confirmed":
+            self._log.warning("claim_refused", claim_id=claim.claim_id, reason=state)
+            self._reply(claim, attempt=claim.attempt, failure=ClaimRefused(f"the claim is {state}"))
+            raise WorkerEnds(ExitCode.CLAIM_REFUSED, f"the claim is {state}")
+        self._claim = claim
+        self._claimed_at_ms = wall_ms()
+        self._board.last_activity_ms = self._claimed_at_ms
+        self._board.assign(claim.user_id, claim.claim_id, claim.epoch)
+        self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
+        self._board.state = State.Connecting
+        self._own(claim)
+        self.serving = self._open_service()
+        self._connect(claim.accounts, claim.attempt, claim.connect_timeout)
+
+    def _on_connect(self, message: Connect) -> None:
+        claim = self._claim
+        if claim is None or message.claim_id != claim.claim_id:
+            self._log.warning("connect_dropped", claim_id=message.claim_id)
+        elif self.active and self._last_reply is not None:
+            self._send(self._last_reply)
+        else:
+            self._connect(claim.accounts, message.attempt, message.connect_timeout)
+
+    def _on_release(self, message: Release) -> None:
+        if self._claim is not None and message.claim_id != self._claim.claim_id:
+            self._log.warning("release_dropped", claim_id=message.claim_id)
+            return
+        raise WorkerEnds(ExitCode.OK, f"released: {message.reason}")
+
+    def _settle(self, claim: Claim) -> str:
+        """Confirms the claim; a repeat after a lost reply gives the same answer."""
+        key = keys.pool_worker(self._config.pool, self._config.worker_id)
+        for _ in range(_SETTLE_ATTEMPTS):
+            try:
+                state: bytes = self._client.run(SETTLE, [key], [claim.claim_id, "confirmed"])
+            except ValkeyFailed as error:
+                self._log.warning("settle_failed", code=error.code, reason=error.detail)
+            else:
+                return state.decode()
+        return "unreachable"
+
+    def _own(self, claim: Claim) -> None:
+        """Takes the first lease; without one nothing may be connected."""
+        try:
+            outcome, lease_end = self._mark.renew(self._client)
+        except ValkeyFailed as error:
+            # The supervisor goes on trying; the login refuses by itself while there is no lease.
+            self._log.warning("mark_failed", code=error.code, reason=error.detail)
+            return
+        if outcome == "ok":
+            self._board.lease_session = lease_end
+            return
+        failure = Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
+        self._reply(claim, attempt=claim.attempt, failure=failure)
+        raise WorkerEnds(ExitCode.FENCED, f"the mark was refused: {outcome}")
+
+    def _connect(self, sealed: list[SealedAccount], attempt: int, timeout: float) -> None:
+        claim, serving = self._claim, self.serving
+        if claim is None or serving is None:
+            return
+        self._board.state = State.Connecting
+        self._board.pulse = time.monotonic_ns()
+        failure: BerthError | None = None
+        try:
+            if not sealed:
+                raise UnknownAccount("the user has no broker account")
+            accounts = self._opener.open(sealed, claim_id=claim.claim_id)
+            serving.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
+        except BerthError as error:
+            failure = error
+        if failure is None:
+            self.active = True
+            self._board.state = State.Active
+            self._show()
+            self._outbox.tell(WorkerEventKind.CONNECTED, f"attempt {attempt}")
+        else:
+            self._log.warning("connect_failed", attempt=attempt, code=failure.code)
+            serving.connections.close_all()
+            self._give_up_at = time.monotonic() + CONNECT_WAIT
+        self._reply(claim, attempt=attempt, failure=failure)
+
+    def _show(self) -> None:
+        """Puts the new state up at once, so that it stands there when the reply is read."""
+        try:
+            outcome, lease_end = self._mark.renew(self._client)
+        except ValkeyFailed as error:
+            self._log.warning("mark_failed", code=error.code, reason=error.detail)
+        else:
+            if outcome == "ok":
+                self._board.lease_session = lease_end
+
+    def _reply(self, claim: Claim, *, attempt: int, failure: BerthError | None = None) -> None:
+        reply = ClaimReply(
+            claim_id=claim.claim_id,
+            worker_id=self._config.worker_id,
+            epoch=claim.epoch,
+            attempt=attempt,
+            failure=Failure.of(failure) if failure else None,
+            claimed_at_ms=self._claimed_at_ms,
+            connected_at_ms=0 if failure else wall_ms(),
+        )
+        if self._claim is not None and claim.claim_id == self._claim.claim_id:
+            self._last_reply = reply
+        self._send(reply)
+
+    def _send(self, reply: ClaimReply) -> None:
+        self._outbox.claim_reply(reply)
+        self._outbox.flush()

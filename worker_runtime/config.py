@@ -1,0 +1,48 @@
+"""Reads the worker's configuration: one JSON `WorkerConfig` on standard input."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from worker_runtime.lease import MARGIN
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.launch import WorkerConfig
+
+#: Bytes. A configuration has about 600.
+_MAX_SIZE = 64 * 1024
+
+
+class BadConfig(BerthError):
+    """The worker's configuration cannot be used."""
+
+    code = "BAD_CONFIG"
+
+
+def parse(data: bytes) -> WorkerConfig:
+    """Decodes and checks a configuration; raises `BadConfig` with the reason, never with a value."""
+    try:
+        config = msgspec.json.decode(data, type=WorkerConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadConfig(f"standard input is no worker configuration: {error}") from None
+    if not config.worker_id or not config.pool:
+        raise BadConfig("worker_id and pool must not be empty")
+    if len(config.orchestrator_key) != 32:
+        raise BadConfig("orchestrator_key must be 32 bytes of Ed25519 public key")
+    if not 0 < config.mark_period < config.mark_ttl - MARGIN:
+        raise BadConfig(f"mark_period must be less than mark_ttl - {MARGIN:.0f} s")
+    return config
+
+
+def read(descriptor: int = 0) -> WorkerConfig:
+    """Reads the configuration to its end and leaves /dev/null in the descriptor's place."""
+    data = b""
+    while chunk := os.read(descriptor, _MAX_SIZE):
+        data += chunk
+        if len(data) > _MAX_SIZE:
+            raise BadConfig(f"standard input is longer than {_MAX_SIZE} bytes")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+    return parse(data)

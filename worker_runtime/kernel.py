@@ -1,0 +1,39 @@
+"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+
+# From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def forbid_dumps() -> None:
+    """No core file, and no other process of this user may read this one's memory. Forks inherit both."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent ends. To be called first thing after a fork."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rename(name: str) -> None:
+    """The name that `ps -o comm` shows: at most 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")

@@ -1,0 +1,39 @@
+"""The lease: how long this worker may still act as its user's only owner (invariant *one-owner*).
+
+It runs from the instant *before* the renewal was sent, because the server counts the mark's time from a
+later moment; and it is checked in the thread that calls the broker.
+"""
+
+from __future__ import annotations
+
+from worker_runtime.board import Board
+from worker_runtime.boottime import SECOND, boot_ns
+
+#: Seconds before the end of the lease at which the session takes nothing more and closes its broker
+#: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner connects.
+MARGIN = 5.0
+#: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
+KILL_MARGIN = 2.0
+
+
+def end_of(sent_ns: int, ttl: float) -> int:
+    """The end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at `sent_ns`."""
+    return sent_ns + int(ttl * SECOND)
+
+
+class Lease:
+    """Reads the lease from the board. Both the supervisor's and the session's own renewals count."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def left(self) -> float:
+        """Seconds until the lease ends; negative when it has."""
+        end = max(self._board.lease_supervisor, self._board.lease_session)
+        return (end - boot_ns()) / SECOND
+
+    def usable(self) -> float:
+        """Seconds that a broker call may take from now; zero or less: call nothing."""
+        if self._board.fenced:
+            return 0.0
+        return self.left() - MARGIN

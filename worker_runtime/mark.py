@@ -1,0 +1,91 @@
+"""The worker's sign of life in Valkey: its pool entry until it is assigned, then the user's mark.
+
+The supervisor renews it every `mark_period`; the session does so itself where waiting for the supervisor
+would cost time: when it is ready, at the claim, and when it is connected.
+"""
+
+from __future__ import annotations
+
+from worker_runtime.board import Board, State
+from worker_runtime.boottime import boot_ns
+from worker_runtime.lease import end_of
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.scripts import MARK, READY, UNMARK
+from worker_runtime.protocol.sealing import prove_key
+from worker_runtime.valkey import Valkey
+
+
+class Mark:
+    """Writes the pool entry and the mark of one worker. All calls may raise `ValkeyFailed`."""
+
+    def __init__(self, config: WorkerConfig, board: Board) -> None:
+        self._config = config
+        self._board = board
+
+    def announce(self, client: Valkey) -> str:
+        """Renews the pool entry; returns its state (see `ready.lua`), or '' while there is no key yet."""
+        config = self._config
+        public_key = self._board.public_key()
+        if not public_key:
+            return ""
+        proof = prove_key(config.launch_token, config.worker_id, public_key)
+        state: bytes = client.run(
+            READY,
+            [
+                keys.pool_worker(config.pool, config.worker_id),
+                keys.pool_ready(config.pool),
+                keys.pool_claim(config.pool, config.reserved_claim),
+                keys.pool_born(config.pool, config.reserved_claim),
+            ],
+            [
+                config.worker_id,
+                int(config.mark_ttl * 1000),
+                config.reserved_claim,
+                keys.CLAIM_TTL,
+                *("public_key", public_key, "proof", proof),
+                *("task", config.task_id, "version", config.version),
+            ],
+        )
+        return state.decode()
+
+    def renew(self, client: Valkey) -> tuple[str, int]:
+        """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
+        config, board = self._config, self._board
+        user_id = board.user_id
+        sent = boot_ns()
+        outcome: bytes = client.run(
+            MARK,
+            [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
+            [
+                board.epoch,
+                config.worker_id,
+                int(config.mark_ttl * 1000),
+                *("task", config.task_id, "worker", config.worker_id, "epoch", board.epoch),
+                *("version", config.version, "state", State(board.state).name),
+                *("launched_at", board.launched_at_ms, "last_activity_ms", board.last_activity_ms),
+                *("session", board.session_number, "public_key", board.public_key().hex()),
+                *("pid", board.session_pid, "claim", board.claim_id),
+            ],
+        )
+        if outcome != b"ok":
+            return outcome.decode(), 0
+        return "ok", end_of(sent, config.mark_ttl)
+
+    def remove(self, client: Valkey) -> None:
+        """Takes the mark, or the pool entry of a worker that nobody claimed, away."""
+        config, board = self._config, self._board
+        if board.assigned:
+            user_id = board.user_id
+            client.run(
+                UNMARK,
+                [keys.mark(user_id), keys.metadata(user_id)],
+                [board.epoch, config.worker_id],
+            )
+        else:
+            client.pipeline(
+                [
+                    ("ZREM", keys.pool_ready(config.pool), config.worker_id),
+                    ("DEL", keys.pool_worker(config.pool, config.worker_id)),
+                ]
+            )

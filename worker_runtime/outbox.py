@@ -1,0 +1,141 @@
+"""What the session has to tell: events and answers, in order, kept until Valkey has taken them.
+
+Everything in it may be sent twice: events are recognised by their ids, `answer.lua` is safe to repeat. So
+a lost reply costs a repeat and never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import hiredis
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.board import Board
+from worker_runtime.boottime import wall_ms
+from worker_runtime.log import Log
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import (
+    Answer,
+    ClaimReply,
+    Event,
+    WorkerEvent,
+    WorkerEventKind,
+    encode,
+)
+from worker_runtime.protocol.scripts import ANSWER
+from worker_runtime.valkey import (
+    Argument,
+    Command,
+    Valkey,
+    ValkeyFailed,
+    ValkeyRefused,
+    ValkeyUnreachable,
+    evalsha,
+    is_unknown_script,
+)
+
+#: Entries. Without Valkey no order is taken, so only late fills gather here; each has about 400 bytes.
+LIMIT = 10_000
+#: Commands in one go.
+_BATCH = 64
+
+
+class Outbox:
+    """Sends what was put into it. Not for use by several threads."""
+
+    def __init__(self, client: Valkey, config: WorkerConfig, board: Board, log: Log) -> None:
+        self._client = client
+        self._config = config
+        self._board = board
+        self._log = log
+        self._waiting: deque[Command] = deque()
+        self._backoff = Backoff(0.05, 2.0)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def left(self) -> float | None:
+        """Seconds until `flush` is due; None if there is nothing to send."""
+        return self._backoff.left() if self._waiting else None
+
+    def event(self, event: Event) -> None:
+        self._put("XADD", keys.EVENTS, "*", "e", encode(event))
+
+    def tell(self, kind: WorkerEventKind, detail: str = "") -> None:
+        """A change in this worker's life, once it belongs to a user."""
+        if not self._board.assigned:
+            return
+        self._log.info("worker_changed", kind=kind.value, detail=detail)
+        self.event(
+            WorkerEvent(
+                worker_id=self._config.worker_id,
+                user_id=self._board.user_id,
+                epoch=self._board.epoch,
+                sequence=self._board.next_session_event(),
+                kind=kind,
+                at_ms=wall_ms(),
+                detail=detail,
+            )
+        )
+
+    def answer(self, item: bytes, answer: Answer, channel: str) -> None:
+        """The answer to a popped item, which ends its processing."""
+        user_id = self._board.user_id
+        self._put(
+            *evalsha(
+                ANSWER,
+                [keys.response(user_id, answer.request_id), keys.processing(user_id)],
+                [item, encode(answer), keys.ANSWER_TTL, channel],
+            )
+        )
+
+    def discard(self, item: bytes) -> None:
+        """Ends the processing of an item that nobody can be answered about."""
+        self._put("LREM", keys.processing(self._board.user_id), 1, item)
+
+    def claim_reply(self, reply: ClaimReply) -> None:
+        key = keys.pool_reply(self._config.pool, reply.claim_id)
+        self._put("RPUSH", key, encode(reply))
+        self._put("EXPIRE", key, keys.CLAIM_TTL)
+
+    def flush(self) -> bool:
+        """Sends all that waits; true if nothing is left. A broken connection is replaced once."""
+        for last in (False, True):
+            try:
+                while self._waiting:
+                    self._send_batch()
+            except ValkeyUnreachable as error:
+                if last:
+                    self._keep(error)
+            except ValkeyRefused as error:
+                self._keep(error)
+                break
+            else:
+                self._backoff.reset()
+                return True
+        return False
+
+    def flush_if_due(self) -> None:
+        if self._waiting and self._backoff.due():
+            self.flush()
+
+    def _put(self, *command: Argument) -> None:
+        if len(self._waiting) >= LIMIT:
+            self._waiting.popleft()
+            self._log.error("outbox_full", limit=LIMIT)
+        self._waiting.append(command)
+
+    def _send_batch(self) -> None:
+        batch = list(self._waiting)[:_BATCH]
+        for command, reply in zip(batch, self._client.pipeline(batch), strict=True):
+            if is_unknown_script(reply):
+                reply = self._client.execute("EVAL", ANSWER.source, *command[2:])
+            if isinstance(reply, hiredis.ReplyError):
+                raise ValkeyRefused(str(reply).split(" ", 1)[0])
+            self._waiting.popleft()
+
+    def _keep(self, error: ValkeyFailed) -> None:
+        self._log.warning("outbox_stuck", waiting=len(self._waiting), reason=error.detail)
+        self._backoff.failed()

@@ -1,0 +1,196 @@
+"""A user's worker at work: control messages first, then requests in order, broker health in between."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.board import Board, State
+from worker_runtime.boottime import wall_ms
+from worker_runtime.brokers.port import BrokerFactory, ConnectionKey
+from worker_runtime.connections import Account, Connections
+from worker_runtime.control import Control
+from worker_runtime.credentials import Opener
+from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.fills import Ledger
+from worker_runtime.inlet import Inlet, Piece
+from worker_runtime.lease import Lease
+from worker_runtime.log import Log
+from worker_runtime.orders import OrderDesk
+from worker_runtime.outbox import Outbox
+from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.valkey import Valkey, ValkeyFailed
+
+
+class Serving:
+    """Serves one user from the claim on. Driven by the session's loop: `step` when anything happened."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        board: Board,
+        *,
+        client: Valkey,
+        outbox: Outbox,
+        opener: Opener,
+        load_factory: Callable[[], BrokerFactory],
+        stopping: Callable[[], bool],
+        wake: Callable[[], None],
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._board = board
+        self._outbox = outbox
+        self._stopping = stopping
+        self._wake = wake
+        self._log = log
+        self._lease = Lease(board)
+        self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
+        self._inlet = Inlet(client, board, config.worker_id)
+        self._ledger = Ledger(board.epoch, outbox.event, log)
+        self.connections = Connections(
+            load_factory,
+            client=f"{config.worker_id}/{board.epoch}",
+            lease=self._lease,
+            board=board,
+            on_order=self._noticed,
+            tell=outbox.tell,
+            log=log,
+        )
+        self._desk = OrderDesk(
+            self.connections,
+            ledger=self._ledger,
+            lease=self._lease,
+            outbox=outbox,
+            board=board,
+            broker_timeout=config.broker_timeout,
+            log=log,
+        )
+        self._control = Control(
+            self.connections,
+            orchestrator_key=config.orchestrator_key,
+            opener=opener,
+            outbox=outbox,
+            board=board,
+            worker_id=config.worker_id,
+            log=log,
+        )
+        self._retry = Backoff(0.05, 2.0)
+        self._hungry = True
+        self._cleared = False
+        self._parked = False
+
+    def connect(self, accounts: list[Account], timeout: float) -> None:
+        """Logs in to every account, within `timeout` seconds; raises the first login's error."""
+        if accounts:
+            self.connections.load(accounts)
+        self.connections.connect_all(timeout)
+
+    def rung(self) -> None:
+        """There may be something to pop."""
+        self._hungry = True
+
+    def step(self) -> None:
+        """Does all that is due. Raises `WorkerEnds` when this worker has to go."""
+        self._take_changes()
+        self._outbox.flush_if_due()
+        if self._board.fenced:
+            raise WorkerEnds(ExitCode.FENCED, "another epoch owns the user")
+        if self._lease.usable() <= 0:
+            self._park()
+            return
+        if self._parked:
+            self._parked = False
+            self._log.info("lease_back")
+            self._hungry = True
+        if self._hungry and self._retry.due():
+            self._work()
+        if not self._hungry and not self._stopping():
+            self.connections.tend(self._config.health_period)
+
+    def left(self) -> float:
+        """Seconds until `step` is due again, at most one."""
+        waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
+        if self._hungry and not self._parked:
+            waits.append(self._retry.left())
+        if not self._hungry and not self._parked:
+            waits.append(self.connections.left(self._config.health_period))
+        waits.append(self._outbox.left())
+        return min(wait for wait in waits if wait is not None)
+
+    def close(self) -> None:
+        """Closes the broker sessions and notes what they told last."""
+        self._board.state = State.Draining
+        self.connections.close_all()
+        self._take_changes()
+
+    def _work(self) -> None:
+        try:
+            if not self._cleared:
+                self._clear()
+            while not self._stopping() and self._lease.usable() > 0:
+                self._board.pulse = time.monotonic_ns()
+                piece = self._inlet.pop()
+                self._retry.reset()
+                if not self._handle(piece):
+                    return
+        except ValkeyFailed as error:
+            self._log.warning("pop_failed", code=error.code, reason=error.detail)
+            self._retry.failed()
+
+    def _handle(self, piece: Piece) -> bool:
+        """Deals with one piece; false if there is nothing more for now."""
+        if piece.kind == "control":
+            self._control.handle(piece.item)
+        elif piece.kind == "request":
+            self._board.last_activity_ms = wall_ms()
+            self._desk.handle(piece)
+            self._outbox.flush()
+            self._take_changes()
+        elif piece.kind == "fenced":
+            self._board.fenced = 1
+            self._outbox.tell(WorkerEventKind.FENCED, "at pop")
+            raise WorkerEnds(ExitCode.FENCED, "another epoch owns the user")
+        elif piece.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
+            self._retry.failed()
+            return False
+        else:
+            self._hungry = False
+            return False
+        return True
+
+    def _clear(self) -> None:
+        """Answers what a former worker left in the processing list: it is never executed again."""
+        for item in self._inlet.left_behind():
+            self._desk.give_up(item)
+        self._outbox.flush()
+        self._cleared = True
+
+    def _park(self) -> None:
+        if self._parked:
+            return
+        self._parked = True
+        self._log.warning("lease_ending", left=round(self._lease.left(), 3))
+        self._board.state = State.Parked
+        self.connections.close_all()
+        self._outbox.tell(WorkerEventKind.DEGRADED, "the lease was not renewed in time")
+
+    def _noticed(self, key: ConnectionKey, change: OrderChanged) -> None:
+        """Called by the broker's adapter, from any thread."""
+        self._changes.append((key, change))
+        self._wake()
+
+    def _take_changes(self) -> None:
+        if not self._changes:
+            return
+        while self._changes:
+            key, change = self._changes.popleft()
+            try:
+                self._ledger.changed(key, change)
+            except Exception as error:  # one odd report must not end the session
+                self._log.crash("order_change_crashed", error)
+        self._outbox.flush()

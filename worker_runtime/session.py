@@ -1,0 +1,162 @@
+"""The session process: one key pair, one claim, one user's broker sessions.
+
+A single-threaded loop around a selector. It pulses on the board at least once a second unless a broker
+call holds it, and every broker call has a timeout.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.bell import Bell
+from worker_runtime.board import Board, State
+from worker_runtime.brokers.port import BrokerFactory
+from worker_runtime.claiming import Claiming
+from worker_runtime.credentials import Opener
+from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.log import Log
+from worker_runtime.mark import Mark
+from worker_runtime.outbox import Outbox
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.protocol.sealing import new_worker_key
+from worker_runtime.serving import Serving
+from worker_runtime.valkey import Valkey, ValkeyFailed
+from worker_runtime.wake import WakePipe
+
+#: Seconds that the last words (events, answers) may take at the end.
+_LAST_WORDS = 2.0
+
+
+class Session:
+    """One session process, from the fork to its exit code."""
+
+    def __init__(
+        self, config: WorkerConfig, board: Board, load_factory: Callable[[], BrokerFactory], log: Log
+    ) -> None:
+        self._config = config
+        self._board = board
+        self._load_factory = load_factory
+        self._log = log
+        self._stopping = False
+        self._announced = False
+        self._selector = selectors.DefaultSelector()
+        self._wake = WakePipe()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._client = Valkey(config.valkey_url)
+        self._mark = Mark(config, board)
+        self._outbox = Outbox(self._client, config, board, log)
+        key = new_worker_key()
+        board.publish_key(key.public_key().public_bytes_raw())
+        self._opener = Opener(key, board, config.worker_id)
+        self._claiming = Claiming(
+            config,
+            board,
+            client=self._client,
+            mark=self._mark,
+            outbox=self._outbox,
+            opener=self._opener,
+            open_service=self._open_service,
+            log=log,
+        )
+        self._announcing = Backoff(0.05, 2.0)
+        self._inbox = self._bell(keys.pool_inbox(config.pool, config.worker_id))
+        self._doorbell: Bell | None = None
+
+    def run(self) -> ExitCode:
+        """Works until told to end; returns the exit code."""
+        self._wake.on_sigterm(self._stop)
+        try:
+            while not self._stopping:
+                self._board.pulse = time.monotonic_ns()
+                self._step()
+                self._wait()
+            end = WorkerEnds(ExitCode.OK, "asked to end")
+        except WorkerEnds as raised:
+            end = raised
+        self._close(end)
+        return end.code
+
+    def _step(self) -> None:
+        if not self._announced:
+            self._announce()
+        self._inbox.tend()
+        self._claiming.check_deadline()
+        serving = self._claiming.serving
+        if serving is None or not self._claiming.active:
+            self._outbox.flush_if_due()
+            return
+        if self._doorbell is None:
+            self._doorbell = self._bell(keys.doorbell(self._board.user_id))
+        if self._doorbell.tend():
+            serving.rung()  # a ring may have been lost with the connection
+        serving.step()
+
+    def _wait(self) -> None:
+        waits = [1.0, self._inbox.left()]
+        if not self._announced:
+            waits.append(self._announcing.left())
+        if self._doorbell is not None and self._claiming.serving is not None:
+            waits.append(self._doorbell.left())
+            waits.append(self._claiming.serving.left())
+        if self._stopping:
+            return
+        for selected, _ in self._selector.select(min(waits)):
+            if selected.data is self._inbox:
+                for message in self._inbox.take():
+                    self._claiming.handle(message)
+            elif selected.data is not None and selected.data is self._doorbell:
+                if self._doorbell.take() and self._claiming.serving is not None:
+                    self._claiming.serving.rung()
+            else:
+                self._wake.clear()
+
+    def _announce(self) -> None:
+        """Says that this worker is ready, so that nobody waits for the supervisor's next renewal."""
+        if not self._announcing.due():
+            return
+        try:
+            state = self._mark.announce(self._client)
+        except ValkeyFailed as error:
+            self._log.warning("announce_failed", code=error.code, reason=error.detail)
+            self._announcing.failed()
+            return
+        self._announced = True
+        took = time.time_ns() // 1_000_000 - self._board.launched_at_ms
+        self._log.info("ready", state=state, session=self._board.session_number, took_ms=took)
+
+    def _open_service(self) -> Serving:
+        return Serving(
+            self._config,
+            self._board,
+            client=self._client,
+            outbox=self._outbox,
+            opener=self._opener,
+            load_factory=self._load_factory,
+            stopping=lambda: self._stopping,
+            wake=self._wake.set,
+            log=self._log,
+        )
+
+    def _bell(self, key: str) -> Bell:
+        return Bell(self._config.valkey_url, key, self._selector, self._log)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _close(self, end: WorkerEnds) -> None:
+        self._log.info("session_ending", code=int(end.code), reason=end.reason)
+        if self._claiming.serving is not None:
+            self._claiming.serving.close()
+        self._outbox.tell(WorkerEventKind.CLOSED, end.reason)
+        self._board.state = State.Draining
+        until = time.monotonic() + _LAST_WORDS
+        while not self._outbox.flush() and time.monotonic() < until:
+            self._board.pulse = time.monotonic_ns()
+            time.sleep(min(0.1, self._outbox.left() or 0.0))
+        if len(self._outbox):
+            self._log.error("last_words_lost", count=len(self._outbox))
