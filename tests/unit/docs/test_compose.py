@@ -146,6 +146,13 @@ def test_every_service_restarts_checks_its_health_and_gets_time_to_stop(compose:
         assert _seconds(compose["services"][name]["stop_grace_period"]) > GRACEFUL, name
 
 
+def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str, Any]) -> None:
+    node = compose["services"]["node"]
+    socket = next(target for source, target in _mounted(node) if source == "node-socket") + "/node.sock"
+    assert node["pre_stop"][0]["command"][-2:] == ["infra.compose.drain", socket]
+    assert node["healthcheck"]["test"][-1] == socket
+
+
 def test_our_containers_have_no_rights_to_spare(compose: dict[str, Any]) -> None:
     ours = [s for s in compose["services"].values() if s["image"].startswith("berth-")]
     assert len(ours) == 5
