@@ -1,0 +1,1 @@
+"""The paper exchange: a small broker with a durable ledger, and the judge in tests."""

@@ -1,0 +1,102 @@
+"""Accounts: their keys, their person, and how the exchange treats them."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import structlog
+
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.faults import FaultPoint
+from infra.exchange.ledger import Ledger
+from infra.exchange.records import AccountRegistration
+from worker_runtime.protocol.errors import LoginRejected, UnknownAccount
+from worker_runtime.protocol.exchange import Login
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    key_hash: bytes
+    person_id: str
+    behaviour: Behaviour
+
+
+class Accounts:
+    """All accounts, read from the ledger at the start and written through to it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._accounts = {
+            name: Account(
+                key_hash=key_hash, person_id=person_id, behaviour=Behaviour.model_validate_json(behaviour)
+            )
+            for name, key_hash, person_id, behaviour in ledger.accounts()
+        }
+
+    def register(self, registration: AccountRegistration) -> None:
+        """Adds an account, or replaces its keys; its behaviour stays. Only a hash of the keys is kept."""
+        known = self._accounts.get(registration.account)
+        account = Account(
+            key_hash=_key_hash(registration.account, registration.api_key, registration.secret_key),
+            person_id=registration.person_id or registration.account,
+            behaviour=known.behaviour if known else Behaviour(),
+        )
+        self._save(registration.account, account)
+
+    def check_login(self, request: Login) -> str:
+        """The person id behind a good login; raises `LoginRejected`."""
+        account = self._accounts.get(request.account)
+        offered = _key_hash(request.account, request.api_key, request.secret_key)
+        if account is None or not hmac.compare_digest(account.key_hash, offered):
+            raise LoginRejected("unknown account or wrong key")
+        if request.person_id and request.person_id != account.person_id:
+            raise LoginRejected("the account belongs to another person")
+        return account.person_id
+
+    def behaviour(self, name: str) -> Behaviour:
+        """Raises `UnknownAccount`."""
+        return self._account(name).behaviour
+
+    def set_behaviour(self, name: str, behaviour: Behaviour) -> None:
+        """Raises `UnknownAccount`."""
+        self._save(name, replace(self._account(name), behaviour=behaviour))
+
+    def login_latency(self, name: str) -> float:
+        """Seconds; nothing for an account that does not exist."""
+        known = self._accounts.get(name)
+        return known.behaviour.login_latency_ms / 1000 if known else 0.0
+
+    def strikes(self, name: str, point: FaultPoint) -> bool:
+        """Whether a fault strikes here and now; uses up one of its times."""
+        known = self._accounts.get(name)
+        if known is None or not known.behaviour.faults.get(point, 0):
+            return False
+        _log.info("exchange.fault", account=name, point=point.value)
+        if (left := known.behaviour.struck(point)) is not known.behaviour:
+            self.set_behaviour(name, left)
+        return True
+
+    def _account(self, name: str) -> Account:
+        try:
+            return self._accounts[name]
+        except KeyError:
+            raise UnknownAccount(f"the exchange has no account {name}") from None
+
+    def _save(self, name: str, account: Account) -> None:
+        self._ledger.save_account(
+            name, account.key_hash, account.person_id, account.behaviour.model_dump_json()
+        )
+        self._accounts[name] = account
+
+
+def _key_hash(account: str, api_key: str, secret_key: str) -> bytes:
+    """Keys are random and long, so a plain hash is enough; the parts cannot be shifted into each other."""
+    digest = blake2b(digest_size=32)
+    for part in (account, api_key, secret_key):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(4, "big") + data)
+    return digest.digest()

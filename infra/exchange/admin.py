@@ -1,0 +1,108 @@
+"""The admin HTTP API: what tests, the CLI and benchmarks use to set the stage and to read the ledger.
+
+It has no authentication and must listen on a private address.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.exchange import Exchange
+from infra.exchange.records import AccountRegistration, Health, LedgerOrder, LedgerSession
+from worker_runtime.protocol.errors import BerthError, OrderRejected, UnknownAccount
+
+_STATUS = {UnknownAccount: 404, OrderRejected: 409}
+
+Account = Annotated[str, Path(min_length=1, max_length=64)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Price(_Body):
+    price: Decimal = Field(gt=0, le=10_000_000, allow_inf_nan=False)
+
+
+class FillByHand(_Body):
+    """Both may be left out: all of the rest, at the market's price."""
+
+    quantity: int | None = Field(default=None, ge=1)
+    price: Decimal | None = Field(default=None, gt=0, le=10_000_000, allow_inf_nan=False)
+
+
+class CancelByExchange(_Body):
+    reason: str = "cancelled by the exchange"
+
+
+class EndSessions(_Body):
+    reason: str = "ended by the exchange"
+    #: Without a word to the client, as when a line is cut.
+    abrupt: bool = False
+
+
+class Ended(_Body):
+    sessions: int
+
+
+def create_admin(exchange: Exchange) -> FastAPI:
+    """The app; its handlers run in the exchange's own loop, so that they see and change it directly."""
+    app = FastAPI(title="Berth paper exchange: admin", version="1")
+
+    @app.exception_handler(BerthError)
+    async def refuse(request: Request, error: BerthError) -> JSONResponse:
+        status = _STATUS.get(type(error), 400)
+        return JSONResponse({"code": error.code, "detail": error.detail}, status_code=status)
+
+    @app.post("/accounts", status_code=204)
+    async def register_account(registration: AccountRegistration) -> None:
+        exchange.accounts.register(registration)
+
+    @app.put("/accounts/{account}/behaviour", status_code=204)
+    async def set_behaviour(account: Account, behaviour: Behaviour) -> None:
+        exchange.set_behaviour(account, behaviour)
+
+    @app.get("/accounts/{account}/behaviour")
+    async def get_behaviour(account: Account) -> Behaviour:
+        return exchange.accounts.behaviour(account)
+
+    @app.post("/accounts/{account}/end-sessions")
+    async def end_sessions(account: Account, body: EndSessions) -> Ended:
+        return Ended(sessions=exchange.end_sessions(account, body.reason, abrupt=body.abrupt))
+
+    @app.post("/symbols/{symbol}/price", status_code=204)
+    async def set_price(symbol: str, body: Price) -> None:
+        exchange.set_price(symbol, body.price)
+
+    @app.get("/symbols/{symbol}/price")
+    async def get_price(symbol: str) -> Price:
+        return Price(price=exchange.price(symbol))
+
+    @app.post("/orders/{broker_order_id}/fill")
+    async def fill_order(broker_order_id: str, body: FillByHand) -> LedgerOrder:
+        return exchange.fill_by_hand(broker_order_id, body.quantity, body.price)
+
+    @app.post("/orders/{broker_order_id}/cancel")
+    async def cancel_order(broker_order_id: str, body: CancelByExchange) -> LedgerOrder:
+        return exchange.cancel(broker_order_id, body.reason)
+
+    @app.get("/ledger")
+    async def read_ledger(account: str | None = None, after: str = "") -> list[LedgerOrder]:
+        """Orders with fills, oldest first; `after`: only those behind this broker order id."""
+        return exchange.ledger.orders(account, after=after)
+
+    @app.get("/sessions")
+    async def read_sessions(account: str | None = None, open: bool | None = None) -> list[LedgerSession]:
+        return exchange.ledger.sessions(account, open)
+
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        return Health(status="ok", connections=exchange.connections, orders=exchange.ledger.count_orders())
+
+    return app

@@ -1,0 +1,56 @@
+"""How the exchange treats one account: one frozen struct, set by an admin call."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.exchange.faults import FaultPoint
+
+#: How often a fault strikes when it shall strike until it is taken away.
+ALWAYS = -1
+
+
+class FillMode(StrEnum):
+    """When an order that can be filled is filled."""
+
+    #: In the same moment; the answer already has the fills.
+    IMMEDIATE = "immediate"
+    #: `fill_delay_ms` after it was taken.
+    DELAYED = "delayed"
+    #: Nobody ever takes the other side: orders rest, IOC and FOK are cancelled.
+    NEVER = "never"
+    #: Only by the admin call `POST /orders/{id}/fill`, whatever the time in force.
+    MANUAL = "manual"
+
+
+class Behaviour(BaseModel):
+    """Everything that can be set per account. Times are milliseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fill: FillMode = FillMode.IMMEDIATE
+    fill_delay_ms: int = Field(default=100, ge=0, description="For `delayed`.")
+    #: Lots that one order finds on the other side at once; None: without limit.
+    liquidity: int | None = Field(default=None, ge=0)
+    #: An order is in the ledger before this time starts; only what the client sees is late.
+    latency_ms: int = Field(default=0, ge=0, description="Between taking an order and every answer to it.")
+    login_latency_ms: int = Field(default=0, ge=0)
+    reject_next: int = Field(default=0, ge=0, description="The next n orders are rejected.")
+    reject_rate: float = Field(default=0.0, ge=0.0, le=1.0, description="Share of orders rejected.")
+    reject_reason: str = "rejected by the paper exchange"
+    late_ack_ms: int = Field(default=1000, ge=0, description="How late an answer is at `late_ack`.")
+    #: Fault point → how many more times it strikes; -1: until it is taken away.
+    faults: dict[FaultPoint, int] = Field(default_factory=dict)
+
+    def without_one_rejection(self) -> Behaviour:
+        return self.model_copy(update={"reject_next": self.reject_next - 1})
+
+    def struck(self, point: FaultPoint) -> Behaviour:
+        """What is left after the fault has struck once."""
+        left = self.faults.get(point, 0)
+        if left <= 0:  # ALWAYS never wears off
+            return self
+        faults = {**self.faults, point: left - 1}
+        return self.model_copy(update={"faults": {p: n for p, n in faults.items() if n}})

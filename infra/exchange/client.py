@@ -1,0 +1,116 @@
+"""A client of the exchange's admin API, for tests, the CLI and benchmarks."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from pydantic import TypeAdapter
+
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.records import Health, LedgerOrder, LedgerSession
+from worker_runtime.protocol.errors import BerthError, from_code
+
+_ORDERS = TypeAdapter(list[LedgerOrder])
+_SESSIONS = TypeAdapter(list[LedgerSession])
+
+
+class ExchangeUnreachable(BerthError):
+    """The paper exchange's admin API does not answer."""
+
+    code = "EXCHANGE_UNREACHABLE"
+    retryable = True
+
+
+class ExchangeAdmin:
+    """Use it as an async context manager. Each call takes at most `timeout` seconds.
+
+    Raises `ExchangeUnreachable`, or the exchange's own error (`UnknownAccount`, `OrderRejected`).
+    """
+
+    def __init__(self, url: str, *, timeout: float = 5.0) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def register(self, account: str, api_key: str, secret_key: str, person_id: str = "") -> None:
+        """Adds an account or replaces its keys."""
+        body = {"account": account, "api_key": api_key, "secret_key": secret_key, "person_id": person_id}
+        await self._call("POST", "/accounts", json=body)
+
+    async def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
+        """Replaces the whole behaviour: `Behaviour()` is back to normal."""
+        await self._call("PUT", f"/accounts/{account}/behaviour", json=behaviour.model_dump(mode="json"))
+
+    async def behaviour(self, account: str) -> Behaviour:
+        return Behaviour.model_validate(await self._call("GET", f"/accounts/{account}/behaviour"))
+
+    async def ledger(self, account: str | None = None, after: str = "") -> list[LedgerOrder]:
+        """Orders with fills, oldest first; `after` is the last broker order id already read."""
+        return _ORDERS.validate_python(
+            await self._call("GET", "/ledger", params=_given(account=account, after=after))
+        )
+
+    async def sessions(self, account: str | None = None, open: bool | None = None) -> list[LedgerSession]:
+        return _SESSIONS.validate_python(
+            await self._call("GET", "/sessions", params=_given(account=account, open=open))
+        )
+
+    async def end_sessions(
+        self, account: str, reason: str = "ended by a test", *, abrupt: bool = False
+    ) -> int:
+        """Ends the account's sessions; returns how many."""
+        body = {"reason": reason, "abrupt": abrupt}
+        return int((await self._call("POST", f"/accounts/{account}/end-sessions", json=body))["sessions"])
+
+    async def set_price(self, symbol: str, price: Decimal) -> None:
+        await self._call("POST", f"/symbols/{symbol}/price", json={"price": str(price)})
+
+    async def price(self, symbol: str) -> Decimal:
+        return Decimal((await self._call("GET", f"/symbols/{symbol}/price"))["price"])
+
+    async def fill(
+        self, broker_order_id: str, quantity: int | None = None, price: Decimal | None = None
+    ) -> LedgerOrder:
+        """Fills a resting order by hand: by default all of it at the market's price."""
+        body = {"quantity": quantity, "price": None if price is None else str(price)}
+        return LedgerOrder.model_validate(
+            await self._call("POST", f"/orders/{broker_order_id}/fill", json=body)
+        )
+
+    async def cancel(self, broker_order_id: str, reason: str = "cancelled by the exchange") -> LedgerOrder:
+        return LedgerOrder.model_validate(
+            await self._call("POST", f"/orders/{broker_order_id}/cancel", json={"reason": reason})
+        )
+
+    async def health(self) -> Health:
+        return Health.model_validate(await self._call("GET", "/healthz"))
+
+    async def _call(self, method: str, path: str, **how: Any) -> Any:
+        try:
+            response = await self._http.request(method, path, **how)
+        except httpx.HTTPError as error:
+            raise ExchangeUnreachable(f"{method} {path}: {type(error).__name__}") from error
+        if response.is_success:
+            return response.json() if response.content else None
+        try:
+            problem = response.json()
+            code, detail = str(problem["code"]), str(problem["detail"])
+        except (ValueError, KeyError, TypeError):
+            code, detail = BerthError.code, f"{method} {path}: HTTP {response.status_code}"
+        raise from_code(code, detail)
+
+
+def _given(**params: str | bool | None) -> dict[str, str | bool]:
+    return {name: value for name, value in params.items() if value not in (None, "")}

@@ -1,0 +1,92 @@
+"""When and at which price an order is filled: pure functions, without clock, ids or I/O.
+
+The market has one price a symbol. Whoever crosses it trades at the market's price, as in continuous
+trading where the resting side sets the price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from zlib import crc32
+
+from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+
+#: Lots; above it an order is refused as a slip of the finger.
+MAX_QUANTITY = 1_000_000
+#: Characters: all that Shioaji's `custom_field` holds.
+MAX_TAG = 6
+MAX_SYMBOL = 16
+_MAX_PRICE = Decimal(10_000_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """The part of an order that decides its match."""
+
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Decimal | None
+    time_in_force: TimeInForce
+    tag: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What happens to the open rest of an order now. `quantity` is what is filled, in lots."""
+
+    state: OrderState
+    quantity: int = 0
+    reason: str | None = None
+
+
+def first_price(symbol: str, seed: int) -> Decimal:
+    """A symbol's price before anyone sets it: between 10.00 and 999.99, the same for the same seed."""
+    return Decimal(1000 + crc32(f"{seed}:{symbol}".encode()) % 99_000) / 100
+
+
+def refusal(terms: Terms) -> str | None:
+    """Why the exchange refuses such an order at all; None if it does not."""
+    if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
+        return "unknown symbol"
+    if not 1 <= terms.quantity <= MAX_QUANTITY:
+        return f"quantity must be 1 to {MAX_QUANTITY} lots"
+    if len(terms.tag) > MAX_TAG:
+        return f"the tag has more than {MAX_TAG} characters"
+    if terms.price_type is PriceType.LIMIT and not _is_price(terms.price):
+        return "a limit order needs a price above zero"
+    return None
+
+
+def _is_price(price: Decimal | None) -> bool:
+    # NaN cannot be compared, so finiteness comes first.
+    return price is not None and price.is_finite() and 0 < price <= _MAX_PRICE
+
+
+def crosses(terms: Terms, market: Decimal) -> bool:
+    """Whether the order can trade at the market's price."""
+    if terms.price_type is PriceType.MARKET or terms.price is None:
+        return True
+    return terms.price >= market if terms.side is Side.BUY else terms.price <= market
+
+
+def match(terms: Terms, filled: int, market: Decimal | None, liquidity: int | None) -> Match:
+    """What becomes of an order with `filled` lots done, on a market with `liquidity` lots (None: any).
+
+    `market` None means that nobody is on the other side. Market orders never rest: what finds no other
+    side at once is cancelled, as exchanges do.
+    """
+    rest = terms.quantity - filled
+    available = rest if liquidity is None else min(rest, liquidity)
+    if market is None or not crosses(terms, market):
+        available = 0
+    if terms.time_in_force is TimeInForce.FOK and available < rest:
+        return Match(state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once")
+    if available == rest:
+        return Match(state=OrderState.FILLED, quantity=rest)
+    if terms.time_in_force is TimeInForce.IOC or terms.price_type is PriceType.MARKET:
+        return Match(state=OrderState.CANCELLED, quantity=available, reason="the rest found no other side")
+    state = OrderState.PART_FILLED if filled + available else OrderState.SUBMITTED
+    return Match(state=state, quantity=available)

@@ -1,0 +1,45 @@
+"""The exchange as a child process, for the local stack, benchmarks and tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.local.servers import HOST, Server, accepts, free_port
+
+
+class ExchangeServer(Server):
+    """A paper exchange of its own; `stop(SIGKILL)` makes it a crash, `start()` starts it again."""
+
+    name = "exchange"
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        admin_port: int | None = None,
+        connections_per_person: int | None = None,
+    ) -> None:
+        super().__init__(directory, port)
+        self.admin_port = admin_port or free_port()
+        self.connections_per_person = connections_per_person
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self.admin_port}"
+
+    def command(self) -> Sequence[str]:
+        words = [sys.executable, "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
+        words += ["--admin-port", str(self.admin_port), "--ledger", str(self.directory / "ledger.db")]
+        if self.connections_per_person is not None:
+            words += ["--connections-per-person", str(self.connections_per_person)]
+        return words
+
+    def answers(self) -> bool:
+        return accepts(self.port) and accepts(self.admin_port)

@@ -1,0 +1,161 @@
+"""The paper exchange's adapter."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from worker_runtime.brokers.paper_link import Link, LinkLost, NoAnswer, NothingSent
+from worker_runtime.brokers.port import OnOrderChanged
+from worker_runtime.log import Log
+from worker_runtime.protocol.errors import (
+    BrokerUnreachable,
+    DeadlineExceeded,
+    LoginLimited,
+    LoginRejected,
+    MalformedMessage,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+    from_code,
+)
+from worker_runtime.protocol.exchange import (
+    ClientRequest,
+    ExchangeOrder,
+    ListOrders,
+    ListPositions,
+    Login,
+    Logout,
+    Ping,
+    Place,
+    Position,
+    Reply,
+)
+from worker_runtime.protocol.messages import Credentials, PlaceOrder
+
+#: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
+_LOGOUT_WAIT = 0.4
+#: Replies to `place` with these codes say that the order was not taken; any other leaves it open.
+_NOT_TAKEN = frozenset({OrderRejected.code, SessionDown.code, MalformedMessage.code})
+_LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code})
+
+
+class PaperBroker:
+    """One session with the paper exchange at `address` (`host:port`), for one of its accounts."""
+
+    def __init__(self, address: str, account: str, client: str, on_order: OnOrderChanged) -> None:
+        self._address = address
+        self._account = account
+        self._client = client
+        self._on_order = on_order
+        self._log = Log(broker="paper", account=account)
+        self._link: Link | None = None
+        self._closed = False
+
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        """May be repeated after a failure. Raises `LoginRejected`, `LoginLimited`, `BrokerUnreachable`."""
+        if self._closed:
+            raise SessionDown("this broker session was closed")
+        if self._link is not None:
+            self._link.drop("a new login replaces this session")
+        deadline = time.monotonic() + timeout
+        link = self._link = Link(self._connect(timeout), self._on_order, self._log)
+
+        def request(number: int) -> Login:
+            return Login(
+                id=number,
+                account=self._account,
+                api_key=credentials.api_key,
+                secret_key=credentials.secret_key,
+                person_id=credentials.person_id,
+                client=self._client,
+            )
+
+        try:
+            reply = link.call(request, deadline)
+        except (NothingSent, LinkLost, NoAnswer) as error:
+            link.drop("the login failed")
+            raise BrokerUnreachable(f"login: {error}") from None
+        if reply.error is None:
+            return
+        link.drop("the login was refused")
+        if reply.error in _LOGIN_ERRORS:
+            raise from_code(reply.error, reply.detail)
+        raise BrokerUnreachable(f"login: {reply.error}: {reply.detail}")
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        """Submits once. Raises as the port says; `DeadlineExceeded` when there is no time at all."""
+        if timeout <= 0:
+            raise DeadlineExceeded
+
+        def request(number: int) -> Place:
+            return Place(
+                id=number,
+                symbol=order.symbol,
+                side=order.side,
+                quantity=order.quantity,
+                price_type=order.price_type,
+                price=order.price,
+                time_in_force=order.time_in_force,
+                tag=order.tag,
+                client_note=order.order_id,
+            )
+
+        try:
+            reply = self._connected().call(request, time.monotonic() + timeout)
+        except NothingSent as error:
+            raise SessionDown(str(error)) from None
+        except (LinkLost, NoAnswer) as error:
+            raise OutcomeUnknown(str(error)) from None
+        if reply.error in _NOT_TAKEN:
+            raise from_code(str(reply.error), reply.detail)
+        if reply.error is not None or reply.order is None:
+            raise OutcomeUnknown(f"{reply.error}: {reply.detail}")
+        return reply.order
+
+    def orders(self, timeout: float) -> list[ExchangeOrder]:
+        return self._ask(lambda number: ListOrders(id=number), timeout).orders
+
+    def positions(self, timeout: float) -> list[Position]:
+        return self._ask(lambda number: ListPositions(id=number), timeout).positions
+
+    def ping(self, timeout: float) -> None:
+        self._ask(lambda number: Ping(id=number), timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        link, self._link = self._link, None
+        if link is None:
+            return
+        try:
+            link.call(lambda number: Logout(id=number), time.monotonic() + _LOGOUT_WAIT)
+        except (NothingSent, LinkLost, NoAnswer) as error:
+            self._log.debug("paper.logout_unanswered", reason=str(error))
+        link.drop("closed")
+
+    def _connect(self, timeout: float) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        try:
+            return socket.create_connection((host, int(port)), timeout=max(timeout, 0.001))
+        except (OSError, ValueError, OverflowError) as error:
+            raise BrokerUnreachable(
+                f"the paper exchange at {self._address!r}: {type(error).__name__}"
+            ) from None
+
+    def _connected(self) -> Link:
+        if self._link is None:
+            raise SessionDown("not logged in")
+        return self._link
+
+    def _ask(self, request: Callable[[int], ClientRequest], timeout: float) -> Reply:
+        """A call that changes nothing, so that a missing answer leaves nothing open."""
+        try:
+            reply = self._connected().call(request, time.monotonic() + timeout)
+        except (NothingSent, LinkLost) as error:
+            raise SessionDown(str(error)) from None
+        except NoAnswer as error:
+            raise BrokerUnreachable(str(error)) from None
+        if reply.error is not None:
+            raise from_code(reply.error, reply.detail)
+        return reply

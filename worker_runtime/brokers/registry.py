@@ -1,0 +1,42 @@
+"""The one place that knows all brokers. An adapter is imported when its first connection is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
+from worker_runtime.protocol.errors import BrokerError
+from worker_runtime.protocol.launch import WorkerConfig
+
+
+def _paper(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+    from worker_runtime.brokers.paper import PaperBroker
+
+    if not config.paper_exchange:
+        raise BrokerError("this worker was not told where the paper exchange is")
+    return PaperBroker(config.paper_exchange, key.account_id, client, on_order)
+
+
+def _shioaji(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+    from worker_runtime.brokers.shioaji import ShioajiBroker
+
+    return ShioajiBroker(key, on_order)
+
+
+_BROKERS: dict[str, Callable[[WorkerConfig, ConnectionKey, str, OnOrderChanged], Broker]] = {
+    "paper": _paper,
+    "shioaji": _shioaji,
+}
+
+
+def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+    """An unconnected broker session for `key`.
+
+    `client` names this worker in the exchange's ledger; `on_order` is called from any thread. Raises
+    `BrokerError` for a broker that this release does not know.
+    """
+    try:
+        make = _BROKERS[key.broker]
+    except KeyError:
+        raise BrokerError(f"unknown broker {key.broker!r}; known: {', '.join(sorted(_BROKERS))}") from None
+    return make(config, key, client, on_order)
