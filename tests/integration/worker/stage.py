@@ -347,6 +347,11 @@ class Stage:
         self.enqueue(order)
         return self.answer(order.request_id)
 
+    def now_ms(self) -> int:
+        """Valkey's clock."""
+        seconds, micros = self.client.execute("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
     def processing(self) -> int:
         count: int = self.client.execute("LLEN", keys.processing(self.user))
         return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.integration.worker.stage import Stage, eventually
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import Answer, OrderEvent, OrderState, decode, encode
 from worker_runtime.valkey import Valkey
 
@@ -42,7 +43,8 @@ def test_a_late_request_is_refused_and_never_submitted(stage: Stage) -> None:
     slow, late = stage.order(symbol="SLOW"), stage.order()
     stage.enqueue(slow)
     eventually(worker.placed, "the slow order is at the broker")
-    stage.enqueue(late, ttl_ms=1)
+    deadline_ms = parse(stage.enqueue(late, ttl_ms=1)).deadline_ms
+    eventually(lambda: stage.now_ms() > deadline_ms, "the deadline has passed")
     worker.tell_broker("gate")
     answer = stage.answer(late.request_id)
     assert answer.failure is not None
