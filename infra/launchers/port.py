@@ -34,6 +34,13 @@ class LauncherUnreachable(BerthError):
     retryable = True
 
 
+class StopFailed(BerthError):
+    """The worker was killed, but its end could not be confirmed: it may still run."""
+
+    code = "STOP_FAILED"
+    retryable = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """One worker to be. `config.task_id` is filled in by the launcher."""
@@ -80,7 +87,8 @@ class Launcher(Protocol):
     async def stop(self, task_id: str, reason: str) -> None:
         """Asks the worker to end and kills it after its grace period. Unknown tasks are no error.
 
-        Returns when the task is confirmed to have stopped.
+        Returns when the task is confirmed to have stopped. Raises `StopFailed` when it is not after the
+        kill, `LauncherUnreachable` when nobody knows; both may be called again.
         """
         ...
 

@@ -1,0 +1,145 @@
+"""Workers as processes of this host, through the node that keeps them (`python -m infra.node`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from infra.launchers.port import (
+    LauncherUnreachable,
+    LaunchSpec,
+    Task,
+    TaskExit,
+)
+from infra.node import protocol
+from infra.node.address import reachable
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_code
+from worker_runtime.protocol.messages import decode, encode
+
+#: Seconds. A launch takes 5 ms of the node's time; the rest is for a host that is very busy.
+CONNECT_TIMEOUT = 2.0
+ANSWER_TIMEOUT = 10.0
+#: Seconds of silence after which a subscribed node counts as lost: three beats.
+SILENCE = 3 * protocol.BEAT_PERIOD
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class ProcessLauncher:
+    """Implements `Launcher`. Each call has a connection of its own: there is none that could be stale.
+
+    A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
+    with the same token.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        silence: float = SILENCE,
+        grace: float | None = None,
+    ) -> None:
+        """`grace`: seconds a worker gets to end by itself; None leaves it to the worker's own config."""
+        self._path = Path(socket_path)
+        self._answer_timeout = answer_timeout
+        self._silence = silence
+        self._grace = grace
+        self._position = ""
+
+    async def launch(self, spec: LaunchSpec, token: str) -> Task:
+        request = protocol.Launch(
+            token=token, config=spec.config, memory_soft=spec.memory_soft, memory_hard=spec.memory_hard
+        )
+        return (await self._ask(request, protocol.Launched)).task
+
+    async def stop(self, task_id: str, reason: str) -> None:
+        request = protocol.Stop(task_id=task_id, reason=reason, grace=self._grace)
+        await self._ask(request, protocol.Stopped, extra=self._longest_stop())
+
+    async def stop_all(self, reason: str) -> int:
+        """Ends all workers of the host, for `berth up`; returns how many there were."""
+        request = protocol.StopAll(reason=reason, grace=self._grace)
+        return (await self._ask(request, protocol.Stopped, extra=self._longest_stop())).count
+
+    async def list(self) -> list[Task]:
+        return (await self._ask(protocol.ListTasks(), protocol.Tasks)).tasks
+
+    async def ping(self) -> protocol.Pong:
+        """Who answers: pid, number of workers, memory limits."""
+        return await self._ask(protocol.Ping(), protocol.Pong)
+
+    async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
+        """Ends of workers, at least once each, in order; first those after the position `after`.
+
+        The position of an end stands in its `detail["position"]`. Without `after`, the object goes on
+        behind the last end whose handling was finished: the next one was asked for.
+        """
+        log, _, number = (after or self._position).rpartition(":")
+        watch = protocol.Watch(log=log, after=int(number) if number.isdigit() else 0)
+        async with self._connected() as (reader, writer):
+            await self._send(writer, watch)
+            while True:
+                reply = await self._receive(reader, self._silence)
+                if isinstance(reply, protocol.Ended):
+                    position = f"{reply.log}:{reply.number}"
+                    yield replace(reply.exit, detail={**reply.exit.detail, "position": position})
+                    self._position = position
+                elif not isinstance(reply, protocol.Beat):
+                    raise self._strange(reply)
+
+    async def close(self) -> None:
+        """Nothing stays open between two calls."""
+
+    def _longest_stop(self) -> float:
+        return (protocol.GRACE_MAX if self._grace is None else self._grace) + protocol.KILL_CONFIRM
+
+    async def _ask(self, request: msgspec.Struct, wanted: type[R], extra: float = 0.0) -> R:
+        async with self._connected() as (reader, writer):
+            await self._send(writer, request)
+            reply = await self._receive(reader, self._answer_timeout + extra)
+        if not isinstance(reply, wanted):
+            raise self._strange(reply)
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        try:
+            with reachable(self._path) as short:
+                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_LINE)
+                reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
+        except (OSError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter, request: msgspec.Struct) -> None:
+        try:
+            writer.write(encode(request) + b"\n")
+            await asyncio.wait_for(writer.drain(), self._answer_timeout)
+        except (OSError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+
+    async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.Reply:
+        try:
+            line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
+            return decode(line, protocol.Reply)
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> LauncherUnreachable:
+        reason = str(error) or type(error).__name__
+        return LauncherUnreachable(f"the node at {self._path} does not answer: {reason}")
+
+    def _strange(self, reply: protocol.Reply) -> BerthError:
+        if isinstance(reply, protocol.Refused):
+            return from_code(reply.code, reply.detail)
+        return LauncherUnreachable(f"the node at {self._path} answered {type(reply).__name__}")

@@ -1,0 +1,133 @@
+"""`python -m infra.node --socket PATH --state DIR`: keeps this host's workers until SIGTERM.
+
+It never takes a worker down with it: SIGTERM, SIGINT and a crash leave all of them running, and the next
+node on the same state folder adopts them. `stop_all` on the socket is what ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import sqlite3
+import sys
+from pathlib import Path
+
+import structlog
+
+from infra.node.address import listen, take_lock
+from infra.node.cgroup import LimitsUnavailable, MemoryGroups, find_groups
+from infra.node.keeper import Keeper
+from infra.node.register import Register
+from infra.node.server import NodeServer
+from worker_runtime.protocol.errors import BerthError
+
+_log = structlog.get_logger()
+
+
+class _StandardError:
+    """Where the log goes; a reader that went away is no reason to die."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m infra.node", description=__doc__)
+    data = Path(os.environ.get("BERTH_DATA_DIR", ".berth"))
+    socket_path = Path(os.environ.get("BERTH_NODE_SOCKET", data / "node.sock"))
+    parser.add_argument("--socket", type=Path, default=socket_path, help="Unix socket to serve")
+    parser.add_argument("--state", type=Path, default=data / "node", help="folder of register and logs")
+    parser.add_argument("--cgroup", type=Path, help="memory cgroup delegated to the node (default: its own)")
+    parser.add_argument(
+        "--command",
+        type=shlex.split,
+        default=[sys.executable, "-P", "-m", "worker_runtime"],
+        help="what to start as a worker; worker and task id are added (default: python -m worker_runtime)",
+    )
+    parser.add_argument("--log-level", default=os.environ.get("BERTH_LOG_LEVEL", "INFO"))
+    return parser.parse_args()
+
+
+def _limits(register: Register, parent: Path | None) -> MemoryGroups | None:
+    try:
+        return find_groups(f"berth-{register.log}", parent)
+    except LimitsUnavailable as error:
+        _log.warning("node.no_memory_limits", detail=error.detail)
+        return None
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    register = Register(options.state / "register.db")
+    groups = _limits(register, options.cgroup)
+    keeper = Keeper(options.state, register, groups, options.command)
+    keeper.adopt()
+    limits = f"cgroup v{groups.version}" if groups else "none"
+    server = NodeServer(keeper, register, limits=limits)
+    await server.start(listen(options.socket))
+    sweeping = loop.create_task(keeper.sweep_logs())
+    _log.info(
+        "node.ready",
+        socket=str(options.socket),
+        state=str(options.state),
+        limits=limits,
+        workers=len(keeper.tasks()),
+    )
+    await ending.wait()
+    options.socket.unlink(missing_ok=True)
+    await server.close()
+    sweeping.cancel()
+    left = len(keeper.tasks())
+    await keeper.close()
+    register.close()
+    if groups is not None:
+        groups.close()
+    _log.info("node.stopped", workers_left=left)
+
+
+def main() -> int:
+    options = _options()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping().get(options.log_level.upper(), logging.INFO)
+        ),
+        logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
+    )
+    os.umask(0o077)  # register and logs are this user's only
+    try:
+        # One state folder, one node; one socket, one node: by locks that the kernel drops with the process.
+        with (
+            take_lock(options.state / "lock"),
+            take_lock(options.socket.with_name(f"{options.socket.name}.lock")),
+        ):
+            asyncio.run(_serve(options))
+    except BerthError as error:
+        _log.error("node.failed", code=error.code, detail=error.detail)
+        return 1
+    except (OSError, sqlite3.Error) as error:
+        _log.error("node.failed", code="NODE_STATE_UNREADABLE", detail=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

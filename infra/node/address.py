@@ -1,0 +1,69 @@
+"""The node's socket address: paths of any length, and one node a path."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from infra.node.errors import NodeBusy, NodeSocketInvalid
+
+#: Bytes that `sockaddr_un` holds, without the closing zero.
+_LONGEST = 107
+
+
+@contextlib.contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """The path in a form short enough for a Unix socket, while the block runs.
+
+    A long path is reached through its folder's descriptor: clones in deep folders work, too.
+    """
+    plain = str(path)
+    if len(os.fsencode(plain)) <= _LONGEST:
+        yield plain
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def take_lock(path: Path) -> IO[bytes]:
+    """Holds `path` as long as the file is open and this process lives. Raises `NodeBusy`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise NodeBusy(f"another node holds {path}; stop it first, or choose another path") from None
+    return file
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket at `path`, for its owner only (0600). The caller holds the lock of this path.
+
+    A socket file left behind by a killed node is replaced. Raises `NodeSocketInvalid`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise NodeSocketInvalid(f"{path} exists and is no socket; it was left untouched")
+        path.unlink()
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    mask = os.umask(0o177)  # the file must not be open to others even for a moment
+    try:
+        with reachable(path) as short:
+            server.bind(short)
+        server.listen(128)
+    except OSError as error:
+        server.close()
+        raise NodeSocketInvalid(f"{path}: {error.strerror}") from None
+    finally:
+        os.umask(mask)
+    return server

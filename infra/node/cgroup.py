@@ -1,0 +1,185 @@
+"""Memory limits by cgroup, v1 or v2, where the host lets this user make them.
+
+The workers' groups lie below the node's own group: whatever limits the node limits its workers, too.
+
+| | v1 | v2 |
+|---|---|---|
+| hard (past it only this worker is killed) | memory.limit_in_bytes | memory.max, memory.swap.max |
+| soft (what the host reserves) | memory.soft_limit_in_bytes | memory.low |
+| kills counted in | memory.oom_control | memory.events |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker_runtime.protocol.errors import BerthError
+
+
+class LimitsUnavailable(BerthError):
+    """This host lets the node set no memory limits."""
+
+    code = "MEMORY_LIMITS_UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """The cgroup of one worker."""
+
+    path: Path
+
+    def add(self, pid: int) -> None:
+        """Moves a process; what it forks later is born inside."""
+        (self.path / "cgroup.procs").write_text(str(pid))
+
+    def members(self) -> list[int]:
+        try:
+            return [int(line) for line in (self.path / "cgroup.procs").read_text().split()]
+        except OSError:  # the group has been removed
+            return []
+
+    def kill(self) -> None:
+        """SIGKILL for every member; what forks meanwhile is caught by the next call."""
+        at_once = self.path / "cgroup.kill"  # v2, Linux 5.14
+        if at_once.exists():
+            at_once.write_text("1")
+            return
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def oom_kills(self) -> int:
+        """Processes of this group that the kernel killed because of its hard limit."""
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                for line in (self.path / name).read_text().splitlines():
+                    key, _, value = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(value)
+        return 0
+
+    def remove(self) -> bool:
+        """False while a process is still inside."""
+        try:
+            self.path.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroups:
+    """Makes the cgroups of a node's workers."""
+
+    version: int
+    folder: Path
+
+    def create(self, name: str, *, soft: int, hard: int) -> MemoryGroup:
+        """A new group with limits in bytes. Raises `OSError` and leaves nothing behind."""
+        path = self.folder / name
+        path.mkdir(parents=True)
+        try:
+            for file, value, needed in self._limits(soft, hard):
+                try:
+                    (path / file).write_text(str(value))
+                except OSError:
+                    if needed:
+                        raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise
+        return MemoryGroup(path)
+
+    def _limits(self, soft: int, hard: int) -> list[tuple[str, int, bool]]:
+        if self.version == 1:
+            return [
+                ("memory.limit_in_bytes", hard, True),
+                ("memory.memsw.limit_in_bytes", hard, False),  # absent without swap accounting
+                ("memory.soft_limit_in_bytes", soft, False),
+            ]
+        return [("memory.max", hard, True), ("memory.swap.max", 0, False), ("memory.low", soft, False)]
+
+    def close(self) -> None:
+        """Removes the folder once no worker is left in it."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def find_groups(name: str, parent: Path | None = None, proc: Path = Path("/proc/self")) -> MemoryGroups:
+    """Where this process may limit memory; the groups go into a folder `name` below its own group.
+
+    `parent` is a group delegated to the node, to be used instead of its own. Raises `LimitsUnavailable`.
+    """
+    version, own = (_version(parent), parent) if parent else _own_group(proc)
+    folder = own / name
+    try:
+        folder.mkdir(exist_ok=True)
+        if version == 2:
+            _delegate(own)
+            (folder / "cgroup.subtree_control").write_text("+memory")
+        groups = MemoryGroups(version, folder)
+        # One trial tells whether limits really can be set, before any worker relies on them.
+        groups.create(f"trial-{os.getpid()}", soft=1 << 30, hard=1 << 30).remove()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise LimitsUnavailable(f"cgroup v{version} at {own}: {error.strerror}") from None
+    return groups
+
+
+def _version(group: Path) -> int:
+    return 1 if (group / "memory.limit_in_bytes").exists() else 2
+
+
+def _own_group(proc: Path) -> tuple[int, Path]:
+    """The version of the hierarchy that has the memory controller, and this process's folder in it."""
+    memberships = {}  # controllers, comma-separated; "" is v2 → path
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        memberships[controllers] = path
+    for line in (proc / "mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        root, mount = left.split(" ")[3:5]
+        kind, _, options = right.split(" ", 2)
+        if kind == "cgroup" and "memory" in options.split(","):
+            for names, path in memberships.items():
+                if "memory" in names.split(","):
+                    return 1, _inside(Path(mount), root, path)
+        if kind == "cgroup2" and "" in memberships:
+            own = _inside(Path(mount), root, memberships[""])
+            with contextlib.suppress(OSError):
+                if "memory" in (own / "cgroup.controllers").read_text().split():
+                    return 2, own
+    raise LimitsUnavailable("no cgroup hierarchy with a memory controller is mounted")
+
+
+def _inside(mount: Path, root: str, path: str) -> Path:
+    """A group's folder below a mount that shows only the part of the hierarchy below `root`."""
+    below = path.removeprefix(root) if root != "/" else path
+    return mount / below.lstrip("/")
+
+
+def _delegate(own: Path) -> None:
+    """v2: hands the memory controller to the groups below. Raises `OSError` where others live in `own`.
+
+    A group that hands controllers down may hold no process itself, so the node moves to a leaf of its own.
+    """
+    control = own / "cgroup.subtree_control"
+    if "memory" in control.read_text().split():
+        return
+    leaf = own / "berth-node"
+    leaf.mkdir(exist_ok=True)
+    (leaf / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        control.write_text("+memory")
+    except OSError:
+        (own / "cgroup.procs").write_text(str(os.getpid()))
+        leaf.rmdir()
+        raise

@@ -1,0 +1,325 @@
+"""Keeps the workers of this host: starts, stops and adopts them, and sees each of them end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from infra.launchers.port import LaunchFailed, StopFailed, Task, TaskExit
+from infra.node import ends, processes, worker
+from infra.node.cgroup import MemoryGroup, MemoryGroups
+from infra.node.logs import LOG_PERIOD, WorkerLogs
+from infra.node.protocol import GRACE_MAX, KILL_CONFIRM, Launch
+from infra.node.register import Entry, Register
+from infra.node.worker import Worker
+
+_log = structlog.get_logger()
+
+#: Worker ids become file names and arguments.
+_WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+#: Bytes; a pipe takes 64 KiB without anyone reading it, so that handing over never blocks.
+_CONFIG_MAX = 60 * 1024
+#: Seconds that a worker gets on top of its own shutdown time before it is killed.
+_GRACE_EXTRA = 3.0
+#: Seconds between two attempts to write down an end on a full disk, and between two complaints.
+_RECORD_RETRY = 1.0
+_COMPLAINT_PERIOD = 10.0
+#: Seconds that a node which is told to end waits for ends that it is just confirming.
+_LAST_WORK = 1.0
+
+
+class Keeper:
+    """Belongs to one event loop: no method may be called from another thread."""
+
+    def __init__(
+        self, folder: Path, register: Register, groups: MemoryGroups | None, command: Sequence[str]
+    ) -> None:
+        self._runs = folder / "run"
+        self._logs = WorkerLogs(folder / "logs")
+        self._register = register
+        self._groups = groups
+        self._command = tuple(command)
+        self._boot_id = processes.boot_id()
+        self._workers: dict[str, Worker] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+
+    def tasks(self) -> list[Task]:
+        return [one.entry.task for one in self._workers.values()]
+
+    # --- launch -------------------------------------------------------------------------------------
+
+    def launch(self, request: Launch) -> Task:
+        """Starts one worker, or returns the one that this token has started. Raises `LaunchFailed`.
+
+        Not a coroutine: two launches cannot interleave, so a token never starts two.
+        """
+        try:
+            known = self._register.by_token(request.token)
+            if known is not None and known.state != "intended":
+                return known.task
+            if known is not None:  # an attempt that failed with the disk full: it never had a config
+                self._register.forget(known.task_id)
+            entry = self._checked(request)
+            self._register.intend(entry)
+        except sqlite3.Error as error:
+            raise LaunchFailed(f"the node cannot write its register: {error}") from None
+        try:
+            started = self._start(entry, request)
+        except (OSError, sqlite3.Error) as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._register.forget(entry.task_id)
+            shutil.rmtree(self._runs / entry.task_id, ignore_errors=True)
+            raise LaunchFailed(f"worker {entry.worker_id}: {error}") from None
+        self._keep(started)
+        _log.info("node.launched", worker=entry.worker_id, task=entry.task_id, pid=started.pid)
+        return entry.task
+
+    def _checked(self, request: Launch) -> Entry:
+        config = request.config
+        if not _WORKER_ID.fullmatch(config.worker_id):
+            raise LaunchFailed("a worker id is 1 to 100 letters, digits, dots, dashes and underscores")
+        if not request.token or request.memory_hard <= 0:
+            raise LaunchFailed("a launch needs a token and a memory limit above zero")
+        if any(one.entry.worker_id == config.worker_id for one in self._workers.values()):
+            raise LaunchFailed(f"worker {config.worker_id} runs already, launched by another token")
+        return Entry(
+            task_id=f"task-{secrets.token_hex(8)}",
+            token=request.token,
+            worker_id=config.worker_id,
+            pool=config.pool,
+            version=config.version,
+            launched_at=time.time(),
+            grace=min(config.shutdown_timeout + _GRACE_EXTRA, GRACE_MAX),
+        )
+
+    def _start(self, entry: Entry, request: Launch) -> Worker:
+        config = msgspec.json.encode(msgspec.structs.replace(request.config, task_id=entry.task_id))
+        if len(config) > _CONFIG_MAX:
+            raise OSError(f"a config of {len(config)} bytes is more than {_CONFIG_MAX}")
+        with contextlib.ExitStack() as undo:
+            group = None
+            if self._groups is not None:
+                group = self._groups.create(entry.task_id, soft=request.memory_soft, hard=request.memory_hard)
+                undo.callback(group.remove)
+            output = self._logs.open(entry.worker_id)
+            try:
+                home = self._runs / entry.task_id
+                child = worker.spawn(self._command, entry, home=home, output=output, environment=os.environ)
+            finally:
+                os.close(output)
+            undo.callback(worker.discard, child)
+            if group is not None:
+                # It does nothing of its own before it has its config: now is early enough for the limit.
+                group.add(child.pid)
+            pidfd = os.pidfd_open(child.pid)
+            undo.callback(os.close, pidfd)
+            entry = replace(
+                entry,
+                state="running",
+                boot_id=self._boot_id,
+                pid=child.pid,
+                started=processes.start_time(child.pid),
+                cgroup=str(group.path) if group else "",
+            )
+            self._register.running(entry)
+            undo.pop_all()
+        worker.hand_over(child, config)
+        return Worker(entry=entry, pidfd=pidfd, group=group, child=child)
+
+    # --- adoption -----------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Takes over what an earlier node has left: once, before the first request."""
+        for entry in self._register.in_state("intended"):
+            for found in processes.find_by_argument(entry.task_id):
+                if found.pid == found.session:  # killed before it got its config: it can never work
+                    processes.kill_group(found.pid, found.started)
+            self._register.forget(entry.task_id)
+        for entry in self._register.in_state("running"):
+            adopted = worker.adopt(entry, self._boot_id)
+            if adopted is None:
+                self._register.ended(ends.told(entry, code=None, host_restarted=True))
+                continue
+            self._keep(adopted)
+            _log.info(
+                "node.adopted",
+                worker=entry.worker_id,
+                task=entry.task_id,
+                pid=entry.pid,
+                running=adopted.pidfd is not None,
+            )
+            if adopted.stop_reason is not None:
+                self._run(self._resume_stop(adopted))
+
+    async def _resume_stop(self, one: Worker) -> None:
+        try:
+            await self.stop(one.entry.task_id, one.stop_reason or "")
+        except StopFailed as error:
+            _log.error("node.stop_failed", task=one.entry.task_id, detail=error.detail)
+
+    # --- stop ---------------------------------------------------------------------------------------
+
+    async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
+        """Ends one worker: SIGTERM, after `grace` seconds SIGKILL for all its processes.
+
+        Returns once its end is confirmed: 1, or 0 for a task that does not run. Raises `StopFailed`.
+        """
+        one = self._workers.get(task_id)
+        if one is None:
+            return 0
+        if one.stop_reason is None:
+            one.stop_reason = reason
+            try:
+                self._register.stopping(task_id, reason)
+            except sqlite3.Error as error:  # the stop goes on; only a restarted node would not know why
+                _log.warning("node.register_failed", task=task_id, detail=str(error))
+            _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
+        one.terminate()
+        if await _set_within(one.ended, min(one.entry.grace if grace is None else grace, GRACE_MAX)):
+            return 1
+        one.forced = True
+        one.kill()
+        _log.warning("node.killed", worker=one.entry.worker_id, task=task_id)
+        if not await _set_within(one.ended, KILL_CONFIRM):
+            raise StopFailed(f"task {task_id} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
+        return 1
+
+    async def stop_all(self, reason: str, grace: float | None = None) -> int:
+        """Ends all workers at once. Raises `StopFailed` if one of them could not be confirmed."""
+        results = await asyncio.gather(
+            *(self.stop(task_id, reason, grace) for task_id in list(self._workers)), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return sum(result for result in results if isinstance(result, int))
+
+    # --- ends ---------------------------------------------------------------------------------------
+
+    async def news(self, timeout: float) -> None:
+        """Returns when something has ended since the call, or after `timeout` seconds."""
+        await _set_within(self._news, timeout)
+
+    def _keep(self, one: Worker) -> None:
+        self._workers[one.entry.task_id] = one
+        if one.pidfd is None:
+            self._run(self._finish(one))
+        else:
+            asyncio.get_running_loop().add_reader(one.pidfd, self._main_ended, one)
+
+    def _main_ended(self, one: Worker) -> None:
+        if one.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(one.pidfd)
+        self._run(self._finish(one))
+
+    async def _finish(self, one: Worker) -> None:
+        """From the end of the main process to the confirmed and recorded end of the worker."""
+        one.kill()  # before the reaping: until then nobody else can get the number of its group
+        code = one.reap()
+        await self._until_alone(one)
+        oom_kills = one.group.oom_kills() if one.group else 0
+        await self._record(
+            ends.told(
+                one.entry,
+                code=code,
+                stop_reason=one.stop_reason,
+                forced=one.forced,
+                oom_kills=oom_kills,
+                unseen=one.pidfd is None,
+            )
+        )
+        self._workers.pop(one.entry.task_id, None)
+        one.close()
+        one.ended.set()
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        shutil.rmtree(self._runs / one.entry.task_id, ignore_errors=True)
+        await self._remove_group(one.group)
+
+    async def _until_alone(self, one: Worker) -> None:
+        """Waits until no process of the worker is left; a child that it forked just now is killed, too."""
+        delay, complaint = 0.001, time.monotonic() + _COMPLAINT_PERIOD
+        while one.remaining():
+            one.kill()
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 0.1)
+            if time.monotonic() > complaint:
+                complaint += _COMPLAINT_PERIOD
+                _log.error("node.processes_remain", task=one.entry.task_id, pids=one.remaining())
+
+    async def _record(self, end: TaskExit) -> None:
+        """An end is told only once it is written down; with a full disk that takes until there is room."""
+        while True:
+            try:
+                number = self._register.ended(end)
+            except sqlite3.Error as error:
+                _log.error("node.register_failed", task=end.task_id, detail=str(error))
+                await asyncio.sleep(_RECORD_RETRY)
+                continue
+            _log.info(
+                "node.ended",
+                number=number,
+                worker=end.worker_id,
+                task=end.task_id,
+                exit_code=end.exit_code,
+                reason=end.reason,
+                **end.detail,
+            )
+            return
+
+    async def _remove_group(self, group: MemoryGroup | None) -> None:
+        if group is None:
+            return
+        for _ in range(40):  # the kernel lets go of a group some milliseconds after its last process
+            if group.remove():
+                return
+            await asyncio.sleep(0.05)
+        _log.warning("node.group_left", path=str(group.path))
+
+    # --- housekeeping -------------------------------------------------------------------------------
+
+    async def sweep_logs(self) -> None:
+        """Keeps the workers' logs bounded, for ever."""
+        while True:
+            try:
+                self._logs.sweep({one.entry.worker_id for one in self._workers.values()})
+            except OSError as error:
+                _log.warning("node.log_sweep_failed", detail=str(error))
+            await asyncio.sleep(LOG_PERIOD)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Lets go of all workers without touching them."""
+        loop = asyncio.get_running_loop()
+        for one in self._workers.values():
+            if one.pidfd is not None:
+                loop.remove_reader(one.pidfd)
+        if self._background:
+            await asyncio.wait(self._background, timeout=_LAST_WORK)  # ends under way are told rightly
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+async def _set_within(event: asyncio.Event, timeout: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), max(timeout, 0))
+    return event.is_set()

@@ -1,0 +1,190 @@
+"""The node's register: its workers and their ends, in SQLite, so that kill -9 of the node loses nothing.
+
+A worker is written down before it can do anything: *intended* before its process is started, *running*
+before it is sent its config. So a process that the register knows only as intended has never had a config.
+The last ends are kept under a growing number that is never used twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from infra.launchers.port import Task, TaskExit
+from infra.node.errors import NodeStateUnreadable
+
+SCHEMA = 1
+#: Ends that stay readable for a subscriber that was away, and ended workers whose token is remembered.
+KEPT_ENDS = 5000
+
+_TABLES = (
+    "CREATE TABLE node (log TEXT NOT NULL) STRICT",
+    """CREATE TABLE workers (
+    task_id TEXT PRIMARY KEY,
+    token TEXT NOT NULL UNIQUE,
+    worker_id TEXT NOT NULL,
+    pool TEXT NOT NULL,
+    version TEXT NOT NULL,
+    launched_at REAL NOT NULL,
+    grace REAL NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('intended', 'running', 'ended')),
+    boot_id TEXT NOT NULL DEFAULT '',
+    pid INTEGER NOT NULL DEFAULT 0,
+    started INTEGER NOT NULL DEFAULT 0,
+    cgroup TEXT NOT NULL DEFAULT '',
+    stop_reason TEXT
+) STRICT""",
+    "CREATE INDEX workers_by_state ON workers (state)",
+    "CREATE TABLE ends (number INTEGER PRIMARY KEY AUTOINCREMENT, exit BLOB NOT NULL) STRICT",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One worker as it stands in the register."""
+
+    task_id: str
+    token: str
+    worker_id: str
+    pool: str
+    version: str
+    #: Unix seconds.
+    launched_at: float
+    #: Seconds the worker gets to end by itself.
+    grace: float
+    state: str = "intended"
+    boot_id: str = ""
+    pid: int = 0
+    #: Start time of the process, in clock ticks since boot.
+    started: int = 0
+    #: Folder of its memory cgroup; empty without limits.
+    cgroup: str = ""
+    #: Why somebody asked for its end; None while nobody has.
+    stop_reason: str | None = None
+
+    @property
+    def task(self) -> Task:
+        return Task(
+            task_id=self.task_id,
+            worker_id=self.worker_id,
+            pool=self.pool,
+            version=self.version,
+            launched_at=self.launched_at,
+        )
+
+
+class Register:
+    """All methods are quick (no fsync: what must survive is the node, not the host) and may raise
+    `sqlite3.Error` when the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the register. Raises `NodeStateUnreadable`."""
+        self._decode = msgspec.json.Decoder(TaskExit).decode
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # A host that loses power has lost its workers, too; WAL keeps the file whole all the same.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._prepare()
+            self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
+        except (sqlite3.Error, TypeError) as error:
+            raise NodeStateUnreadable(
+                f"{path}: {error}; stop the workers by hand, then remove the node's folder"
+            ) from None
+
+    def _prepare(self) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA):
+            raise sqlite3.DatabaseError(f"schema {version}; this release knows {SCHEMA}")
+        if version == 0:
+            with self._transaction():
+                for statement in _TABLES:
+                    self._db.execute(statement)
+                self._db.execute("INSERT INTO node VALUES (?)", (secrets.token_hex(6),))
+                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    def intend(self, entry: Entry) -> None:
+        """Writes down a worker that is about to be started."""
+        self._db.execute(
+            "INSERT INTO workers (task_id, token, worker_id, pool, version, launched_at, grace, state)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, 'intended')",
+            (
+                *(entry.task_id, entry.token, entry.worker_id, entry.pool, entry.version),
+                *(entry.launched_at, entry.grace),
+            ),
+        )
+
+    def running(self, entry: Entry) -> None:
+        """Writes down the process of an intended worker; only then may it be told what to do."""
+        self._db.execute(
+            "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ?, cgroup = ?"
+            " WHERE task_id = ?",
+            (entry.boot_id, entry.pid, entry.started, entry.cgroup, entry.task_id),
+        )
+
+    def forget(self, task_id: str) -> None:
+        """Removes a worker that never ran; its token is free again."""
+        self._db.execute("DELETE FROM workers WHERE task_id = ? AND state = 'intended'", (task_id,))
+
+    def stopping(self, task_id: str, reason: str) -> None:
+        """Notes why a worker is being stopped. The first reason stays."""
+        self._db.execute(
+            "UPDATE workers SET stop_reason = coalesce(stop_reason, ?) WHERE task_id = ?", (reason, task_id)
+        )
+
+    def by_token(self, token: str) -> Entry | None:
+        found = self._entries("token = ?", token)
+        return found[0] if found else None
+
+    def in_state(self, state: str) -> list[Entry]:
+        return self._entries("state = ? ORDER BY launched_at", state)
+
+    def _entries(self, condition: str, value: str) -> list[Entry]:
+        cursor = self._db.execute(f"SELECT * FROM workers WHERE {condition}", (value,))  # noqa: S608
+        names = [column[0] for column in cursor.description]
+        return [Entry(**dict(zip(names, row, strict=True))) for row in cursor]
+
+    # --- ends ---------------------------------------------------------------------------------------
+
+    def ended(self, end: TaskExit) -> int:
+        """Writes down the end of a worker, once; returns its number."""
+        with self._transaction():
+            number = self._db.execute(
+                "INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),)
+            ).lastrowid
+            self._db.execute("UPDATE workers SET state = 'ended' WHERE task_id = ?", (end.task_id,))
+            self._db.execute("DELETE FROM ends WHERE number <= ? - ?", (number, KEPT_ENDS))
+            self._db.execute(
+                "DELETE FROM workers WHERE state = 'ended' AND rowid IN (SELECT rowid FROM workers"
+                " WHERE state = 'ended' ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (KEPT_ENDS,),
+            )
+        return int(number or 0)
+
+    def ends_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]:
+        rows = self._db.execute(
+            "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?", (number, limit)
+        )
+        return [(int(number), self._decode(exit_)) for number, exit_ in rows]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise

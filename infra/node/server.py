@@ -1,0 +1,155 @@
+"""The node's socket: many clients at once, each served in order; nothing they send can harm the node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sqlite3
+
+import msgspec
+import structlog
+
+from infra.node.keeper import Keeper
+from infra.node.protocol import (
+    BEAT_PERIOD,
+    MAX_LINE,
+    Beat,
+    Ended,
+    Launch,
+    Launched,
+    ListTasks,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Request,
+    Stop,
+    StopAll,
+    Stopped,
+    Tasks,
+    Watch,
+)
+from infra.node.register import Register
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.messages import decode, encode
+
+_log = structlog.get_logger()
+
+#: Seconds without a request after which a connection is closed.
+_IDLE = 300.0
+#: Connections at once; an orchestrator needs two or three.
+_CONNECTIONS_MAX = 200
+#: Seconds a client may take to read what it asked for.
+_WRITE_TIMEOUT = 10.0
+
+
+class NodeServer:
+    """Serves one keeper. `limits` is what `Pong` says of memory limits."""
+
+    def __init__(self, keeper: Keeper, register: Register, *, limits: str) -> None:
+        self._keeper = keeper
+        self._register = register
+        self._limits = limits
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, listening: socket.socket) -> None:
+        self._server = await asyncio.start_unix_server(self._accept, sock=listening, limit=MAX_LINE)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if len(self._connections) > _CONNECTIONS_MAX:
+                await _send(writer, Refused(code="NODE_BUSY", detail="too many connections"))
+                return
+            while line := await _read_line(reader):
+                await self._answer(line, writer)
+        except MalformedMessage as error:  # where the next request begins is unknown
+            with contextlib.suppress(OSError, TimeoutError):
+                await _send(writer, Refused(code=error.code, detail=error.detail))
+        except (OSError, TimeoutError):
+            pass  # the client went away, or has fallen silent
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes, writer: asyncio.StreamWriter) -> None:
+        try:
+            request: Request = decode(line, Request)
+            if isinstance(request, Watch):
+                await self._tell_ends(request, writer)
+                return
+            reply: Reply = await self._carry_out(request)
+        except BerthError as error:
+            reply = Refused(code=error.code, detail=error.detail)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # one request's failure is not the node's
+            _log.exception("node.request_failed")
+            reply = Refused(code=BerthError.code, detail=type(error).__name__)
+        await _send(writer, reply)
+
+    async def _carry_out(self, request: Request) -> Reply:
+        match request:
+            case Launch():
+                return Launched(task=self._keeper.launch(request))
+            case Stop():
+                count = await self._keeper.stop(request.task_id, request.reason, request.grace)
+                return Stopped(count=count)
+            case StopAll():
+                return Stopped(count=await self._keeper.stop_all(request.reason, request.grace))
+            case ListTasks():
+                return Tasks(tasks=self._keeper.tasks())
+            case Ping() | Watch():
+                return Pong(
+                    pid=os.getpid(),
+                    log=self._register.log,
+                    workers=len(self._keeper.tasks()),
+                    limits=self._limits,
+                )
+
+    async def _tell_ends(self, request: Watch, writer: asyncio.StreamWriter) -> None:
+        """Until the client goes away: ends in order, and a beat while there are none."""
+        log = self._register.log
+        number = request.after if request.log == log else 0
+        await _send(writer, Beat())  # the subscription stands
+        while True:
+            try:
+                missed = self._register.ends_after(number)
+            except sqlite3.Error as error:
+                raise BerthError(f"the node cannot read its register: {error}") from None
+            for number, exit_ in missed:
+                await _send(writer, Ended(log=log, number=number, exit=exit_))
+            if not missed:
+                await self._keeper.news(BEAT_PERIOD)
+                if not self._register.ends_after(number, limit=1):
+                    await _send(writer, Beat())
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """One line, or nothing at the end. Raises `MalformedMessage` for an endless or broken-off one."""
+    try:
+        return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise MalformedMessage("the last request does not end with a newline") from None
+        return b""
+    except asyncio.LimitOverrunError:
+        raise MalformedMessage(f"a request has at most {MAX_LINE} bytes") from None
+
+
+async def _send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:
+    writer.write(encode(reply) + b"\n")
+    await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT)

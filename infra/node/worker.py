@@ -1,0 +1,132 @@
+"""One worker process of this node: how it is started, adopted, signalled and seen to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infra.node import processes
+from infra.node.cgroup import MemoryGroup
+from infra.node.register import Entry
+
+#: All that a worker gets of the node's environment: nothing that could hold a secret.
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUTF8")
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """A running worker. `child` is None for an adopted one: its exit code is seen by nobody."""
+
+    entry: Entry
+    #: None when the main process had ended before this node looked.
+    pidfd: int | None
+    group: MemoryGroup | None
+    child: subprocess.Popen[bytes] | None = None
+    #: Set once the end of all its processes is confirmed and written down.
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_reason: str | None = None
+    #: Whether we had to use SIGKILL.
+    forced: bool = False
+    #: Whether the process group with the worker's number is surely its own.
+    owns_group: bool = True
+
+    @property
+    def pid(self) -> int:
+        return self.entry.pid
+
+    def terminate(self) -> None:
+        """Asks it to end. A frozen one is woken, too: it would never see the signal."""
+        if self.pidfd is not None:
+            processes.signal_pinned(self.pidfd, signal.SIGTERM)
+            processes.signal_pinned(self.pidfd, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL for all its processes."""
+        if self.owns_group:
+            processes.kill_group(self.pid, self.entry.started)
+        if self.group is not None:
+            with contextlib.suppress(OSError):
+                self.group.kill()
+
+    def reap(self) -> int | None:
+        """The exit code of the ended main process, negative for a signal; None if nobody could see it."""
+        return self.child.wait() if self.child else None
+
+    def remaining(self) -> list[int]:
+        """Processes of an ended worker that still live: asked after `reap`."""
+        inside = self.group.members() if self.group else []
+        if inside or not self.owns_group:
+            return inside
+        return [] if processes.group_is_empty(self.pid) else processes.members(self.pid)
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
+    """A worker's environment; files that libraries leave in HOME or TMPDIR go into its own folder."""
+    kept = {name: source[name] for name in PASSED_ON if name in source}
+    return {**kept, "HOME": str(home), "TMPDIR": str(home)}
+
+
+def spawn(
+    command: Sequence[str], entry: Entry, *, home: Path, output: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts the process of one worker; it waits for its config on standard input.
+
+    Worker and task stand among its arguments: `ps` shows who is who, and a node that was killed right here
+    finds the process again. Raises `OSError`.
+    """
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return subprocess.Popen(
+        [*command, entry.worker_id, entry.task_id],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        cwd=home,
+        env=clean_environment(environment, home),
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def hand_over(child: subprocess.Popen[bytes], config: bytes) -> None:
+    """Gives a started worker its config. One that has died meanwhile shows by its exit, not here."""
+    if child.stdin is None:
+        raise ValueError("the worker was started without standard input")
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(config)
+    child.stdin.close()
+
+
+def discard(child: subprocess.Popen[bytes]) -> None:
+    """Ends a started worker that has not got its config."""
+    child.kill()
+    child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
+
+
+def adopt(entry: Entry, boot_id: str) -> Worker | None:
+    """The worker that an earlier node has started; None if it ended with the host.
+
+    Without `pidfd` its main process has ended while no node looked; others of its processes may be left.
+    """
+    if entry.boot_id != boot_id:
+        return None
+    pidfd = processes.pin(entry.pid, entry.started)
+    return Worker(
+        entry=entry,
+        pidfd=pidfd,
+        group=MemoryGroup(Path(entry.cgroup)) if entry.cgroup else None,
+        stop_reason=entry.stop_reason,
+        # The number of a group without its leader may be a stranger's by now; ours name the task.
+        owns_group=pidfd is not None or bool(processes.find_by_argument(entry.task_id)),
+    )
