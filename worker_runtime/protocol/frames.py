@@ -20,6 +20,7 @@ class Frame:
 def parse(raw: bytes) -> Frame:
     """Takes an item apart; raises `MalformedMessage` if it is no frame."""
     parts = raw.split(b"|", 2)
-    if len(parts) != 3 or not parts[0].isdigit() or not parts[1].isascii():
+    # 15 digits of milliseconds reach the year 33658; `int` itself refuses thousands of them with ValueError.
+    if len(parts) != 3 or not parts[0].isdigit() or len(parts[0]) > 15 or not parts[1].isascii():
         raise MalformedMessage("a queued item is not `deadline|request|payload`")
     return Frame(raw, int(parts[0]), parts[1].decode("ascii"), parts[2])

@@ -8,10 +8,11 @@
 -- ARGV[3] seconds that the claim is kept
 --
 -- Returns {'claimed' or 'again', worker id, public key, proof, task, version}, {'empty'}, or
--- {'gone', worker id} if this claim's worker is no longer alive.
+-- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
+-- slept past its entry's end comes back as a free one, and another claim may have it by now.
 local function found(status, worker)
-  local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'task', 'version')
-  if not w[1] then return {'gone', worker} end
+  local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'task', 'version', 'claim')
+  if not w[1] or w[5] ~= ARGV[1] then return {'gone', worker} end
   return {status, worker, w[1], w[2], w[3] or '', w[4] or ''}
 end
 

@@ -17,7 +17,8 @@ if known then
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local item = string.format('%d|%s|%s', now + ARGV[3], ARGV[1], ARGV[2])
+-- Joined, not formatted: Lua 5.1's %s ends at the first NUL byte.
+local item = string.format('%d', now + ARGV[3]) .. '|' .. ARGV[1] .. '|' .. ARGV[2]
 redis.call('SET', KEYS[1], item, 'PX', ARGV[3] + ARGV[4])
 redis.call('LPUSH', KEYS[2], item)
 if redis.call('LLEN', KEYS[3]) == 0 then
