@@ -30,10 +30,10 @@ _RANK = {
     OrderState.QUEUED: 1,
     OrderState.SUBMITTING: 2,
     OrderState.UNKNOWN: 3,
-    OrderState.NEEDS_ATTENTION: 3,
-    OrderState.SUBMITTED: 4,
-    OrderState.PART_FILLED: 5,
-    **dict.fromkeys(FINAL_ORDER_STATES, 6),
+    OrderState.NEEDS_ATTENTION: 4,
+    OrderState.SUBMITTED: 5,
+    OrderState.PART_FILLED: 6,
+    **dict.fromkeys(FINAL_ORDER_STATES, 7),
 }
 
 
@@ -171,14 +171,17 @@ async def _advance(
     reason: str | None,
 ) -> None:
     moves = _moves_to(state)
+    # An event may bring the state first, without the code that the answer to the same state carries.
+    explains = (Order.state == state) & Order.reason_code.is_(None) & (reason_code is not None)
     fills_more = Order.filled_quantity < filled_quantity
+    names = Order.broker_order_id.is_(None) & (broker_order_id is not None)
     await session.execute(
         update(Order)
         .where(Order.id == order_id)
-        .where(or_(moves, fills_more, (Order.broker_order_id.is_(None)) & (broker_order_id is not None)))
+        .where(or_(moves, explains, fills_more, names))
         .values(
             state=case((moves, state), else_=Order.state),
-            reason_code=case((moves, reason_code), else_=Order.reason_code),
+            reason_code=case((or_(moves, explains), reason_code), else_=Order.reason_code),
             reason=case((moves, reason), else_=Order.reason),
             broker_order_id=func.coalesce(Order.broker_order_id, broker_order_id),
             filled_quantity=func.greatest(Order.filled_quantity, filled_quantity),
