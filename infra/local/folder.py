@@ -18,8 +18,6 @@ from worker_runtime.protocol.errors import BerthError
 LAYOUT = 1
 #: Bytes; below this, PostgreSQL and Temporal soon fail in ways that are hard to read.
 MIN_FREE = 500 * 1024 * 1024
-#: A Unix socket's path must fit in 107 bytes.
-MAX_SOCKET_PATH = 100
 #: What a folder of ours may hold before its version file was written.
 _EARLY = {"lock", "version", "version.new"}
 
@@ -45,15 +43,6 @@ class DataFolder:
         self.logs = self.path / "logs"
         self.keys = self.path / "keys"
         self._lock: IO[str] | None = None
-
-    @property
-    def node_socket(self) -> Path:
-        """Inside the folder; in the system's temporary folder when the path would be too long."""
-        inside = self.path / "node.sock"
-        if len(os.fsencode(inside)) <= MAX_SOCKET_PATH:
-            return inside
-        info = self.path.stat()
-        return Path(f"/tmp/berth-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}.sock")  # noqa: S108
 
     def open(self) -> Self:
         """Takes the lock and checks the folder; raises `FolderUnusable` with what to do about it."""

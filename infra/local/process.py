@@ -142,6 +142,10 @@ class Server:
         return self._process.pid
 
     @property
+    def was_started(self) -> bool:
+        return self._process is not None
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

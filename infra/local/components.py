@@ -1,0 +1,182 @@
+"""Our own processes as child processes of the local stack: exchange, node, orchestrator, API."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.launchers.port import Task
+from infra.local.process import HOST, Server, accepts
+from infra.node.address import reachable
+from infra.node.protocol import (
+    GRACE_MAX,
+    KILL_CONFIRM,
+    ListTasks,
+    Ping,
+    Pong,
+    Reply,
+    Request,
+    StopAll,
+    Stopped,
+    Tasks,
+)
+from infra.settings import Settings
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.messages import decode, encode
+
+#: Local addresses are never asked through a proxy that the environment names.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NodeSilent(BerthError):
+    """The node does not answer."""
+
+    code = "NODE_SILENT"
+    retryable = True
+
+
+def http_ok(url: str, timeout: float = 2.0) -> bool:
+    """Whether a GET answers 200."""
+    try:
+        with _direct.open(url, timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):  # refused, timed out, another status
+        return False
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Our environment with every `BERTH_` variable replaced by these settings. It holds no secret."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    return own | {f"BERTH_{name.upper()}": _text(value) for name, value in settings}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return json.dumps(list(value))
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return str(value)
+
+
+class Component(Server):
+    """`python -m <module>` with all its settings in the environment."""
+
+    module = ""
+
+    def __init__(self, directory: Path, settings: Settings, port: int | None = None) -> None:
+        super().__init__(directory, port)
+        self.settings = settings
+
+    def command(self) -> Sequence[str]:
+        # -P: the current folder is not searched, so that a stray `api.py` there is not ours.
+        return [sys.executable, "-P", "-m", self.module]
+
+    def environment(self) -> Mapping[str, str]:
+        return environment(self.settings)
+
+
+class Exchange(Component):
+    """The paper exchange: sessions on one port, admin API on another."""
+
+    name = "exchange"
+    module = "infra.exchange"
+
+    def __init__(self, directory: Path, settings: Settings, port: int, admin_port: int) -> None:
+        super().__init__(directory, settings, port)
+        self.admin_port = admin_port
+        self.admin_port_setting = ""
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self.admin_port}"
+
+    def ports(self) -> list[tuple[int, str]]:
+        return [*super().ports(), (self.admin_port, self.admin_port_setting)]
+
+    def answers(self) -> bool:
+        return accepts(self.port) and http_ok(f"{self.admin_url}/healthz")
+
+
+class Node(Component):
+    """Owns the workers, which outlive it: after a restart it adopts them."""
+
+    name = "node"
+    module = "infra.node"
+    keeps_children = True
+
+    def ports(self) -> list[tuple[int, str]]:
+        return []
+
+    def answers(self) -> bool:
+        try:
+            return isinstance(self.ask(Ping(), timeout=1.0), Pong)
+        except BerthError:
+            return False
+
+    def ask(self, request: Request, timeout: float = 10.0) -> Reply:
+        """One request, one reply, within `timeout` seconds. Raises `NodeSilent`."""
+        try:
+            with reachable(self.settings.node_socket) as path, socket.socket(socket.AF_UNIX) as link:
+                link.settimeout(timeout)
+                link.connect(path)
+                link.sendall(encode(request) + b"\n")
+                with link.makefile("rb") as lines:
+                    return decode(lines.readline(), Reply)
+        except OSError as error:
+            raise NodeSilent(f"node at {self.settings.node_socket}: {error}") from None
+
+    def tasks(self) -> list[Task]:
+        """The workers that run now."""
+        reply = self.ask(ListTasks())
+        if not isinstance(reply, Tasks):
+            raise NodeSilent(f"the node answered {reply}")
+        return reply.tasks
+
+    def stop_all(self, reason: str, grace: float | None = None) -> int:
+        """Ends all workers, each within its grace period; returns how many there were."""
+        reply = self.ask(StopAll(reason=reason, grace=grace), timeout=GRACE_MAX + KILL_CONFIRM)
+        if not isinstance(reply, Stopped):
+            raise NodeSilent(f"the node could not stop all workers: {reply}")
+        return reply.count
+
+
+class Orchestrator(Component):
+    """Says by a file that its workers poll and the pool's workflow runs."""
+
+    name = "orchestrator"
+    module = "activities"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.settings.data_dir / "orchestrator.ready"
+
+    def ports(self) -> list[tuple[int, str]]:
+        return []
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.ready_file.unlink(missing_ok=True)  # a killed one left it behind
+
+    def answers(self) -> bool:
+        return self.ready_file.exists()
+
+
+class Api(Component):
+    """Several uvicorn processes on one port."""
+
+    name = "api"
+    module = "api"
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def answers(self) -> bool:
+        return accepts(self.port) and http_ok(f"{self.url}/v1/readyz")

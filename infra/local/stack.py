@@ -1,0 +1,291 @@
+"""The whole system on 127.0.0.1, in one data folder, as child processes: `berth up`, tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from redis import Redis
+
+from infra.database.migrate import migrate
+from infra.local import keyring, steps
+from infra.local.components import Api, Exchange, Node, NodeSilent, Orchestrator
+from infra.local.folder import DataFolder
+from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.local.steps import OnProgress, Progress, Status, Step
+from infra.settings import LocalSettings, Settings
+from worker_runtime.protocol import keys
+
+#: The same as `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
+SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
+DATABASE = "berth"
+#: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
+POOL_TIMEOUT = 60.0
+#: Seconds between two looks at the pool.
+POOL_LOOK = 0.05
+
+
+class LocalStack:
+    """Use it as a context manager. Every part can be stopped, killed and started again by itself.
+
+    Without `ports` all ports are free ones. `overrides` are fields of `Settings`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ports: LocalSettings | None = None,
+        durable: bool = True,
+        search_attributes: Sequence[str] = SEARCH_ATTRIBUTES,
+        progress: OnProgress = steps.silent,
+        **overrides: Any,
+    ) -> None:
+        self.folder = DataFolder(directory)
+        self._progress = progress
+        self._opened = False
+        self._stopping = threading.Lock()
+        path = self.folder.path
+        if ports is None:
+            api_port, *others = free_ports(7)
+            ports = LocalSettings(**dict(zip(LocalSettings.model_fields, others, strict=True)))
+            overrides.setdefault("api_port", api_port)
+        self.settings = _settings(self.folder, ports, overrides)
+        self.valkey = ValkeyServer(path / "valkey", ports.valkey_port, durable=durable)
+        self.postgres = PostgresServer(path / "postgres", ports.postgres_port, durable=durable)
+        self.temporal = TemporalServer(
+            path / "temporal",
+            ports.temporal_port,
+            ui_port=ports.ui_port,
+            durable=durable,
+            search_attributes=search_attributes,
+        )
+        self.exchange = Exchange(
+            path / "exchange", self.settings, ports.exchange_port, ports.exchange_admin_port
+        )
+        self.node = Node(path / "node", self.settings)
+        self.orchestrator = Orchestrator(path, self.settings)
+        self.api = Api(path, self.settings, self.settings.api_port)
+        #: In the order in which they start.
+        self.servers: tuple[Server, ...] = (
+            *(self.valkey, self.postgres, self.temporal, self.exchange),
+            *(self.node, self.orchestrator, self.api),
+        )
+        for server in self.servers:
+            server.log_path = self.folder.logs / f"{server.name}.log"
+            server.records = self.folder.records
+            server.port_setting = f"BERTH_LOCAL_{server.name.upper()}_PORT"
+        self.api.port_setting = "--port or BERTH_API_PORT"
+        self.exchange.admin_port_setting = "BERTH_LOCAL_EXCHANGE_ADMIN_PORT"
+        self.temporal.ui_port_setting = "BERTH_LOCAL_UI_PORT"
+        self._admin_key = ""
+
+    @property
+    def api_url(self) -> str:
+        return self.api.url
+
+    @property
+    def ui_url(self) -> str:
+        return f"http://{HOST}:{self.temporal.ui_port}"
+
+    @property
+    def admin_key(self) -> str:
+        """An administrator's API key; kept in `<data>/keys/admin.key`."""
+        return self._admin_key
+
+    # --- start --------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Starts everything and fills the pool.
+
+        Raises `FolderUnusable`, `PortInUse` or `ServerFailed`, and then leaves nothing behind.
+        """
+        self.folder.open()
+        self._opened = True
+        for server in self.servers:
+            server.abort.clear()
+        try:
+            leftovers = self.folder.end_leftovers()
+            if leftovers:
+                self._progress(Progress("leftovers", Status.DONE, detail=", ".join(leftovers)))
+            for server in self.servers:  # before anything is started or written
+                server.check_ports()
+            steps.run(self._steps(), self._progress, self._give_up)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _steps(self) -> list[Step]:
+        ours = ("keys", "database", "valkey", "temporal")
+        return [
+            Step("keys", self._make_keys),
+            self._server(self.valkey),
+            self._server(self.postgres),
+            self._server(self.temporal),
+            self._server(self.exchange),
+            Step("node", self._start_node),
+            Step("database", self._make_database, ("postgres",)),
+            self._server(self.orchestrator, (*ours, "node", "exchange")),
+            self._server(self.api, ours),
+            Step("pool", self._wait_pool, ("orchestrator",)),
+        ]
+
+    @staticmethod
+    def _server(server: Server, needs: tuple[str, ...] = ()) -> Step:
+        def action() -> str:
+            server.start()
+            return f"port {server.port}" if server.ports() else ""
+
+        return Step(server.name, action, needs)
+
+    def _give_up(self) -> None:
+        for server in self.servers:
+            server.abort.set()
+
+    def _make_keys(self) -> str:
+        return ", ".join(path.name for path in keyring.init(self.settings))
+
+    def _make_database(self) -> str:
+        self.postgres.create_database(DATABASE)
+        asyncio.run(migrate(self.settings.database_url))
+        path = self.folder.keys / "admin.key"
+        self._admin_key = keyring.ensure_admin_key(path, self.settings.database_url)
+        return DATABASE
+
+    def _start_node(self) -> str:
+        """Workers that a killed `berth up` left behind are ended: their users get new ones."""
+        self.node.start()
+        left = self.node.stop_all("left by an earlier run")
+        return f"ended {left} workers of an earlier run" if left else ""
+
+    def _wait_pool(self) -> str:
+        target = self.settings.pool_target
+        self.wait_pool(target)
+        return f"{target} workers ready"
+
+    def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT) -> None:
+        """Until `count` workers are ready for a claim. Raises `ServerFailed` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        shown = -1
+        while (ready := len(self.ready_workers())) < count:
+            if ready != shown:
+                self._progress(Progress("pool", Status.STARTED, detail=f"{ready} of {count} ready"))
+                shown = ready
+            if not self.orchestrator.running:
+                raise ServerFailed(f"orchestrator ended:\n{self.orchestrator.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
+                    f"look at {self.folder.logs} and {self.node.directory}\n{self.orchestrator.log_tail()}"
+                )
+            if self.orchestrator.abort.wait(POOL_LOOK):
+                raise StartAborted("pool: given up")
+
+    def ready_workers(self) -> set[str]:
+        """Ids of the free workers of the pool that really run."""
+        pool = self.settings.pool
+        with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0, decode_responses=True) as client:
+            named = client.zrange(keys.pool_ready(pool), 0, -1)
+            alive = {name for name in named if client.exists(keys.pool_worker(pool, name))}
+        if not alive:
+            return set()
+        return alive & {task.worker_id for task in self.node.tasks()}
+
+    # --- stop ---------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stops everything in the order in which nothing is lost; may be called twice, and at any time.
+
+        First who takes orders and who launches workers, then the workers while their servers still
+        run, so that each finishes its order and removes its mark, then the servers.
+        """
+        with self._stopping:
+            if not self._opened:
+                return
+            self._give_up()
+            try:
+                _together(self.api.stop, self.orchestrator.stop)
+                self._stop_workers()
+                self.node.stop()
+                _together(self.exchange.stop, self.temporal.stop, self.valkey.stop, self.postgres.stop)
+            finally:
+                self.folder.close()
+                self._opened = False
+
+    def _stop_workers(self) -> None:
+        if not self.node.was_started:
+            return
+        if not self.node.running:  # it crashed; its successor adopts the workers and can end them
+            self.node.abort.clear()
+            with contextlib.suppress(ServerFailed):
+                self.node.start()
+        with contextlib.suppress(NodeSilent):
+            self.node.stop_all("berth down")
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _together(*actions: Callable[[], None]) -> None:
+    """Runs all actions to their end beside each other; then raises the first error."""
+    with ThreadPoolExecutor(max_workers=len(actions)) as threads:
+        futures = [threads.submit(action) for action in actions]
+    for future in futures:
+        future.result()
+
+
+def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any]) -> Settings:
+    """The environment's settings, with all addresses and files of this stack."""
+    fixed: dict[str, Any] = {
+        "data_dir": folder.path,
+        "valkey_url": f"redis://{HOST}:{ports.valkey_port}/0",
+        "database_url": f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}",
+        "temporal_address": f"{HOST}:{ports.temporal_port}",
+        "node_socket": folder.path / "node.sock",
+        "exchange_address": f"{HOST}:{ports.exchange_port}",
+        "exchange_admin_url": f"http://{HOST}:{ports.exchange_admin_port}",
+        "master_key_file": folder.keys / "master.key",
+        "master_public_file": folder.keys / "master.pub",
+        "orchestrator_key_file": folder.keys / "orchestrator.key",
+        "api_host": HOST,
+    }
+    return Settings(**{**fixed, **overrides})
+
+
+def end_leftovers(directory: Path) -> list[str]:
+    """Ends all that a killed `berth up` left running, workers too; returns names.
+
+    Raises `FolderBusy` while a living `berth up` has the folder.
+    """
+    stack = LocalStack(directory)
+    with stack.folder:
+        names = stack.folder.end_leftovers()
+        if (stack.node.directory / "register.db").exists():
+            stack.node.start()
+            try:
+                count = stack.node.stop_all("berth down")
+                names += [f"{count} workers"] if count else []
+            finally:
+                stack.node.stop()
+    return names
+
+
+def pid_of_holder(directory: Path) -> int | None:
+    """The pid of the `berth up` that has this folder; None if there is none."""
+    pid = DataFolder(directory).holder()
+    return None if pid == os.getpid() else pid

@@ -1,0 +1,84 @@
+"""Steps of a start: each begins when those it needs are done, independent ones run beside each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    STARTED = "started"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One change of one step. `seconds` is what it took (when done or failed)."""
+
+    step: str
+    status: Status
+    seconds: float = 0.0
+    detail: str = ""
+
+
+#: Called from several threads, with each change.
+OnProgress = Callable[[Progress], None]
+
+
+def silent(change: Progress) -> None:
+    """Shows nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """`action` blocks until the step is done; what it returns is shown beside it."""
+
+    name: str
+    action: Callable[[], str]
+    needs: tuple[str, ...] = ()
+
+
+def run(steps: Sequence[Step], progress: OnProgress, give_up: Callable[[], None]) -> None:
+    """Runs all steps; raises the first failure, after `give_up()` and the end of those under way.
+
+    `give_up` must make running actions return soon; it is also called on Ctrl-C.
+    """
+    done: set[str] = set()
+    waiting = list(steps)
+    running: dict[Future[None], Step] = {}
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(max_workers=len(steps), thread_name_prefix="berth-step") as threads:
+        try:
+            while waiting or running:
+                for step in [s for s in waiting if done.issuperset(s.needs)]:
+                    waiting.remove(step)
+                    running[threads.submit(_run_one, step, progress)] = step
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    step = running.pop(future)
+                    if error := future.exception():
+                        failure = failure or error
+                        waiting.clear()
+                        give_up()
+                    else:
+                        done.add(step.name)
+        except BaseException:  # Ctrl-C: the pool's exit waits for the running steps
+            give_up()
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _run_one(step: Step, progress: OnProgress) -> None:
+    started = time.monotonic()
+    progress(Progress(step.name, Status.STARTED))
+    try:
+        detail = step.action()
+    except BaseException:
+        progress(Progress(step.name, Status.FAILED, time.monotonic() - started))
+        raise
+    progress(Progress(step.name, Status.DONE, time.monotonic() - started, detail))
