@@ -1,0 +1,48 @@
+"""What `berth bench …` does: runs the benchmarks asked for, prints their tables, writes the figures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from infra.bench import claim, figures, memory, order
+from worker_runtime.protocol.errors import BerthError
+
+_RUN: dict[str, Callable[..., dict[str, Any]]] = {
+    "claim": claim.run,
+    "order": order.run,
+    "memory": memory.run,
+}
+_TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "claim": claim.table,
+    "order": order.table,
+    "memory": memory.table,
+}
+
+
+def run(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | None) -> int:
+    """Runs each benchmark with its arguments. One alone writes its figures flat, several one key each.
+
+    Returns the exit code: 1 with the reason on standard error when a benchmark could not be run.
+    """
+    console = Console(stderr=True)
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        if json_file is not None:
+            json_file.touch()  # an unwritable file is better known before the minutes of measuring
+        for name, arguments in wanted.items():
+            with console.status(f"measuring: {name}"):
+                results[name] = _RUN[name](**arguments)
+            _TABLE[name](results[name])
+            if json_file is not None:
+                figures.write(json_file, results if len(wanted) > 1 else results[name])
+    except (BerthError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
