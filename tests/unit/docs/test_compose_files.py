@@ -69,7 +69,7 @@ def test_the_roles_script_makes_two_roles_with_their_passwords(
         },
     )
     assert done.returncode == 0, done.stderr
-    roles = "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ '^(pg_|postgres)' order by 1"
+    roles = "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ '^(pg_|post)' order by 1"
     assert _psql(postgres, "-U", "postgres", "-c", roles).stdout.split() == ["berth|f|f", "temporal|f|t"]
     owner = "select pg_get_userbyid(datdba) from pg_database where datname = 'berth'"
     assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth"
