@@ -13,8 +13,8 @@ import asyncio
 import socket
 import sys
 import time
-from urllib.error import URLError
-from urllib.request import urlopen
+
+from infra.local.components import http_ok
 
 #: Seconds one check may take; the `timeout` in `compose.yaml` is longer.
 TIMEOUT = 4.0
@@ -23,10 +23,7 @@ POLLER_AGE = 90.0
 
 
 def http(url: str) -> bool:
-    if not url.startswith("http://"):
-        return False
-    with urlopen(url, timeout=TIMEOUT) as answer:  # noqa: S310 - checked above: no file:// gets here
-        return bool(answer.status == 200)
+    return http_ok(url, TIMEOUT)
 
 
 def tcp(target: str) -> bool:
@@ -86,7 +83,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     try:
         healthy = CHECKS[chosen.check](chosen.target)
-    except (OSError, URLError, TimeoutError, RuntimeError, ValueError) as error:
+    except (OSError, TimeoutError, RuntimeError, ValueError) as error:
         # RuntimeError is what the Temporal client raises when the server cannot be reached or refuses.
         sys.stderr.write(f"{chosen.check} {chosen.target}: {error}\n")
         return 1

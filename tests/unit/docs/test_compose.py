@@ -20,7 +20,7 @@ from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "compose"
-ONE_SHOT = {"temporal-schema", "temporal-namespace", "keys"}
+ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request waits 10).
 GRACEFUL = 20
 SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
@@ -101,7 +101,7 @@ def test_the_private_keys_reach_only_the_orchestrator(compose: dict[str, Any]) -
         for name, service in compose["services"].items()
         if any(source == "keys-private" for source, _ in _mounted(service))
     }
-    assert holders == {"keys", "orchestrator"}
+    assert holders == {"prepare", "orchestrator"}
 
 
 def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:

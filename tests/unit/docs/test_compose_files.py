@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from infra.compose import secret_files
+from infra.compose.prepare import prepare
 from infra.local.servers import PostgresServer, ValkeyServer, accepts, free_port
+from infra.settings import Settings
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "compose"
 
@@ -76,6 +78,23 @@ def test_the_roles_script_makes_two_roles_with_their_passwords(
     # Two different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of each.
     kept = "select count(distinct rolpassword) from pg_authid where rolpassword like 'SCRAM-SHA-256$%'"
     assert _psql(postgres, "-U", "postgres", "-c", kept).stdout.strip() == "2"
+
+
+def test_prepare_makes_tables_keys_and_an_administrators_key_once(
+    empty_database: str, tmp_path: Path
+) -> None:
+    private = tmp_path / "private"
+    settings = Settings(
+        database_url=empty_database,
+        master_key_file=private / "master.key",
+        master_public_file=tmp_path / "public" / "master.pub",
+        orchestrator_key_file=private / "orchestrator.key",
+    )
+    prepare(settings)
+    made = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.name for path in made} == {"master.key", "master.pub", "orchestrator.key", "admin.key"}
+    prepare(settings)
+    assert {path: path.read_bytes() for path in made} == made
 
 
 def _ask(port: int, *commands: str) -> str:
