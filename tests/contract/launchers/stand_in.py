@@ -1,0 +1,57 @@
+"""A worker without a broker: reads its config as the real one does, and behaves as `config.version` says.
+
+Started by the node as `python stand_in.py <worker> <task>`; it loads nothing of Berth, so it starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import NoReturn
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def _wait() -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def _eat() -> NoReturn:
+    """Takes memory until somebody objects."""
+    taken = []
+    while True:
+        taken.append(b"x" * (4 * 1024 * 1024))
+
+
+def main() -> int:
+    text = sys.stdin.read()
+    if not text:
+        return 2
+    config = json.loads(text)
+    behaviour, _, argument = config["version"].partition(":")
+    if behaviour == "exits":
+        return int(argument)
+    stubborn = behaviour in ("stubborn", "parent")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: sys.exit(0))
+    if behaviour == "parent" and not (child := os.fork()):
+        _wait()  # the child ignores SIGTERM, too, and survives its parent unless somebody ends it
+    _say(f"ready {child}" if behaviour == "parent" else "ready")
+    if behaviour == "hog":
+        _eat()
+    if behaviour == "noisy":
+        _say("n" * int(argument))
+    if behaviour == "dies":
+        time.sleep(float(argument))
+        return 3
+    _wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What every launcher promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.launchers.port import Launcher, LaunchFailed, TaskExit
+from tests.contract.launchers.conftest import Ground
+from tests.contract.launchers.specs import spec
+
+
+async def take(exits: AsyncIterator[TaskExit], count: int) -> list[TaskExit]:
+    return [await asyncio.wait_for(anext(exits), 20) for _ in range(count)]
+
+
+async def test_a_launched_worker_is_listed_with_what_it_was_launched_as(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    assert (task.worker_id, task.pool, task.version) == ("w-1", "default", "plain")
+    assert await launcher.list() == [task]
+
+
+async def test_the_same_token_gives_the_same_task_and_launches_once(ground: Ground) -> None:
+    launcher = ground.client()
+    first, *others = await asyncio.gather(*(launcher.launch(spec("w-1"), "token-1") for _ in range(10)))
+    assert all(other == first for other in others)
+    assert await launcher.list() == [first]
+
+
+async def test_a_token_keeps_its_task_after_the_end_of_the_worker(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    await launcher.stop(task.task_id, "test")
+    assert await launcher.launch(spec("w-1"), "token-1") == task
+    assert await launcher.list() == []
+
+
+async def test_a_second_token_for_a_running_worker_is_refused(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    with pytest.raises(LaunchFailed):
+        await launcher.launch(spec("w-1"), "token-2")
+    assert await launcher.list() == [task]
+
+
+async def test_stop_returns_when_the_worker_has_ended_and_tells_why(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    await launcher.stop(task.task_id, "no longer wanted")
+    assert await launcher.list() == []
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.task_id, end.worker_id, end.reason) == (task.task_id, "w-1", "stopped")
+    assert end.detail["stop_reason"] == "no longer wanted"
+
+
+async def test_stopping_an_unknown_or_ended_task_is_no_error(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    for task_id in (task.task_id, task.task_id, "task-of-nobody"):
+        await launcher.stop(task_id, "test")
+    assert await launcher.list() == []
+
+
+async def test_stopping_one_worker_leaves_its_neighbours_alone(ground: Ground) -> None:
+    launcher = ground.client()
+    one = await launcher.launch(spec("w-1"), "token-1")
+    other = await launcher.launch(spec("w-2"), "token-2")
+    await launcher.stop(one.task_id, "test")
+    assert await launcher.list() == [other]
+
+
+async def test_a_crash_is_told_while_it_happens(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    exits = launcher.exits()
+    listening = asyncio.ensure_future(anext(exits))
+    await asyncio.sleep(0)  # the subscription is under way; it must not matter how far it has come
+    await ground.crash(task)
+    end = await asyncio.wait_for(listening, 20)
+    assert (end.task_id, end.exit_code, end.reason) == (task.task_id, -9, "killed")
+    assert await launcher.list() == []
+
+
+async def test_ends_that_nobody_heard_come_first_and_in_order(ground: Ground) -> None:
+    launcher = ground.client()
+    for number in (1, 2, 3):
+        task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
+        await launcher.stop(task.task_id, "test")
+    missed = await take(launcher.exits(), 3)
+    assert [end.worker_id for end in missed] == ["w-1", "w-2", "w-3"]
+
+
+async def test_a_listener_goes_on_where_it_stopped(ground: Ground) -> None:
+    launcher = ground.client()
+    for number in (1, 2, 3):
+        task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
+        await launcher.stop(task.task_id, "test")
+    exits = launcher.exits()
+    await take(exits, 2)
+    # The second end was handed out but its successor was not asked for: it may not have been handled.
+    again = await take(launcher.exits(), 2)
+    assert [end.worker_id for end in again] == ["w-2", "w-3"]
+
+
+async def test_two_clients_see_one_truth(ground: Ground) -> None:
+    one, two = ground.client(), ground.client()
+    tasks = [
+        await one.launch(spec("w-1"), "token-1"),
+        await two.launch(spec("w-2"), "token-2"),
+    ]
+    assert await two.launch(spec("w-1"), "token-1") == tasks[0]
+    assert await one.list() == await two.list() == tasks
+    await two.stop(tasks[0].task_id, "test")
+    assert await one.list() == [tasks[1]]
+
+
+async def test_every_listener_hears_every_end(ground: Ground) -> None:
+    launchers: list[Launcher] = [ground.client(), ground.client()]
+    task = await launchers[0].launch(spec("w-1"), "token-1")
+    listening = [asyncio.ensure_future(anext(launcher.exits())) for launcher in launchers]
+    await ground.crash(task)
+    ends = await asyncio.wait_for(asyncio.gather(*listening), 20)
+    assert [end.task_id for end in ends] == [task.task_id, task.task_id]

@@ -1,0 +1,67 @@
+"""Memory limits of real workers (requirement R1): the one past its limit dies, and nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.launchers.process import ProcessLauncher
+from infra.node.cgroup import LimitsUnavailable, find_groups
+from tests.contract.launchers.node_process import NodeProcess, cgroups_named, until
+from tests.contract.launchers.specs import spec
+from tests.contract.launchers.test_contract import take
+
+
+def _why_not() -> str:
+    try:
+        find_groups("berth-probe").close()
+    except LimitsUnavailable as error:
+        return error.detail
+    return ""
+
+
+_reason = _why_not()
+limited = pytest.mark.skipif(bool(_reason), reason=f"no memory limits on this host: {_reason}")
+
+
+@limited
+@pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
+async def test_a_worker_past_its_hard_limit_dies_alone(node: NodeProcess, adopted: bool) -> None:
+    launcher = ProcessLauncher(node.socket)
+    neighbour = await launcher.launch(spec("w-1"), "token-1")
+    await node.until_ready("w-1")
+    if adopted:
+        await node.restart()
+    hog = await launcher.launch(spec("w-2", "hog", memory_hard=64 * 1024 * 1024), "token-2")
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.task_id, end.exit_code, end.reason) == (hog.task_id, -9, "oom_killed")
+    assert end.detail["oom_killed"] == "true"
+    assert await launcher.list() == [neighbour]
+
+
+@limited
+async def test_a_worker_s_cgroup_has_both_limits_and_goes_with_the_worker(node: NodeProcess) -> None:
+    launcher = ProcessLauncher(node.socket)
+    task = await launcher.launch(spec("w-1", memory_hard=256 * 1024 * 1024), "token-1")
+    (folder,) = cgroups_named(task.task_id)
+    hard = next(folder / name for name in ("memory.max", "memory.limit_in_bytes") if (folder / name).exists())
+    assert int(hard.read_text()) == 256 * 1024 * 1024
+    assert int((folder / "cgroup.procs").read_text()) == node.pid_of(task.task_id)
+    await launcher.stop(task.task_id, "test")
+    await until(lambda: not folder.exists(), "the cgroup is removed")
+
+
+async def test_a_host_without_limits_is_noted_once_and_workers_run_all_the_same(
+    short_directory: Path,
+) -> None:
+    node = NodeProcess(short_directory)
+    no_group = short_directory / "no-cgroup"
+    pong = await node.start("--cgroup", str(no_group))
+    assert pong.limits == "none"
+    launcher = ProcessLauncher(node.socket)
+    for number in (1, 2):
+        await launcher.launch(spec(f"w-{number}"), f"token-{number}")
+    assert len(await launcher.list()) == 2
+    assert node.log.read_text().count("node.no_memory_limits") == 1
+    await node.close()
