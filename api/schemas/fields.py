@@ -1,0 +1,38 @@
+"""Field types that several schemas use, with their limits."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated
+
+from fastapi import Path
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
+
+#: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
+#: a letter or digit, so that it is never the pool's `-1`.
+_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+UserId = Annotated[str, Field(pattern=_ID, max_length=64, examples=["alice"])]
+AccountId = Annotated[str, Field(pattern=_ID, max_length=64, examples=["9A95-0123456"])]
+UserIdInPath = Annotated[str, Path(pattern=_ID, max_length=64, examples=["alice"])]
+AccountIdInPath = Annotated[str, Path(pattern=_ID, max_length=64, examples=["9A95-0123456"])]
+
+
+def _plain(price: Decimal) -> str:
+    return format(price.normalize(), "f")
+
+
+#: A price as text, without an exponent and without trailing zeros.
+Price = Annotated[Decimal, PlainSerializer(_plain, return_type=str, when_used="json")]
+
+
+class Body(BaseModel):
+    """A request body: unknown fields are refused, because a misspelt one would be ignored silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class View(BaseModel):
+    """What the API returns."""
+
+    model_config = ConfigDict(frozen=True)

@@ -1,0 +1,116 @@
+"""A user's worker, as its workflow and its own metadata show it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from api.schemas.fields import Body, View
+
+
+class StopWorker(Body):
+    """Why the worker is stopped; for the workflow's history."""
+
+    reason: Annotated[str, Field(max_length=200, pattern=r"^[\x20-\x7e]*$")] = "requested"
+
+
+class Signalled(View):
+    """The workflow has the signal; it acts on it by itself."""
+
+    user_id: str
+    signal: Annotated[str, Field(examples=["shutdown"])]
+
+
+class StartedWorker(View):
+    """The worker is Active: connected with all accounts."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "alice",
+                    "state": "Active",
+                    "worker_id": "w-7c3e9d4f",
+                    "epoch": 3,
+                    "pool": "default",
+                    "version": "0.1.0",
+                    "warm": True,
+                    "claimed_at": "2026-11-21T01:00:00.021000Z",
+                    "connected_at": "2026-11-21T01:00:00.034000Z",
+                }
+            ]
+        },
+    )
+
+    user_id: str
+    state: str
+    worker_id: str
+    epoch: int
+    pool: str
+    version: str
+    warm: Annotated[bool, Field(description="Taken from the pool, not launched for this user.")]
+    claimed_at: datetime | None
+    connected_at: datetime | None
+
+
+class Mark(View):
+    """The key that a live worker refreshes."""
+
+    worker_id: str
+    epoch: int
+
+
+class Lifecycle(View):
+    """What the user's workflow says."""
+
+    state: str
+    since: datetime
+    worker_id: str | None
+    task_id: str | None
+    epoch: int | None
+    attempts: int
+    reason: str
+    next_step: str
+    deadline: datetime | None
+
+
+class Worker(View):
+    """A user's worker from both sides."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "alice",
+                    "live": True,
+                    "state": "Active",
+                    "mark": {"worker_id": "w-7c3e9d4f", "epoch": 3},
+                    "metadata": {"state": "Active", "version": "0.1.0", "task": "t-11"},
+                    "lifecycle": {
+                        "state": "Active",
+                        "since": "2026-11-21T01:00:00Z",
+                        "worker_id": "w-7c3e9d4f",
+                        "task_id": "t-11",
+                        "epoch": 3,
+                        "attempts": 1,
+                        "reason": "",
+                        "next_step": "idle check",
+                        "deadline": "2026-11-21T01:30:00Z",
+                    },
+                }
+            ]
+        },
+    )
+
+    user_id: str
+    live: Annotated[bool, Field(description="The worker's mark is there.")]
+    state: Annotated[
+        str | None, Field(description="The worker's own word if it is live, else its workflow's.")
+    ]
+    mark: Mark | None
+    metadata: dict[str, str]
+    lifecycle: Lifecycle | None

@@ -1,0 +1,1 @@
+"""The work behind the routes. Services know nothing of HTTP."""

@@ -1,0 +1,171 @@
+"""The answers of workers to this API process: one channel, one reader, one future for each request.
+
+A published message can be lost, while the connection is down or before it was subscribed. So after every
+(re)connect the response keys of all that is pending are read; the key stays for 60 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from api import log
+from api.errors import ValkeyUnavailable
+from infra import valkey
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.protocol.messages import Answer, decode
+
+#: Seconds between two looks at the generation; a flushed or frozen Valkey is noticed within this time
+#: plus the client's socket timeout.
+CHECK_PERIOD = 2.0
+#: Seconds between two attempts to reconnect.
+RECONNECT_PERIOD = 0.1
+
+
+@dataclass(eq=False)
+class _Pending:
+    user_id: str
+    future: asyncio.Future[Answer]
+    waiters: int = 0
+
+
+@dataclass(eq=False)
+class AnswerListener:
+    """Subscribes before anything is pushed; `generation` tells whether it is connected."""
+
+    client: Redis
+    process_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}")
+
+    def __post_init__(self) -> None:
+        self._pending: dict[str, _Pending] = {}
+        self._generation: str | None = None
+        self._connected = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._log = log.logger()
+
+    @property
+    def channel(self) -> str:
+        return keys.answers(self.process_id)
+
+    @property
+    def generation(self) -> str:
+        """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is none."""
+        if self._generation is None:
+            raise ValkeyUnavailable
+        return self._generation
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    async def start(self, patience: float = 1.0) -> None:
+        """Starts the reader and gives it `patience` seconds to connect; it goes on trying after that."""
+        self._task = asyncio.create_task(self._run(), name="answers")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._connected.wait()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        for pending in self._pending.values():
+            pending.future.cancel()
+        self._pending.clear()
+
+    @contextmanager
+    def expect(self, user_id: str, request_id: str) -> Iterator[asyncio.Future[Answer]]:
+        """The future of one answer. It is shared by all who expect it, and forgotten with the last."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            pending = self._pending[request_id] = _Pending(user_id, future)
+        pending.waiters += 1
+        try:
+            yield pending.future
+        finally:
+            pending.waiters -= 1
+            if not pending.waiters:
+                pending.future.cancel()
+                self._pending.pop(request_id, None)
+
+    async def read(self, user_id: str, request_id: str) -> Answer | None:
+        """The answer that stands in the response key, if any; resolves whoever waits for it."""
+        data = await self.client.get(keys.response(user_id, request_id))
+        return self._deliver(data) if data else None
+
+    def _deliver(self, data: bytes | str) -> Answer | None:
+        try:
+            answer: Answer = decode(data, Answer)
+        except MalformedMessage as error:
+            self._log.warning("answer_malformed", detail=error.detail)
+            return None
+        pending = self._pending.get(answer.request_id)
+        if pending is not None and not pending.future.done():
+            pending.future.set_result(answer)
+        return answer
+
+    async def _run(self) -> None:
+        while True:
+            pubsub = self.client.pubsub()
+            try:
+                await self._connect(pubsub)
+                await self._listen(pubsub)
+            except (RedisError, OSError) as error:
+                if self._generation is not None:
+                    self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
+            finally:
+                self._generation = None
+                self._connected.clear()
+                with suppress(RedisError, OSError):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+            await asyncio.sleep(RECONNECT_PERIOD)
+
+    async def _connect(self, pubsub: PubSub) -> None:
+        await pubsub.subscribe(self.channel)
+        # The confirmation first: whatever is published from here on arrives.
+        if await pubsub.get_message(timeout=2.0) is None:
+            raise OSError("the subscription was not confirmed")
+        self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
+        self._connected.set()
+        self._log.info("answers_connected", generation=self._generation, pending=self.pending)
+        for request_id, pending in list(self._pending.items()):
+            await self.read(pending.user_id, request_id)
+
+    async def _listen(self, pubsub: PubSub) -> None:
+        checking = asyncio.create_task(self._check())
+        reading = asyncio.create_task(self._read(pubsub))
+        try:
+            await asyncio.wait({checking, reading}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (checking, reading):
+                task.cancel()
+            results = await asyncio.gather(checking, reading, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read(self, pubsub: PubSub) -> None:
+        while True:
+            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
+            if message is not None:
+                self._deliver(message["data"])
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PERIOD)
+            generation = await valkey.ensure_generation(self.client, uuid4().hex)
+            if generation != self._generation:
+                self._log.warning("generation_changed", before=self._generation, now=generation)
+                self._generation = generation

@@ -1,0 +1,150 @@
+"""Orders as callers see them: the row of PostgreSQL, moved on by an answer that is newer than the row."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from api.schemas.orders import Order, OrderWithTimeline, Step
+from api.services.answers import AnswerListener
+from infra.database import models, orders, worker_sessions
+from infra.database.engine import Database
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+
+#: States in which nobody knows the broker's answer yet: 202.
+UNSETTLED = frozenset(
+    {
+        OrderState.ACCEPTED,
+        OrderState.QUEUED,
+        OrderState.SUBMITTING,
+        OrderState.UNKNOWN,
+        OrderState.NEEDS_ATTENTION,
+    }
+)
+#: How a worker writes a reason of our own: the code, then the sentence.
+_CODED = re.compile(r"([A-Z][A-Z0-9_]*): (.*)", re.DOTALL)
+
+
+def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | None]:
+    coded = _CODED.fullmatch(reason or "")
+    if coded is None:
+        return code, reason
+    return code or coded[1], coded[2]
+
+
+def view_of(row: models.Order) -> Order:
+    """The order as PostgreSQL has it."""
+    code, reason = _reason_of(row.reason_code, row.reason)
+    return Order.model_validate(
+        {
+            "id": str(row.id),
+            "client_order_id": row.client_order_id,
+            "user_id": row.user_id,
+            "account_id": row.account_id,
+            "symbol": row.symbol,
+            "side": row.side,
+            "quantity": row.quantity,
+            "price_type": row.price_type,
+            "price": row.price,
+            "time_in_force": row.time_in_force,
+            "state": row.state,
+            "final": row.state in FINAL_ORDER_STATES,
+            "broker_order_id": row.broker_order_id,
+            "filled_quantity": row.filled_quantity,
+            "average_price": row.average_price,
+            "code": code,
+            "reason": reason,
+            "accepted_at": row.created_at,
+        }
+    )
+
+
+def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:
+    """What an answer says of the order, and the code if it is a failure."""
+    code = answer.failure.code if answer.failure else None
+    if answer.outcome is not None:
+        return answer.outcome, code
+    # The worker could not read the request: it has sent nothing.
+    detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
+    outcome = OrderOutcome(order_id=order_id, state=OrderState.REJECTED, reason=detail)
+    return outcome, code or BerthError.code
+
+
+def moved_on(order: Order, answer: Answer) -> Order:
+    """The order after this answer; unchanged if it has come as far by itself."""
+    outcome, answer_code = outcome_of(answer, order.id)
+    ahead = orders.rank(outcome.state) - orders.rank(order.state)
+    if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
+        return order
+    code, reason = _reason_of(answer_code, outcome.reason)
+    return order.model_copy(
+        update={
+            "state": outcome.state,
+            "final": outcome.state in FINAL_ORDER_STATES,
+            "broker_order_id": outcome.broker_order_id or order.broker_order_id,
+            "filled_quantity": max(outcome.filled_quantity, order.filled_quantity),
+            "average_price": outcome.average_price or order.average_price,
+            "code": code,
+            "reason": reason,
+        }
+    )
+
+
+def failure_of(order: Order) -> BerthError | None:
+    """Why the order never reached the broker; None if it did, may have, or still can."""
+    if not order.final or order.code is None or order.code == OrderRejected.code:
+        return None
+    return from_code(order.code, order.reason or "")
+
+
+class OrderBook:
+    """Reads orders."""
+
+    def __init__(self, database: Database, answers: AnswerListener, deadline: float) -> None:
+        self._database = database
+        self._answers = answers
+        #: As long as a response key can be there at all, after the order was accepted.
+        self._answerable = timedelta(seconds=deadline + keys.ANSWER_TTL + 10)
+
+    async def refreshed(self, order: Order) -> Order:
+        """The order, moved on by the answer in its response key if PostgreSQL does not have it yet.
+
+        Raises `RedisError` when Valkey is down: an older state than the one answered is never shown.
+        """
+        if order.final or datetime.now(UTC) - order.accepted_at > self._answerable:
+            return order
+        answer = await self._answers.read(order.user_id, order.id)
+        return moved_on(order, answer) if answer else order
+
+    async def get(self, order_id: UUID) -> Order:
+        """Raises `OrderNotFound`."""
+        async with self._database.session() as session:
+            row = await orders.get(session, order_id)
+        return await self.refreshed(view_of(row))
+
+    async def with_timeline(self, order: Order) -> OrderWithTimeline:
+        """The order with all steps that are recorded. The recorder may be a moment behind the state."""
+        async with self._database.session() as session:
+            events = await orders.events(session, UUID(order.id))
+            serving = await worker_sessions.serving_at(session, order.user_id, order.accepted_at)
+        steps = [(event.at, event.state, event.data.get("reason")) for event in events]
+        if serving is not None:
+            last = max((at for at, _, _ in steps), default=order.accepted_at)
+            for at, name in ((serving.claimed_at, "claimed"), (serving.connected_at, "connected")):
+                # A worker that was there before the order, or came after its end, is no part of it.
+                if at is not None and order.accepted_at <= at and (at <= last or not order.final):
+                    steps.append((at, name, serving.worker_id))
+        steps.sort(key=lambda step: step[0])
+        timeline = [
+            Step(
+                step=name,
+                at=at,
+                elapsed_ms=round((at - order.accepted_at).total_seconds() * 1000, 1),
+                detail=detail,
+            )
+            for at, name, detail in steps
+        ]
+        return OrderWithTimeline(**order.model_dump(), timeline=timeline)

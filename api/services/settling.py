@@ -1,0 +1,87 @@
+"""Writes to PostgreSQL what workers answered, in case the recorder is away.
+
+The recorder writes the same from the event stream, usually before us. An answer can also be read from its
+response key for 60 s (`orders.py`); this makes sure that it is still known after that. Both writers only
+move an order forward, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from api import log
+from infra.database import orders
+from infra.database.engine import Database, DatabaseUnavailable
+from worker_runtime.protocol.messages import OrderOutcome
+
+#: Seconds after which an answer is written: the recorder needs milliseconds, and then nothing is left to do.
+PERIOD = 1.0
+#: Outcomes kept while PostgreSQL is away. About 300 bytes each; beyond it the recorder alone must do.
+MOST = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    outcome: OrderOutcome
+    code: str | None
+
+
+class Settler:
+    """Notes outcomes and writes them in batches."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: dict[str, Settlement] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._log = log.logger()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="settler")
+
+    async def close(self) -> None:
+        """Writes what is left, if PostgreSQL answers."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        with suppress(DatabaseUnavailable):
+            await self._write()
+
+    def note(self, settlement: Settlement) -> None:
+        """To be written within a second."""
+        if len(self._waiting) < MOST:
+            self._waiting[settlement.outcome.order_id] = settlement
+        else:
+            self._log.error("settler_full", order=settlement.outcome.order_id)
+
+    async def settle(self, settlement: Settlement) -> None:
+        """Writes now; later if PostgreSQL is away. For outcomes that no worker will ever report."""
+        try:
+            async with self._database.session() as session:
+                await orders.apply_outcome(session, settlement.outcome, settlement.code)
+        except DatabaseUnavailable as error:
+            self._log.warning("settle_later", order=settlement.outcome.order_id, reason=error.detail)
+            self.note(settlement)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            try:
+                await self._write()
+            except DatabaseUnavailable as error:
+                self._log.warning("settler_waits", reason=error.detail, waiting=len(self._waiting))
+            except Exception:  # the boundary of a loop: one bad outcome must not stop it
+                self._log.exception("settler_failed", waiting=len(self._waiting))
+
+    async def _write(self) -> None:
+        while self._waiting:
+            batch = dict(list(self._waiting.items())[:200])
+            async with self._database.session() as session:
+                for settlement in batch.values():
+                    # A row that is as far already does not match: then this is one index look-up.
+                    await orders.apply_outcome(session, settlement.outcome, settlement.code)
+            for order_id, settlement in batch.items():
+                if self._waiting.get(order_id) is settlement:
+                    del self._waiting[order_id]

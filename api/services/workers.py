@@ -1,0 +1,249 @@
+"""A user's worker, through its workflow: ensure it is active, stop it, reload its credentials, look at it.
+
+The workflow is known here by its name only: the API imports no workflow code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+from temporalio.client import (
+    Client,
+    WithStartWorkflowOperation,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RetryConfig, RPCError, RPCStatusCode
+
+from api import log
+from api.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
+from infra.settings import Settings
+from worker_runtime.protocol.errors import BerthError, Draining, WorkerUnavailable, from_code
+from workflows.messages import (
+    ActiveWorker,
+    EnsureActive,
+    ShutdownRequest,
+    UserWorkerInput,
+    UserWorkerSettings,
+    UserWorkerView,
+)
+from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
+
+#: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The SDK's
+#: default would hide an outage for 10 s.
+RETRY = RetryConfig(
+    initial_interval_millis=20, max_interval_millis=50, max_elapsed_time_millis=300, max_retries=2
+)
+#: Seconds for one call that does not wait for a workflow.
+CALL_TIMEOUT = 2.0
+#: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal was back
+#: after 0.45 s.
+OUTAGE_PATIENCE = 5.0
+
+_DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.RESOURCE_EXHAUSTED}
+_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
+#: Failure types by which the server or the SDK says that the run closed under the update.
+_CLOSED = {"AcceptedUpdateCompletedWorkflow", "WorkflowExecutionCompleted"}
+
+
+async def connect(settings: Settings) -> Client:
+    """A lazy client: the API starts while Temporal is down, and connects with its first call."""
+    return await Client.connect(
+        settings.temporal_address,
+        namespace=settings.temporal_namespace,
+        lazy=True,
+        retry_config=RETRY,
+        connect_timeout=timedelta(seconds=CALL_TIMEOUT),
+    )
+
+
+class _Again(Exception):  # not an error: one more round
+    """The same call will do, a moment later."""
+
+    def __init__(self, reason: BerthError) -> None:
+        super().__init__(reason.detail)
+        self.reason = reason
+
+
+class WorkerStarter:
+    """Calls `ensure_active`, once per user and process at a time: whoever comes meanwhile shares it."""
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        self._client = client
+        self._pool = settings.pool
+        self._settings = UserWorkerSettings(
+            idle_timeout=settings.idle_timeout,
+            connect_attempts=settings.connect_attempts,
+            connect_timeout=settings.connect_timeout,
+            claim_timeout=settings.claim_timeout,
+        )
+        self._deadline = settings.claim_timeout + settings.connect_timeout
+        self._running: dict[str, asyncio.Task[ActiveWorker]] = {}
+        self._log = log.logger()
+
+    def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
+        """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
+
+        It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once when
+        Temporal is down, `WorkerUnavailable` after claim timeout + connect timeout.
+        """
+        task = self._running.get(user_id)
+        if task is None:
+            task = asyncio.create_task(self._ensure(user_id, mark_missing), name=f"ensure {user_id}")
+            self._running[user_id] = task
+            task.add_done_callback(lambda done: self._ended(user_id, done))
+        return task
+
+    async def close(self) -> None:
+        """Lets go of what is under way; the workflows go on without us."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, user_id: str, task: asyncio.Task[ActiveWorker]) -> None:
+        self._running.pop(user_id, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, BerthError):
+            self._log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
+        elif error is not None:
+            self._log.error("ensure_active_crashed", user=user_id, exc_info=error)
+
+    async def _ensure(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+        began = time.monotonic()
+        down_since: float | None = None
+        pause = 0.02
+        reason: BerthError = WorkerUnavailable()
+        while (left := began + self._deadline - time.monotonic()) > 0:
+            asked = time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    found = await self._call(user_id, mark_missing)
+                ms = round((time.monotonic() - began) * 1000, 1)
+                self._log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
+                return found
+            except TimeoutError:
+                break
+            except _Again as again:
+                reason, down_since = again.reason, None
+            except TemporalUnavailable:
+                now = time.monotonic()
+                if down_since is None and now - asked < 1.0 and asked - began < 1.0:
+                    raise  # it was down when we came
+                down_since = down_since or now
+                if now - down_since > OUTAGE_PATIENCE:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.5)
+        raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
+
+    async def _call(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+        start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
+            USER_WORKER,
+            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
+            id=user_worker_id(user_id),
+            task_queue=LIFECYCLE_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            static_summary=f"worker of user {user_id}",
+        )
+        # A new update id each time: idempotence comes from the user's state (ids dedupe within a run only).
+        request_id = uuid4().hex
+        try:
+            found: ActiveWorker = await self._client.execute_update_with_start_workflow(
+                "ensure_active",
+                EnsureActive(request_id=request_id, mark_missing=mark_missing),
+                start_workflow_operation=start,
+                id=request_id,
+                result_type=ActiveWorker,
+            )
+        except WorkflowUpdateFailedError as failed:
+            raise _of_update(failed) from None
+        except WorkflowUpdateRPCTimeoutOrCancelledError:
+            raise _Again(WorkerUnavailable("the update took too long")) from None
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                raise _Again(WorkerUnavailable("the run closed under the update")) from None
+            raise of_rpc(error) from None
+        except RuntimeError:  # what a lazy client raises when its first connect fails
+            raise TemporalUnavailable from None
+        return found
+
+
+def _of_update(failed: WorkflowUpdateFailedError) -> Exception:
+    cause = failed.cause
+    if not isinstance(cause, ApplicationError):
+        return _Again(WorkerUnavailable("the run closed under the update"))
+    if cause.type in _CLOSED:
+        return _Again(WorkerUnavailable(cause.message))
+    error = from_code(cause.type or "", cause.message)
+    return _Again(error) if isinstance(error, Draining) else error
+
+
+def of_rpc(error: RPCError) -> BerthError:
+    """What a failed call to Temporal means to our caller."""
+    if error.status in _DOWN:
+        return TemporalUnavailable()
+    if error.status in _SLOW:
+        return OrchestratorUnavailable()
+    return BerthError(f"Temporal: {error.status.name.lower()}")
+
+
+class WorkerControl:
+    """Signals to a user's workflow, and its view."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def stop(self, user_id: str, reason: str) -> None:
+        """Raises `NoWorker`, `TemporalUnavailable`."""
+        await self._signal(user_id, "shutdown", ShutdownRequest(reason=reason))
+
+    async def reload_credentials(self, user_id: str) -> None:
+        """Raises `NoWorker`, `TemporalUnavailable`."""
+        await self._signal(user_id, "reload_credentials")
+
+    async def _signal(self, user_id: str, name: str, *args: object) -> None:
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        try:
+            await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                raise NoWorker from None
+            if error.status in _SLOW:  # a signal needs the server only
+                raise TemporalUnavailable from None
+            raise of_rpc(error) from None
+        except RuntimeError:
+            raise TemporalUnavailable from None
+
+    async def view(self, user_id: str) -> UserWorkerView | None:
+        """What the workflow shows, also after its end; None if the user never had one.
+
+        Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
+        """
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        try:
+            view: UserWorkerView = await handle.query(
+                "view", result_type=UserWorkerView, rpc_timeout=timedelta(seconds=CALL_TIMEOUT)
+            )
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return None
+            raise of_rpc(error) from None
+        except RuntimeError:
+            raise TemporalUnavailable from None
+        return view
+
+    async def check(self, timeout: float) -> None:
+        """Raises `TemporalUnavailable` unless the server answers within `timeout` seconds."""
+        try:
+            await self._client.service_client.check_health(timeout=timedelta(seconds=timeout))
+        except (RPCError, RuntimeError):
+            raise TemporalUnavailable from None

@@ -1,0 +1,67 @@
+"""The description is valid, and no operation keeps quiet about how it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openapi_spec_validator import validate
+
+from api.app import create_app
+from infra.settings import Settings
+
+PUBLIC = {"/v1/healthz", "/v1/readyz"}
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app(Settings(data_dir=Path("unused"))).openapi()
+
+
+def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(path, one) for path, methods in document["paths"].items() for one in methods.values()]
+
+
+def test_the_document_is_valid(document: dict[str, Any]) -> None:
+    validate(document)
+    assert {path for path, _ in operations(document)} == {
+        "/v1/users",
+        "/v1/users/{user_id}/accounts/{account_id}/credentials",
+        "/v1/users/{user_id}/orders",
+        "/v1/orders/{order_id}",
+        "/v1/users/{user_id}/worker",
+        "/v1/users/{user_id}/worker/start",
+        "/v1/users/{user_id}/worker/stop",
+        "/v1/users/{user_id}/worker/reload-credentials",
+        *PUBLIC,
+    }
+
+
+def test_every_operation_behind_a_key_says_so_and_documents_its_problems(document: dict[str, Any]) -> None:
+    for path, operation in operations(document):
+        if path in PUBLIC:
+            assert "security" not in operation
+            continue
+        assert operation["security"] == [{"ApiKey": []}], path
+        assert {"401", "422", "500", "503"} <= set(operation["responses"]), path
+        for status, response in operation["responses"].items():
+            if int(status) >= 400:
+                examples = response["content"]["application/problem+json"]["examples"]
+                assert examples, (path, status)
+                assert all(one["value"]["status"] == int(status) for one in examples.values())
+
+
+def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for name in ("NewUser", "StoreCredentials", "PlaceOrder", "Order", "OrderWithTimeline", "Worker"):
+        assert schemas[name]["examples"], name
+
+
+def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
+    scheme = document["components"]["securitySchemes"]["ApiKey"]
+    assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
+
+
+def test_no_default_validation_error_is_left(document: dict[str, Any]) -> None:
+    assert "HTTPValidationError" not in document["components"]["schemas"]

@@ -1,0 +1,125 @@
+"""The schemas refuse what no broker should ever see."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from api.schemas.credentials import StoreCredentials
+from api.schemas.orders import MAX_QUANTITY, ORDER_EXAMPLE, PlaceOrder
+from api.schemas.users import NewUser
+from api.schemas.workers import StopWorker
+
+
+def order(**changes: Any) -> PlaceOrder:
+    return PlaceOrder.model_validate_json(json.dumps({**ORDER_EXAMPLE, **changes}))
+
+
+def test_the_example_is_a_valid_order() -> None:
+    assert str(order().price) == "1005.5"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantity": 0},
+        {"quantity": -1},
+        {"quantity": 1.5},
+        {"quantity": 1.0},
+        {"quantity": "1"},
+        {"quantity": True},
+        {"quantity": None},
+        {"quantity": MAX_QUANTITY + 1},
+        {"price": 0},
+        {"price": "-1"},
+        {"price": "NaN"},
+        {"price": float("nan")},
+        {"price": "Infinity"},
+        {"price": float("inf")},
+        {"price": "1e30"},
+        {"price": "0.00001"},
+        {"price": "12345678901.0"},
+        {"price": "ten"},
+        {"price": None},
+        {"price_type": "MKT"},
+        {"price_type": "lmt"},
+        {"side": "hold"},
+        {"time_in_force": "GTC"},
+        {"symbol": ""},
+        {"symbol": "2330 "},
+        {"symbol": "2" * 33},
+        {"symbol": "2330\n"},
+        {"client_order_id": ""},
+        {"client_order_id": "a b"},
+        {"client_order_id": "a|b"},
+        {"client_order_id": "x" * 65},
+        {"account_id": "{a}"},
+        {"account_id": "../etc"},
+        {"account_id": "x" * 65},
+        {"unknown": 1},
+        {"order_id": "mine"},
+    ],
+)
+def test_an_order_that_cannot_be_right_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        order(**changes)
+
+
+@pytest.mark.parametrize("missing", ["client_order_id", "account_id", "symbol", "side", "quantity", "price"])
+def test_a_field_without_default_must_be_there(missing: str) -> None:
+    body = {name: value for name, value in ORDER_EXAMPLE.items() if name != missing}
+    with pytest.raises(ValidationError):
+        PlaceOrder.model_validate(body)
+
+
+def test_a_market_order_has_no_price() -> None:
+    assert order(price_type="MKT", price=None, time_in_force="IOC").price is None
+
+
+@pytest.mark.parametrize("given", ["10.1", 10.1, "10.10"])
+def test_a_price_stays_exactly_what_was_written(given: object) -> None:
+    price = order(price=given).price
+    assert price is not None
+    assert format(price.normalize(), "f") == "10.1"
+
+
+@pytest.mark.parametrize("user_id", ["", "-1", "a b", "a/b", "{a}", "ü", "x" * 65, ".a", "a\n"])
+def test_a_user_id_fits_into_keys_and_paths(user_id: str) -> None:
+    with pytest.raises(ValidationError):
+        NewUser.model_validate({"user_id": user_id})
+
+
+def credentials(**changes: Any) -> dict[str, Any]:
+    return {"broker": "paper", "api_key": "key", "secret_key": "canary-secret", **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"broker": "other"},
+        {"broker_type": "Stock!"},
+        {"api_key": ""},
+        {"secret_key": "x" * 513},
+        {"person_id": "x" * 33},
+        {"ca_certificate": "not base64 ***"},
+        {"password": "x"},
+    ],
+)
+def test_credentials_out_of_limits_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        StoreCredentials.model_validate(credentials(**changes))
+
+
+def test_credentials_do_not_show_in_their_representation() -> None:
+    body = StoreCredentials.model_validate(credentials(ca_certificate="Y2FuYXJ5LWNlcnQ="))
+    assert body.ca_certificate == b"canary-cert"
+    assert "canary" not in repr(body)
+    assert "canary" not in str(body)
+
+
+def test_a_reason_with_control_characters_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        StopWorker(reason="line\nbreak")
