@@ -37,8 +37,9 @@ class FolderBusy(FolderUnusable):
 class DataFolder:
     """Opened by one process at a time: the lock is the kernel's and ends with its holder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, min_free: int = MIN_FREE) -> None:
         self.path = path.absolute()
+        self._min_free = min_free
         self.records = self.path / "run"
         self.logs = self.path / "logs"
         self.keys = self.path / "keys"
@@ -99,9 +100,9 @@ class DataFolder:
 
     def _check_space(self) -> None:
         free = shutil.disk_usage(self.path).free
-        if free < MIN_FREE:
+        if free < self._min_free:
             raise FolderUnusable(
-                f"{free // 2**20} MiB are free at {self.path}; {MIN_FREE // 2**20} MiB are needed"
+                f"{free // 2**20} MiB are free at {self.path}; {self._min_free // 2**20} MiB are needed"
             )
 
     def _check_ours(self) -> None:

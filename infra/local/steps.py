@@ -78,7 +78,8 @@ def _run_one(step: Step, progress: OnProgress) -> None:
     progress(Progress(step.name, Status.STARTED))
     try:
         detail = step.action()
-    except BaseException:
-        progress(Progress(step.name, Status.FAILED, time.monotonic() - started))
+    except BaseException as error:
+        first = str(error).partition("\n")[0]
+        progress(Progress(step.name, Status.FAILED, time.monotonic() - started, first))
         raise
     progress(Progress(step.name, Status.DONE, time.monotonic() - started, detail))

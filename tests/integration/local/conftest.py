@@ -1,0 +1,55 @@
+"""Which processes belong to a data folder: the judge of "nothing is left behind"."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.local.process import free_ports
+from infra.settings import LocalSettings
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Living processes that name the folder in their command line or in their environment."""
+    text = str(folder).encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            told = Path(f"/proc/{entry}/cmdline").read_bytes() + Path(f"/proc/{entry}/environ").read_bytes()
+            if text in told and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def wait_nothing_left(folder: Path, timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def folder(short_directory: Path) -> Iterator[Path]:
+    """A data folder to be, that other users may pass through (PostgreSQL refuses to run as root)."""
+    short_directory.chmod(0o755)
+    path = short_directory / "data"
+    yield path
+    wait_nothing_left(path)
+
+
+@pytest.fixture
+def port_environment(folder: Path) -> dict[str, str]:
+    """An environment in which `berth up` uses free ports and no setting of the caller's."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    names = ["BERTH_API_PORT", *(f"BERTH_LOCAL_{name.upper()}" for name in LocalSettings.model_fields)]
+    ports = {name: str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
+    return own | ports | {"BERTH_DATA_DIR": str(folder), "BERTH_API_PROCESSES": "1", "NO_COLOR": "1"}
