@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from temporalio import activity
-from temporalio.client import Client, WithStartWorkflowOperation, WorkflowHandle
+from temporalio.client import Client, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
@@ -179,18 +179,6 @@ async def serving(client: Client, activities: list[Callable[..., Any]]) -> Async
         yield
 
 
-def start_operation(
-    user_id: str, settings: m.UserWorkerSettings | None = None
-) -> WithStartWorkflowOperation[UserWorkerWorkflow, None]:
-    return WithStartWorkflowOperation(
-        UserWorkerWorkflow.run,
-        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
-        id=names.user_worker_id(user_id),
-        task_queue=names.LIFECYCLE_QUEUE,
-        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-    )
-
-
 async def ensure_active(
     client: Client,
     user_id: str,
@@ -198,12 +186,18 @@ async def ensure_active(
     *,
     mark_missing: bool = False,
 ) -> m.ActiveWorker:
-    """What the API does."""
-    return await client.execute_update_with_start_workflow(
-        UserWorkerWorkflow.ensure_active,
-        m.EnsureActive(mark_missing=mark_missing),
-        start_workflow_operation=start_operation(user_id, settings),
+    """What the API does, in two calls: the time-skipping server does not know update-with-start."""
+    await client.start_workflow(
+        UserWorkerWorkflow.run,
+        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
+        id=names.user_worker_id(user_id),
+        task_queue=names.LIFECYCLE_QUEUE,
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
     )
+    answer: m.ActiveWorker = await handle(client, user_id).execute_update(
+        "ensure_active", m.EnsureActive(mark_missing=mark_missing), result_type=m.ActiveWorker
+    )
+    return answer
 
 
 def handle(client: Client, user_id: str) -> WorkflowHandle[UserWorkerWorkflow, None]:

@@ -1,0 +1,265 @@
+"""The life of an Active worker: idle, ended, lost, reloaded, parked, carried into a new run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import WorkflowEnvironment
+
+from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until_state
+from workflows import messages as m
+from workflows.user_worker import UserWorkerWorkflow
+
+UNMARKED = m.WorkerHealth(marked=False, running=True)
+GONE = m.WorkerHealth(marked=False, running=False)
+
+
+async def lose(env: WorkflowEnvironment, number: int, user: str = "u1") -> None:
+    lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-9)
+    await handle(env.client, user).signal(UserWorkerWorkflow.worker_lost, lost)
+
+
+async def until_worker(env: WorkflowEnvironment, worker_id: str) -> m.UserWorkerView:
+    while True:
+        view = await until_state(env.client, "u1", m.WorkerState.ACTIVE)
+        if view.worker and view.worker.worker_id == worker_id:
+            return view
+        await asyncio.sleep(0.02)
+
+
+async def test_an_unused_worker_ends_after_the_idle_timeout(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await handle(skipping.client, "u1").result()
+    assert [stop.reason for stop in fleet.stops] == ["idle"]
+    assert fleet.checks == 1
+
+
+async def test_newer_activity_lets_the_worker_sleep_the_rest(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    began = time.time()
+    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=began + 1700)]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await handle(skipping.client, "u1").result()
+        ended = await skipping.get_current_time()
+    assert fleet.checks == 2
+    assert ended.timestamp() - began == pytest.approx(1700 + 1800, abs=30)
+
+
+async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.health = [UNMARKED, UNMARKED]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await handle(skipping.client, "u1").result()
+    assert fleet.checks == 3
+
+
+async def test_an_idle_worker_costs_at_most_six_actions_an_hour(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    """Actions are timers, activities and signals: two looks an hour make a timer and an activity each."""
+    began = time.time()
+    uses = [began + 1790 * number for number in range(1, 9)]
+    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=at) for at in uses]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await handle(skipping.client, "u1").result()
+        ended = (await skipping.get_current_time()).timestamp()
+        history = await handle(skipping.client, "u1").fetch_history()
+    kinds = [event.WhichOneof("attributes") or "" for event in history.events]
+    actions = sum(
+        kind.startswith(("timer_started", "activity_task_scheduled", "marker_recorded")) for kind in kinds
+    )
+    assert actions / ((ended - began) / 3600) <= 6
+
+
+async def test_a_shutdown_without_payload_ends_worker_and_run(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("shutdown")
+        await handle(skipping.client, "u1").result()
+    assert [(stop.reason, stop.grace) for stop in fleet.stops] == [("requested", 30.0)]
+
+
+async def test_a_draining_worker_refuses_until_it_has_ended(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.stop_failures = 4
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="maintenance"))
+        await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").result()
+        await ensure_active(skipping.client, "u1")
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert failed.value.cause.type == "DRAINING"
+
+
+async def test_orders_left_in_the_queue_get_another_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.waiting_orders = 1
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("shutdown")
+        view = await until_worker(skipping, "w2")
+    assert view.state == m.WorkerState.ACTIVE
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+
+
+async def test_a_lost_worker_is_replaced_after_its_end_is_confirmed(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await lose(skipping, 1)
+        await until_worker(skipping, "w2")
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+    assert fleet.claims[0] != fleet.claims[1]
+
+
+async def test_the_end_of_another_task_changes_nothing(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await lose(skipping, 99)
+        active = await ensure_active(skipping.client, "u1")
+    assert active.worker.worker_id == "w1"
+    assert not fleet.stops
+
+
+async def test_a_caller_during_a_replacement_gets_the_new_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        fleet.claim_script = [m.ClaimStatus.CONNECTING]
+        fleet.hold_connect.clear()
+        await lose(skipping, 1)
+        await fleet.connect_started.wait()
+        call = asyncio.create_task(ensure_active(skipping.client, "u1"))
+        fleet.hold_connect.set()
+        active = await call
+    assert active.worker.worker_id == "w2"
+    assert len(fleet.claims) == 2
+
+
+async def test_five_crashes_park_the_user_until_resumed(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        async with skipping.time_skipping_unlocked():
+            for number in range(1, 5):
+                await lose(skipping, number)
+                await until_worker(skipping, f"w{number + 1}")
+                # The idle timer of an Active worker must not run off while nothing else happens.
+        await lose(skipping, 5)
+        await until_state(skipping.client, "u1", m.WorkerState.PARKED)
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("resume")
+        active = await ensure_active(skipping.client, "u1")
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert failed.value.cause.type == "PARKED"
+    assert active.worker.worker_id == "w6"
+
+
+async def test_a_missing_mark_of_a_running_worker_keeps_the_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.health = [UNMARKED]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        active = await ensure_active(skipping.client, "u1", mark_missing=True)
+    assert active.worker.worker_id == "w1"
+    assert fleet.checks == 1
+    assert not fleet.stops
+
+
+async def test_a_missing_mark_of_a_gone_worker_gets_another_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.health = [GONE]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        active = await ensure_active(skipping.client, "u1", mark_missing=True)
+    assert active.worker.worker_id == "w2"
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+
+
+async def test_a_reload_reaches_the_worker_by_signal_and_by_update(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("reload_credentials")
+        result = await handle(skipping.client, "u1").execute_update(
+            "reload_credentials_now", result_type=m.ReloadResult
+        )
+    assert result.ok
+    assert 1 <= len(fleet.reloads) <= 2
+
+
+async def test_events_move_the_worker_between_active_and_reconnecting(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    def event(kind: str, sequence: int, epoch: int = 1) -> m.WorkerEventSignal:
+        return m.WorkerEventSignal(worker_id="w1", epoch=epoch, sequence=sequence, kind=kind, at=0.0)
+
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        worker = handle(skipping.client, "u1")
+        await worker.signal("worker_event", event("reconnecting", 2))
+        await until_state(skipping.client, "u1", m.WorkerState.RECONNECTING)
+        await worker.signal("worker_event", event("connected", 3))
+        await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
+        await worker.signal("worker_event", event("reconnecting", 2))  # late
+        await worker.signal("worker_event", event("reconnecting", 9, epoch=7))  # another assignment's
+        active = await ensure_active(skipping.client, "u1")
+    assert active.state == m.WorkerState.ACTIVE
+
+
+async def test_a_missing_owner_key_is_put_back_by_a_check(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    missing = m.WorkerEventSignal(worker_id="w1", epoch=1, sequence=2, kind="owner_missing", at=0.0)
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("worker_event", missing)
+        while not fleet.checks:
+            await asyncio.sleep(0.02)
+    assert fleet.checks == 1
+
+
+async def test_a_new_run_goes_on_with_the_same_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        first = await ensure_active(skipping.client, "u1")
+        before = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+        run_id = (await handle(skipping.client, "u1").describe()).run_id
+        await handle(skipping.client, "u1").signal("renew")
+        while (described := await handle(skipping.client, "u1").describe()).run_id == run_id:
+            await asyncio.sleep(0.02)
+        assert described.status == WorkflowExecutionStatus.RUNNING
+        second = await ensure_active(skipping.client, "u1")
+        after = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+    assert first == second
+    assert before == after
+    assert len(fleet.claims) == 1

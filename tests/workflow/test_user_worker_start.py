@@ -1,0 +1,219 @@
+"""How a user gets a worker: warm, cold, dead, refused, late."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from temporalio.client import WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import WorkflowEnvironment
+
+from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until_state
+from workflows import messages as m
+from workflows.user_worker import UserWorkerWorkflow
+
+UNREACHABLE = m.ClaimResult(
+    status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
+)
+REJECTED = m.ClaimResult(
+    status=m.ClaimStatus.FAILED,
+    failure_code="LOGIN_REJECTED",
+    failure_detail="wrong key",
+    retryable=False,
+)
+
+
+def code_of(failed: WorkflowUpdateFailedError) -> str:
+    assert isinstance(failed.cause, ApplicationError)
+    return failed.cause.type or ""
+
+
+async def test_a_warm_worker_makes_the_user_active(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+        view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+    assert active.worker.worker_id == "w1"
+    assert (active.claimed_at, active.connected_at) == (1.0, 2.0)
+    assert active.state == view.state == m.WorkerState.ACTIVE
+    assert not fleet.launches
+    assert view.deadline is not None
+
+
+async def test_an_empty_pool_launches_for_the_same_claim(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.ACTIVE]
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+    assert fleet.launches == [fleet.claims[0]]
+    assert fleet.claims[0] == fleet.claims[1] == active.worker.claim_id
+    assert not active.worker.warm
+
+
+async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    fleet.claim_script = [m.ClaimStatus.EMPTY]
+    fleet.launch_failures = 1
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+    assert active.worker.claim_id == fleet.claims[1] != fleet.claims[0]
+
+
+async def test_a_dead_claimed_worker_is_confirmed_stopped_before_a_new_claim(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.GONE, m.ClaimStatus.ACTIVE]
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+    assert active.worker.worker_id == "w2"
+
+
+async def test_claims_are_given_up_after_three_dead_workers(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.GONE] * 3
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").result()
+    assert code_of(failed.value) == "WORKER_UNAVAILABLE"
+    assert len(set(fleet.claims)) == 3
+
+
+async def test_a_slow_login_is_waited_for(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+    assert fleet.connects == [1]
+    assert active.connected_at == 3.0
+
+
+async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.connect_script = [UNREACHABLE] * 3
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").result()
+    assert code_of(failed.value) == "BROKER_UNREACHABLE"
+    assert fleet.connects == [2, 3]
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+
+
+async def test_a_second_login_that_succeeds_makes_the_user_active(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.connect_script = [UNREACHABLE]
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+    assert (view.state, view.attempts) == (m.WorkerState.ACTIVE, 2)
+
+
+async def test_a_rejected_login_is_not_tried_again(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.connect_script = [REJECTED]
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").result()
+        view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+    assert code_of(failed.value) == "LOGIN_REJECTED"
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert failed.value.cause.non_retryable
+    assert not fleet.connects
+    assert len(fleet.stops) == 1
+    assert view.state == m.WorkerState.TERMINATED
+
+
+async def test_the_next_call_after_a_failed_start_begins_a_new_run(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.connect_script = [REJECTED]
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError):
+            await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").result()
+        active = await ensure_active(skipping.client, "u1")
+    assert active.worker.worker_id == "w2"
+
+
+async def test_callers_at_the_same_time_share_one_claim(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.hold_connect.clear()
+    async with serving(skipping.client, fleet.activities()):
+        calls = [asyncio.create_task(ensure_active(skipping.client, "u1")) for _ in range(5)]
+        await fleet.connect_started.wait()
+        calls.append(asyncio.create_task(ensure_active(skipping.client, "u1")))
+        fleet.hold_connect.set()
+        answers = await asyncio.gather(*calls)
+    assert len(fleet.claims) == 1
+    assert {answer.worker.worker_id for answer in answers} == {"w1"}
+
+
+async def test_a_worker_that_ends_while_it_connects_is_replaced_at_once(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.hold_connect.clear()
+    async with serving(skipping.client, fleet.activities()):
+        call = asyncio.create_task(ensure_active(skipping.client, "u1"))
+        await fleet.connect_started.wait()
+        lost = m.WorkerLost(task_id="t1", worker_id="w1", exit_code=-9)
+        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+        active = await call
+        fleet.hold_connect.set()
+    assert active.worker.worker_id == "w2"
+    assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
+
+
+async def test_a_shutdown_cuts_a_start_short(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.hold_connect.clear()
+    async with serving(skipping.client, fleet.activities()):
+        call = asyncio.create_task(ensure_active(skipping.client, "u1"))
+        await fleet.connect_started.wait()
+        await handle(skipping.client, "u1").signal("shutdown")
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await call
+        await handle(skipping.client, "u1").result()
+        fleet.hold_connect.set()
+    assert code_of(failed.value) == "DRAINING"
+    assert [stop.reason for stop in fleet.stops] == ["requested"]
+
+
+async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.GONE]
+    fleet.stop_failures = 3
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        assert code_of(failed.value) == "WORKER_UNAVAILABLE"
+        async with skipping.time_skipping_unlocked():
+            view = await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
+    assert view.worker is not None
+    assert view.worker.worker_id == "w2"
+    assert fleet.stop_failures == 0
+
+
+async def test_nobody_in_need_of_a_worker_ends_the_run(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await skipping.client.execute_workflow(
+            UserWorkerWorkflow.run,
+            m.UserWorkerInput(user_id="u1"),
+            id="user-worker-u1",
+            task_queue="berth-lifecycle",
+        )
+    assert not fleet.claims
+    assert not fleet.stops
