@@ -11,7 +11,6 @@ from worker_runtime.brokers.port import OnOrderChanged
 from worker_runtime.log import Log
 from worker_runtime.protocol.errors import (
     BrokerUnreachable,
-    DeadlineExceeded,
     LoginLimited,
     LoginRejected,
     MalformedMessage,
@@ -85,9 +84,8 @@ class PaperBroker:
         raise BrokerUnreachable(f"login: {reply.error}: {reply.detail}")
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
-        """Submits once. Raises as the port says; `DeadlineExceeded` when there is no time at all."""
         if timeout <= 0:
-            raise DeadlineExceeded
+            raise OrderRejected("no time was left to send the order; it was not sent")
 
         def request(number: int) -> Place:
             return Place(

@@ -1,0 +1,116 @@
+"""The two brokers of the suite, and one that counts what it hears."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from infra.exchange.process import ExchangeServer
+from tests.contract.brokers.stages import FakeStage, PaperStage, Stage
+from worker_runtime.brokers.port import Broker
+from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType, Side, TimeInForce
+
+_numbers = itertools.count(1)
+API_KEY, SECRET_KEY = "an-api-key", "a-secret-key"
+CREDENTIALS = Credentials(api_key=API_KEY, secret_key=SECRET_KEY)
+
+
+class Heard:
+    """Collects order changes from any thread; `wait` until they are what they should be."""
+
+    def __init__(self) -> None:
+        self.changes: list[OrderChanged] = []
+        self._arrived = threading.Condition()
+
+    def __call__(self, change: OrderChanged) -> None:
+        with self._arrived:
+            self.changes.append(change)
+            self._arrived.notify_all()
+
+    def wait(self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 5.0) -> list[OrderChanged]:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: enough(self.changes), timeout), self.changes
+            return list(self.changes)
+
+
+def order(
+    *,
+    symbol: str = "2330",
+    side: Side = Side.BUY,
+    quantity: int = 2,
+    price: Decimal | None = None,
+    time_in_force: TimeInForce = TimeInForce.ROD,
+) -> PlaceOrder:
+    """A new order; without a price a market order."""
+    number = next(_numbers)
+    return PlaceOrder(
+        request_id=f"request-{number}",
+        order_id=f"order-{number}",
+        user_id="user",
+        account_id="account",
+        symbol=symbol,
+        side=side,
+        quantity=quantity,
+        price_type=PriceType.MARKET if price is None else PriceType.LIMIT,
+        price=price,
+        time_in_force=time_in_force,
+        tag=f"t{number}",
+        reply_to="channel",
+        generation="generation",
+    )
+
+
+def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    """Waits for a condition that nothing announces."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def exchange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
+    directory: Path = tmp_path_factory.mktemp("exchange")
+    with ExchangeServer(directory) as server:
+        yield server
+
+
+@pytest.fixture
+def paper(exchange: ExchangeServer) -> PaperStage:
+    return PaperStage(exchange.address, exchange.admin_url)
+
+
+@pytest.fixture(params=["fake", "paper"])
+def stage(request: pytest.FixtureRequest) -> Stage:
+    if request.param == "fake":
+        return FakeStage()
+    found: PaperStage = request.getfixturevalue("paper")
+    return found
+
+
+@pytest.fixture
+def account(request: pytest.FixtureRequest) -> str:
+    """An account that no other test uses."""
+    return f"account-{next(_numbers)}"
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def broker(stage: Stage, account: str, heard: Heard) -> Iterator[Broker]:
+    """Logged in."""
+    stage.register(account, API_KEY, SECRET_KEY)
+    made = stage.broker(account, heard)
+    made.login(CREDENTIALS, 5.0)
+    yield made
+    made.close()

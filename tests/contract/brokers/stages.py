@@ -1,0 +1,108 @@
+"""What the suite needs of the other side of a broker: one stage for the fake, one for the paper exchange."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Protocol, TypeVar
+
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.client import ExchangeAdmin
+from infra.exchange.faults import FaultPoint
+from worker_runtime.brokers.fake import FakeBroker, FakeMarket
+from worker_runtime.brokers.paper import PaperBroker
+from worker_runtime.brokers.port import Broker, OnOrderChanged
+from worker_runtime.protocol.messages import OrderState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One order as the other side has it in its ledger."""
+
+    note: str
+    tag: str
+    state: OrderState
+
+
+class Stage(Protocol):
+    def register(self, account: str, api_key: str, secret_key: str) -> None: ...
+
+    def broker(self, account: str, on_order: OnOrderChanged) -> Broker: ...
+
+    def set_price(self, symbol: str, price: Decimal) -> None: ...
+
+    def reject_next(self, account: str, reason: str) -> None: ...
+
+    def drop_next(self, account: str) -> None:
+        """The next order is taken, and the connection lost before its answer."""
+        ...
+
+    def taken(self, account: str) -> list[Taken]: ...
+
+
+class FakeStage:
+    def __init__(self) -> None:
+        self._market = FakeMarket()
+
+    def register(self, account: str, api_key: str, secret_key: str) -> None:
+        self._market.register(account, api_key, secret_key)
+
+    def broker(self, account: str, on_order: OnOrderChanged) -> Broker:
+        return FakeBroker(self._market, account, "suite", on_order)
+
+    def set_price(self, symbol: str, price: Decimal) -> None:
+        self._market.set_price(symbol, price)
+
+    def reject_next(self, account: str, reason: str) -> None:
+        self._market.reject_next[account] = reason
+
+    def drop_next(self, account: str) -> None:
+        self._market.drop_next.add(account)
+
+    def taken(self, account: str) -> list[Taken]:
+        return [
+            Taken(note, order.tag, order.state)
+            for owner, note, order in self._market.taken
+            if owner == account
+        ]
+
+
+class PaperStage:
+    """A real exchange process, set by its admin API."""
+
+    def __init__(self, address: str, admin_url: str) -> None:
+        self._address = address
+        self._admin_url = admin_url
+
+    def ask(self, call: Callable[[ExchangeAdmin], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with ExchangeAdmin(self._admin_url) as admin:
+                return await call(admin)
+
+        return asyncio.run(run())
+
+    def register(self, account: str, api_key: str, secret_key: str) -> None:
+        self.ask(lambda admin: admin.register(account, api_key, secret_key))
+
+    def broker(self, account: str, on_order: OnOrderChanged) -> PaperBroker:
+        return PaperBroker(self._address, account, "suite", on_order)
+
+    def set_price(self, symbol: str, price: Decimal) -> None:
+        self.ask(lambda admin: admin.set_price(symbol, price))
+
+    def behave(self, account: str, behaviour: Behaviour) -> None:
+        self.ask(lambda admin: admin.set_behaviour(account, behaviour))
+
+    def reject_next(self, account: str, reason: str) -> None:
+        self.behave(account, Behaviour(reject_next=1, reject_reason=reason))
+
+    def drop_next(self, account: str) -> None:
+        self.behave(account, Behaviour(faults={FaultPoint.DROP_BEFORE_ACK: 1}))
+
+    def taken(self, account: str) -> list[Taken]:
+        found = self.ask(lambda admin: admin.ledger(account))
+        return [Taken(order.client_note, order.tag, order.state) for order in found]

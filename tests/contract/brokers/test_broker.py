@@ -1,0 +1,175 @@
+"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+
+import pytest
+
+from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, Heard, order, until
+from tests.contract.brokers.stages import Stage, Taken
+from worker_runtime.brokers.port import Broker
+from worker_runtime.protocol.errors import (
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.messages import Credentials, OrderState, Side, TimeInForce
+
+
+def test_a_good_login_gives_a_session_that_answers_pings(broker: Broker) -> None:
+    broker.ping(5.0)
+    assert broker.orders(5.0) == []
+    assert broker.positions(5.0) == []
+
+
+def test_a_wrong_key_is_rejected(stage: Stage, account: str, heard: Heard) -> None:
+    stage.register(account, API_KEY, SECRET_KEY)
+    stranger = stage.broker(account, heard)
+    with pytest.raises(LoginRejected):
+        stranger.login(Credentials(api_key=API_KEY, secret_key="another"), 5.0)
+    stranger.close()
+
+
+def test_an_unknown_account_is_rejected(stage: Stage, account: str, heard: Heard) -> None:
+    stranger = stage.broker(account, heard)
+    with pytest.raises(LoginRejected):
+        stranger.login(CREDENTIALS, 5.0)
+    stranger.close()
+
+
+def test_nothing_works_before_the_login(stage: Stage, account: str, heard: Heard) -> None:
+    stage.register(account, API_KEY, SECRET_KEY)
+    early = stage.broker(account, heard)
+    with pytest.raises(SessionDown):
+        early.place(order(), 5.0)
+    with pytest.raises(SessionDown):
+        early.ping(5.0)
+    early.close()
+    assert stage.taken(account) == []
+
+
+def test_a_market_order_is_filled_in_the_answer(stage: Stage, broker: Broker, account: str) -> None:
+    stage.set_price("1101", Decimal("41.5"))
+    wanted = order(symbol="1101", quantity=3)
+    placed = broker.place(wanted, 5.0)
+    assert placed.state is OrderState.FILLED
+    assert [(fill.quantity, fill.price) for fill in placed.fills] == [(3, Decimal("41.5"))]
+    assert placed.tag == wanted.tag
+    assert stage.taken(account) == [Taken(wanted.order_id, wanted.tag, OrderState.FILLED)]
+    [position] = broker.positions(5.0)
+    assert (position.symbol, position.quantity, position.average_price) == ("1101", 3, Decimal("41.5"))
+
+
+def test_a_sale_makes_the_position_smaller(stage: Stage, broker: Broker) -> None:
+    broker.place(order(symbol="1102", quantity=3), 5.0)
+    broker.place(order(symbol="1102", quantity=1, side=Side.SELL), 5.0)
+    assert [(p.symbol, p.quantity) for p in broker.positions(5.0)] == [("1102", 2)]
+
+
+def test_a_limit_order_rests_and_is_filled_when_the_price_comes(
+    stage: Stage, broker: Broker, heard: Heard
+) -> None:
+    stage.set_price("2317", Decimal(100))
+    placed = broker.place(order(symbol="2317", price=Decimal(90)), 5.0)
+    assert placed.state is OrderState.SUBMITTED
+    assert placed.fills == []
+    stage.set_price("2317", Decimal("89.5"))
+    [change] = heard.wait(lambda changes: any(change.fill for change in changes))
+    assert change.order.broker_order_id == placed.broker_order_id
+    assert change.order.state is OrderState.FILLED
+    assert change.fill is not None
+    assert change.fill.price == Decimal("89.5")
+    assert [known.state for known in broker.orders(5.0)] == [OrderState.FILLED]
+
+
+@pytest.mark.parametrize("kind", [TimeInForce.IOC, TimeInForce.FOK])
+def test_an_order_that_may_not_rest_is_cancelled(stage: Stage, broker: Broker, kind: TimeInForce) -> None:
+    stage.set_price("2412", Decimal(100))
+    placed = broker.place(order(symbol="2412", price=Decimal(90), time_in_force=kind), 5.0)
+    assert placed.state is OrderState.CANCELLED
+
+
+def test_a_rejection_comes_with_its_reason(stage: Stage, broker: Broker, account: str) -> None:
+    stage.reject_next(account, "no margin left")
+    with pytest.raises(OrderRejected, match="no margin left"):
+        broker.place(order(), 5.0)
+    assert broker.place(order(), 5.0).state is OrderState.FILLED
+
+
+def test_a_fill_is_told_once_with_the_id_of_the_answer(broker: Broker, heard: Heard) -> None:
+    placed = broker.place(order(), 5.0)
+    [change] = heard.wait(lambda changes: len(changes) == 1)
+    assert change.fill == placed.fills[0]
+
+
+def test_a_connection_lost_in_the_middle_leaves_the_outcome_unknown(
+    stage: Stage, broker: Broker, account: str
+) -> None:
+    stage.drop_next(account)
+    wanted = order()
+    with pytest.raises(OutcomeUnknown):
+        broker.place(wanted, 5.0)
+    assert stage.taken(account) == [Taken(wanted.order_id, wanted.tag, OrderState.FILLED)]
+    with pytest.raises(SessionDown):  # nothing is sent on a dead session
+        broker.place(order(), 5.0)
+    with pytest.raises(SessionDown):
+        broker.ping(5.0)
+    assert len(stage.taken(account)) == 1
+
+
+def test_a_new_session_sees_the_orders_of_the_lost_one(
+    stage: Stage, broker: Broker, account: str, heard: Heard
+) -> None:
+    stage.drop_next(account)
+    wanted = order()
+    with pytest.raises(OutcomeUnknown):
+        broker.place(wanted, 5.0)
+    again = stage.broker(account, heard)
+    again.login(CREDENTIALS, 5.0)
+    assert [known.tag for known in again.orders(5.0)] == [wanted.tag]
+    again.close()
+
+
+def test_closing_is_quick_and_may_be_repeated(broker: Broker) -> None:
+    started = time.monotonic()
+    broker.close()
+    broker.close()
+    assert time.monotonic() - started < 1.0
+    with pytest.raises(SessionDown):
+        broker.place(order(), 5.0)
+    with pytest.raises(SessionDown):
+        broker.login(CREDENTIALS, 5.0)
+
+
+def test_closing_without_a_login_is_no_error(stage: Stage, account: str, heard: Heard) -> None:
+    unused = stage.broker(account, heard)
+    unused.close()
+    with pytest.raises(SessionDown):
+        unused.ping(5.0)
+
+
+def test_the_sixth_connection_of_a_person_is_refused_until_one_is_closed(
+    stage: Stage, broker: Broker, account: str, heard: Heard
+) -> None:
+    others = [stage.broker(account, heard) for _ in range(4)]
+    for other in others:
+        other.login(CREDENTIALS, 5.0)
+    sixth = stage.broker(account, heard)
+    with pytest.raises(LoginLimited):
+        sixth.login(CREDENTIALS, 5.0)
+    others.pop().close()
+
+    def admitted() -> bool:
+        try:
+            sixth.login(CREDENTIALS, 5.0)
+        except LoginLimited:
+            return False
+        return True
+
+    until(admitted)
+    for other in [*others, sixth]:
+        other.close()

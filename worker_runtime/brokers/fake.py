@@ -1,0 +1,215 @@
+"""A broker without sockets, for tests: it keeps the port's contract, as the contract suite checks.
+
+`FakeMarket` is the other side of all its sessions: accounts, prices, and a ledger of what was taken. Its
+variants are named after what they do to a worker: `SlowBroker`, `RejectingBroker`, `UnknownOutcomeBroker`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from decimal import Decimal
+
+from msgspec.structs import replace
+
+from worker_runtime.brokers.port import OnOrderChanged
+from worker_runtime.protocol.errors import (
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    Credentials,
+    Fill,
+    OrderState,
+    PlaceOrder,
+    PriceType,
+    Side,
+    TimeInForce,
+)
+
+#: Price of a symbol before anyone sets it.
+_FIRST_PRICE = Decimal(100)
+
+
+class FakeMarket:
+    """What all sessions of a test trade with."""
+
+    def __init__(self, *, connections: int = 5) -> None:
+        self.connections = connections
+        self.sessions: list[FakeBroker] = []
+        #: Every order taken: account, our order id, and how it stands.
+        self.taken: list[tuple[str, str, ExchangeOrder]] = []
+        #: Reason by account: its next order is rejected.
+        self.reject_next: dict[str, str] = {}
+        #: Accounts whose session breaks right after their next order was taken.
+        self.drop_next: set[str] = set()
+        self._accounts: dict[str, Credentials] = {}
+        self._prices: dict[str, Decimal] = {}
+        self._lock = threading.RLock()
+        self._numbers = 0
+
+    def register(self, account: str, api_key: str, secret_key: str) -> None:
+        self._accounts[account] = Credentials(api_key=api_key, secret_key=secret_key)
+
+    def set_price(self, symbol: str, price: Decimal) -> None:
+        """Moves the market; resting orders that it crosses are filled and told."""
+        with self._lock:
+            self._prices[symbol] = price
+            for index, (account, note, order) in enumerate(self.taken):
+                if order.symbol == symbol and order.state not in FINAL_ORDER_STATES:
+                    settled = self._match(order)
+                    if settled is not order:
+                        self.taken[index] = (account, note, settled)
+                        self._tell(account, settled)
+
+    def orders(self, account: str) -> list[ExchangeOrder]:
+        return [order for owner, _, order in self.taken if owner == account]
+
+    def check(self, account: str, credentials: Credentials) -> None:
+        if self._accounts.get(account) != credentials:
+            raise LoginRejected("unknown account or wrong key")
+        if sum(session.account == account for session in self.sessions) >= self.connections:
+            raise LoginLimited(f"{self.connections} connections are open")
+
+    def take(self, account: str, order: PlaceOrder) -> ExchangeOrder:
+        with self._lock:
+            new = ExchangeOrder(
+                broker_order_id=f"K{len(self.taken) + 1}",
+                tag=order.tag,
+                symbol=order.symbol,
+                side=order.side,
+                quantity=order.quantity,
+                price_type=order.price_type,
+                price=order.price,
+                time_in_force=order.time_in_force,
+                state=OrderState.SUBMITTED,
+            )
+            if (reason := self.reject_next.pop(account, None)) is not None:
+                new = replace(new, state=OrderState.REJECTED, reason=reason)
+            else:
+                new = self._match(new)
+            self.taken.append((account, order.order_id, new))
+            if new.fills:
+                self._tell(account, new)
+            return new
+
+    def _match(self, order: ExchangeOrder) -> ExchangeOrder:
+        market = self._prices.get(order.symbol, _FIRST_PRICE)
+        crosses = order.price_type is PriceType.MARKET or order.price is None
+        if order.price is not None and not crosses:
+            crosses = order.price >= market if order.side is Side.BUY else order.price <= market
+        if crosses:
+            self._numbers += 1
+            done = Fill(
+                fill_id=f"D{self._numbers}",
+                quantity=order.quantity,
+                price=market,
+                at_ms=time.time_ns() // 1_000_000,
+            )
+            return replace(order, state=OrderState.FILLED, fills=[done])
+        if order.time_in_force is not TimeInForce.ROD:
+            return replace(order, state=OrderState.CANCELLED, reason="nobody on the other side")
+        return order
+
+    def _tell(self, account: str, order: ExchangeOrder) -> None:
+        self._numbers += 1
+        change = OrderChanged(event_id=f"E{self._numbers}", order=order, fill=order.fills[-1])
+        for session in list(self.sessions):
+            if session.account == account:
+                session.on_order(change)
+
+
+class FakeBroker:
+    """One session with a `FakeMarket`."""
+
+    def __init__(self, market: FakeMarket, account: str, client: str, on_order: OnOrderChanged) -> None:
+        self.account = account
+        self.client = client
+        self.on_order = on_order
+        self._market = market
+        self._closed = False
+
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        if self._closed:
+            raise SessionDown("this broker session was closed")
+        self._market.check(self.account, credentials)
+        self._market.sessions.append(self)
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        self._check()
+        taken = self._market.take(self.account, order)
+        if self.account in self._market.drop_next:
+            self._market.drop_next.discard(self.account)
+            self._market.sessions.remove(self)
+            raise OutcomeUnknown("the connection was lost")
+        if taken.state is OrderState.REJECTED:
+            raise OrderRejected(taken.reason or "")
+        return taken
+
+    def orders(self, timeout: float) -> list[ExchangeOrder]:
+        self._check()
+        return self._market.orders(self.account)
+
+    def positions(self, timeout: float) -> list[Position]:
+        self._check()
+        held: dict[str, int] = {}
+        prices: dict[str, Decimal] = {}
+        for order in self._market.orders(self.account):
+            for done in order.fills:
+                change = done.quantity if order.side is Side.BUY else -done.quantity
+                held[order.symbol] = held.get(order.symbol, 0) + change
+                prices[order.symbol] = done.price
+        return [
+            Position(symbol=symbol, quantity=quantity, average_price=prices[symbol])
+            for symbol, quantity in held.items()
+            if quantity
+        ]
+
+    def ping(self, timeout: float) -> None:
+        self._check()
+
+    def close(self) -> None:
+        self._closed = True
+        if self in self._market.sessions:
+            self._market.sessions.remove(self)
+
+    def _check(self) -> None:
+        if self not in self._market.sessions:
+            raise SessionDown("not logged in, or the connection was lost")
+
+
+class SlowBroker(FakeBroker):
+    """Takes `seconds` for each order; who waits less never learns what became of it."""
+
+    seconds = 0.2
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        taken = super().place(order, timeout)
+        # A wait that nothing ends: the thread is held up, as by a broker that does not answer.
+        threading.Event().wait(min(self.seconds, timeout))
+        if timeout < self.seconds:
+            raise OutcomeUnknown(f"no answer within {timeout:.1f} s")
+        return taken
+
+
+class RejectingBroker(FakeBroker):
+    """Rejects every order; none of them is in the market's ledger."""
+
+    reason = "rejected by the fake broker"
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        self._check()
+        raise OrderRejected(self.reason)
+
+
+class UnknownOutcomeBroker(FakeBroker):
+    """Every order is taken, and its answer lost."""
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        super().place(order, timeout)
+        raise OutcomeUnknown("the answer was lost")

@@ -1,0 +1,306 @@
+"""The adapter of SinoPac's Shioaji (package `shioaji`, written against 1.7.9).
+
+The SDK is imported by the first login, never before: it starts threads, which no fork survives. All that
+blocks runs through `within`, because neither the constructor nor the login takes a timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from worker_runtime.brokers import shioaji_mapping as mapping
+from worker_runtime.brokers.patience import TookTooLong, within
+from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.shioaji_book import OrderBook
+from worker_runtime.log import Log
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerError,
+    BrokerUnreachable,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType, TimeInForce
+
+#: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
+_MIN_KEY = 10
+_BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
+#: Seconds `close()` waits for the logout; the port allows a second in all.
+_LOGOUT_WAIT = 0.8
+#: Seconds of a call's time that are kept for the way back from the SDK.
+_RETURN = 0.05
+_MEMORY = Path("/dev/shm")  # noqa: S108 - memory-backed: what is written there never reaches a disk
+_SECURITY = {"stock": ("STK",), "futures": ("FUT", "OPT")}
+_ACCOUNT = {"stock": "Stock", "futures": "Future"}
+
+T = TypeVar("T")
+
+
+def _private_folder() -> str:
+    """A folder that only this process's user can read, in memory where there is some."""
+    return tempfile.mkdtemp(prefix="berth-sj-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+
+
+@cache
+def load_sdk() -> Any:
+    """Imports the SDK, once a process, with its files (log, token pool, contracts) in a private folder."""
+    folder = _private_folder()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["SJ_LOG_PATH"] = f"{folder}/shioaji.log"
+    os.environ["SJ_HOME_PATH"] = folder
+    os.environ["SJ_CONTRACTS_PATH"] = folder
+    return import_module("shioaji")
+
+
+class ShioajiBroker:
+    """One login, used for the one account of `key`."""
+
+    def __init__(
+        self, key: ConnectionKey, on_order: OnOrderChanged, load: Callable[[], Any] = load_sdk
+    ) -> None:
+        if key.broker_type not in _ACCOUNT:
+            raise BrokerError(f"shioaji has no broker type {key.broker_type!r}; known: {', '.join(_ACCOUNT)}")
+        self._key = key
+        self._on_order = on_order
+        self._load = load
+        self._log = Log(broker="shioaji", account=key.account_id)
+        self._book = OrderBook()
+        self._api: Any = None
+        self._account: Any = None
+        self._down: str | None = None
+        self._closing = threading.Lock()
+
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        """Constructs the client, logs in, activates the certificate (production), loads the contracts.
+
+        A login that takes too long goes on in its thread, which logs out when it succeeds after all: a
+        person has five connections only.
+        """
+        if self._down is not None:
+            raise SessionDown(self._down)
+        _check_keys(credentials)
+        deadline = time.monotonic() + timeout
+        opened: list[Any] = []
+
+        def open_session() -> tuple[Any, Any]:
+            api = self._load().Shioaji(simulation=self._key.simulation)
+            opened.append(api)
+            api.set_order_callback(self._happened)
+            api.set_session_down_callback(self._session_down)
+            account = self._choose(api.login(credentials.api_key, credentials.secret_key))
+            if not self._key.simulation:
+                _activate_certificate(api, credentials)
+            left = max(1, int((deadline - time.monotonic()) * 1000))
+            api.contracts.preload(list(_SECURITY[self._key.broker_type]), timeout=left)
+            return api, account
+
+        try:
+            self._api, self._account = within(timeout, open_session, lambda made: self._log_out(made[0]))
+        except TookTooLong as error:
+            raise BrokerUnreachable(f"login: {error}") from None
+        except Exception as error:
+            for api in opened:  # the login itself may have succeeded before what failed
+                threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
+            if isinstance(error, BerthError):
+                raise
+            raise mapping.login_error(error) from None
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        api, account = self._session()
+        deadline = time.monotonic() + timeout - _RETURN
+
+        def submit() -> ExchangeOrder:
+            contract, native = self._prepare(api, account, order)
+            left = deadline - time.monotonic()
+            if left <= 0:  # the caller has given up by now, or is about to: nothing may follow that
+                raise OrderRejected("no time was left to send the order; it was not sent")
+            return self._book.listed(api.place_order(contract, native, timeout=_milliseconds(left)))
+
+        try:
+            return within(timeout, submit, self._told_late)
+        except TookTooLong as error:
+            raise OutcomeUnknown(str(error)) from None
+        except BerthError:
+            raise
+        except Exception as error:
+            raise mapping.place_error(error) from None
+
+    def orders(self, timeout: float) -> list[ExchangeOrder]:
+        api, account = self._session()
+
+        def read() -> list[ExchangeOrder]:
+            api.update_status(account, timeout=_milliseconds(timeout))
+            return [self._book.listed(trade) for trade in api.list_trades() if self._is_ours(trade)]
+
+        return self._query(timeout, read)
+
+    def positions(self, timeout: float) -> list[Position]:
+        api, account = self._session()
+        limit = _milliseconds(timeout)
+        return mapping.positions_of(
+            self._query(timeout, lambda: api.list_positions(account, unit="Common", timeout=limit))
+        )
+
+    def ping(self, timeout: float) -> None:
+        """Asks for the usage: a real round trip. The SDK's own view of its session is known to be wrong
+        for hours (Sinotrade/Shioaji #215)."""
+        api, _ = self._session()
+        self._query(timeout, lambda: api.usage(timeout=_milliseconds(timeout)))
+
+    def close(self) -> None:
+        with self._closing:
+            api, self._api = self._api, None
+            self._down = self._down or "this broker session was closed"
+        if api is None:
+            return
+        try:
+            within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
+        except TookTooLong:
+            self._log.warning("shioaji.logout_unanswered")
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _session(self) -> tuple[Any, Any]:
+        if self._down is not None:
+            raise SessionDown(self._down)
+        if self._api is None:
+            raise SessionDown("not logged in")
+        return self._api, self._account
+
+    def _choose(self, accounts: list[Any]) -> Any:
+        """The account of this connection: the one that has its id, or the only one of its type."""
+        kind = _ACCOUNT[self._key.broker_type]
+        found = [account for account in accounts if account.account_type.name == kind]
+        named = [account for account in found if account.account_id == self._key.account_id]
+        chosen = named or found
+        if len(chosen) != 1:
+            raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")
+        if not self._key.simulation and not chosen[0].signed:
+            raise LoginRejected("the account is not signed for orders by API")
+        return chosen[0]
+
+    def _prepare(self, api: Any, account: Any, order: PlaceOrder) -> tuple[Any, Any]:
+        """Contract and order of the SDK; raises `OrderRejected` for what it cannot express."""
+        if len(order.tag) > mapping.MAX_TAG:
+            raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
+        market = order.price_type is PriceType.MARKET
+        if not market and order.price is None:
+            raise OrderRejected("a limit order needs a price")
+        sdk = self._load()
+        words = {
+            "action": mapping.action_of(order.side),
+            "price": 0.0 if market or order.price is None else float(order.price),
+            "quantity": order.quantity,
+            "price_type": order.price_type.value,
+            "time_in_force": order.time_in_force.value,
+            "custom_field": order.tag,
+            "account": account,
+        }
+        try:
+            if self._key.broker_type == "stock":
+                native = sdk.StockOrder(**words, order_lot="Common", order_cond="Cash")
+            else:
+                if market and order.time_in_force is TimeInForce.ROD:
+                    raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
+                native = sdk.FuturesOrder(**words, octype="Auto")
+            return self._contract(api, order.symbol), native
+        except BerthError:
+            raise
+        except Exception as error:  # nothing has been sent yet, whatever it is
+            raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
+
+    def _contract(self, api: Any, symbol: str) -> Any:
+        for security in _SECURITY[self._key.broker_type]:
+            found = api.contracts.get(symbol, security_type=security)
+            if found is not None:
+                # A rolling code (TXFR1) stands for a real one, and orders name the real one.
+                real = found.target_code
+                return api.contracts.get(real, security_type=security) if real else found
+        raise OrderRejected(f"{symbol} is no {self._key.broker_type} contract")
+
+    def _query(self, timeout: float, call: Callable[[], T]) -> T:
+        try:
+            return within(timeout, call, lambda _: None)
+        except TookTooLong as error:
+            raise BrokerUnreachable(str(error)) from None
+        except Exception as error:
+            raise mapping.query_error(error) from None
+
+    def _is_ours(self, trade: Any) -> bool:
+        owner = trade.order.account
+        return owner is None or owner.account_id == self._account.account_id
+
+    def _log_out(self, api: Any) -> None:
+        try:
+            api.clear_order_callback()
+            api.clear_session_down_callback()
+            api.logout()
+        except Exception as error:  # it is gone either way; the broker drops what is silent
+            self._log.info("shioaji.logout_failed", error=type(error).__name__)
+
+    # --- callbacks, from the SDK's threads ------------------------------------------------------------
+
+    def _session_down(self) -> None:
+        self._down = self._down or "the broker ended the session"
+        self._log.warning("shioaji.session_down")
+
+    def _happened(self, state: Any, event: Any) -> None:
+        try:
+            owner = event.get("account_id") or (event.get("order") or {}).get("account", {}).get("account_id")
+            if self._account is not None and owner and owner != self._account.account_id:
+                return  # the other account of this login
+            change = self._book.happened(state.value, event)
+            if change is not None:
+                self._on_order(change)
+        except Exception as error:  # the boundary of one event: the SDK's thread must live on
+            self._log.crash("shioaji.event_failed", error)
+
+    def _told_late(self, order: ExchangeOrder) -> None:
+        """`place_order` returned after its caller had given up."""
+        event_id = f"late-{order.broker_order_id}-{order.state.value}"
+        try:
+            self._on_order(OrderChanged(event_id=event_id, order=order))
+        except Exception as error:  # the boundary to the session's code, in a thread of its own
+            self._log.crash("shioaji.late_answer_failed", error)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+def _check_keys(credentials: Credentials) -> None:
+    """Refuses at once what the SDK would refuse after a trip to the network (up to 5.6 s without one)."""
+    for name, key in (("API key", credentials.api_key), ("secret key", credentials.secret_key)):
+        if len(key) < _MIN_KEY:
+            raise LoginRejected(f"the {name} has fewer than {_MIN_KEY} characters")
+    if not _BASE58.issuperset(credentials.secret_key):
+        raise LoginRejected("the secret key is not base58")
+
+
+def _activate_certificate(api: Any, credentials: Credentials) -> None:
+    """Production orders are signed. The SDK wants a path, so the certificate is a file for a moment."""
+    if not credentials.ca_certificate:
+        raise LoginRejected("orders in production need a certificate, and none is stored")
+    folder = _private_folder()
+    try:
+        path = Path(folder) / "certificate.pfx"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(credentials.ca_certificate)
+        person = credentials.person_id or None
+        if not api.activate_ca(str(path), credentials.ca_password, person):
+            raise LoginRejected("the certificate could not be activated")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
