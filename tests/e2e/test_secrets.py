@@ -1,0 +1,122 @@
+"""*sealed*: a user's secret is found nowhere but at the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from sqlalchemy import text
+
+from infra.database.engine import Database
+from tests.e2e.conftest import House
+
+CANARY = "canary-7f3a9c51"
+
+
+def _valkey_dump(house: House) -> bytes:
+    """Every key with its value, of any type."""
+    found = b""
+    with house.valkey() as client:
+        for key in client.scan_iter(count=1000):
+            found += key + b"\n" + (client.dump(key) or b"") + b"\n"
+            kind = client.type(key)
+            if kind == b"list":
+                found += b"\n".join(client.lrange(key, 0, -1))
+            elif kind == b"stream":
+                found += repr(client.xrange(key)).encode()
+    assert found
+    return found
+
+
+async def _database_text(house: House) -> str:
+    database = Database(house.stack.settings.database_url, pool_size=1)
+    found = ""
+    async with database.session() as session:
+        tables = (
+            await session.scalars(
+                text("select table_name from information_schema.tables where table_schema = 'public'")
+            )
+        ).all()
+        for table in tables:
+            rows = await session.scalars(text(f"select t::text from {table} t"))  # noqa: S608
+            found += "\n".join(rows)
+    await database.close()
+    return found
+
+
+def _histories(house: House) -> bytes:
+    """All workflow histories, as an operator exports them."""
+    temporal = str(Path(sys.executable).with_name("temporal"))
+    address = ["--address", house.stack.temporal.address]
+    listed = subprocess.run(
+        [temporal, "workflow", "list", *address, "-o", "jsonl"], capture_output=True, check=True, timeout=30
+    )
+    import json
+
+    found = listed.stdout
+    names = {
+        json.loads(line)["execution"]["workflowId"] for line in listed.stdout.splitlines() if line.strip()
+    }
+    assert any(name.startswith("user-worker-") for name in names)
+    for name in names:
+        shown = subprocess.run(
+            [temporal, "workflow", "show", *address, "-w", name, "-o", "json"],
+            capture_output=True,
+            check=True,
+            timeout=30,
+        )
+        found += shown.stdout
+    return found
+
+
+def _processes(house: House) -> bytes:
+    """Environment and command line of every process of the stack."""
+    found = b""
+    marker = str(house.stack.folder.path)
+    ours = {server.pid for server in house.stack.servers}
+    ours |= {child.pid for pid in set(ours) for child in psutil.Process(pid).children(recursive=True)}
+    ours |= {
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if "worker_runtime" in " ".join(process.info["cmdline"] or [])
+    }
+    for pid in ours:
+        for name in ("environ", "cmdline"):
+            try:
+                found += Path(f"/proc/{pid}/{name}").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    assert marker.encode() in found
+    return found
+
+
+def test_a_users_secret_is_found_nowhere(house: House) -> None:
+    trader = house.trader(api_key=f"{CANARY}-key", secret_key=f"{CANARY}-secret")
+    assert house.order(trader).status_code == 201
+    wrong = house.trader(api_key=f"{CANARY}-other", wrong_key=True, secret_key=f"{CANARY}-secret")
+    assert house.order(wrong).json()["code"] == "LOGIN_REJECTED"
+    reload = f"/v1/users/{trader.user_id}/worker/reload-credentials"
+    assert house.call("POST", reload, trader.api_key).status_code == 202
+    refused = house.call(
+        "PUT",
+        f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
+        trader.api_key,
+        json={"broker": "nonsense", "api_key": f"{CANARY}-typed", "secret_key": CANARY},
+    )
+    assert refused.status_code == 422
+    assert CANARY not in refused.text
+
+    places = {
+        "valkey": _valkey_dump(house),
+        "database": asyncio.run(_database_text(house)).encode(),
+        "histories": _histories(house),
+        "processes": _processes(house),
+    }
+    # The exchange's own folder is the broker: it knows its customers' keys.
+    for path in house.stack.folder.path.rglob("*"):
+        if path.is_file() and "exchange" not in path.parts:
+            places[str(path)] = path.read_bytes()
+    assert [name for name, content in places.items() if CANARY.encode() in content] == []
