@@ -14,8 +14,14 @@ from worker_runtime.zygote import Zygote
 
 
 def load_brokers(config: WorkerConfig) -> BrokerFactory:
-    """The real adapters. Called in the session only: no broker SDK may be loaded before the fork."""
+    """The real adapters. Called in the session only: no broker SDK may be loaded before the fork.
+
+    A vendor's SDK is loaded by its adapter, at the first connection; the paper adapter is small and ours.
+    """
     from worker_runtime.brokers.registry import create_broker
+
+    if config.paper_exchange:
+        import worker_runtime.brokers.paper  # noqa: F401
 
     def create(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
         return create_broker(config, key, client, on_order)

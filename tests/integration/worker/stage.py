@@ -48,7 +48,7 @@ _numbers = itertools.count(1)
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T], wanted: str, patience: float = PATIENCE) -> T:
+def eventually(look: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
     """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience` s."""
     until = time.monotonic() + patience
     while True:
@@ -125,7 +125,7 @@ class Worker:
 
     def both(self) -> tuple[int, int]:
         """Session and supervisor, once both run."""
-        return eventually(lambda: self._both(), "a session and a supervisor")
+        return eventually(self._both, "a session and a supervisor")
 
     def _both(self) -> tuple[int, int] | None:
         session, supervisor = self.child("session"), self.child("supervisor")

@@ -1,0 +1,120 @@
+"""Lost and late replies between the worker's client and Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from infra.local.servers import ValkeyServer
+from tests.integration.worker.stage import Stage
+from tests.integration.worker.wire import Wire
+from worker_runtime.board import Board
+from worker_runtime.boottime import SECOND, boot_ns
+from worker_runtime.inlet import Inlet
+from worker_runtime.log import Log
+from worker_runtime.mark import Mark
+from worker_runtime.outbox import Outbox
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Answer, WorkerEventKind
+from worker_runtime.protocol.scripts import POP
+from worker_runtime.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
+
+
+@pytest.fixture
+def wire(valkey_server: ValkeyServer) -> Iterator[Wire]:
+    with Wire(("127.0.0.1", valkey_server.port)) as wire:
+        yield wire
+
+
+@pytest.fixture
+def client(wire: Wire) -> Iterator[Valkey]:
+    client = Valkey(wire.url)
+    yield client
+    client.close()
+
+
+def _board(stage: Stage) -> Board:
+    board = Board()
+    board.session_number = 1
+    board.assign(stage.user, "c1", 1)
+    return board
+
+
+def test_a_pop_whose_reply_was_lost_returns_the_same_item(stage: Stage, wire: Wire, client: Valkey) -> None:
+    stage.own("w1", 1)
+    items = [stage.enqueue(stage.order()) for _ in range(2)]
+    client.execute("SCRIPT", "LOAD", POP.source)
+    inlet = Inlet(client, _board(stage), "w1")
+    wire.lose = 1
+    with pytest.raises(ValkeyUnreachable):
+        inlet.pop()
+    assert stage.processing() == 1
+    piece = inlet.pop()
+    assert (piece.kind, piece.item) == ("request", items[0])
+    assert stage.processing() == 1
+    assert inlet.pop().item == items[1]
+    assert inlet.pop().kind == "empty"
+
+
+def test_a_lost_reply_costs_no_answer_and_no_event(stage: Stage, wire: Wire, client: Valkey) -> None:
+    board = _board(stage)
+    outbox = Outbox(client, stage.config(worker_id="w1"), board, Log("ERROR"))
+    stage.client.execute("LPUSH", keys.processing(stage.user), "item")
+    outbox.tell(WorkerEventKind.CONNECTED)
+    outbox.answer(b"item", Answer(request_id="r1"), "")
+    wire.lose = 1
+    assert outbox.flush()
+    assert stage.answer("r1") == Answer(request_id="r1")
+    assert stage.processing() == 0
+    sequences = {event.sequence for event in stage.events() if hasattr(event, "sequence")}
+    assert sequences == {2}
+
+
+def test_what_cannot_be_sent_stays_in_order(stage: Stage, wire: Wire, client: Valkey) -> None:
+    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("OFF", output=2))
+    for kind in (WorkerEventKind.DEGRADED, WorkerEventKind.RECONNECTING, WorkerEventKind.CONNECTED):
+        outbox.tell(kind)
+    wire.lose = 2
+    assert not outbox.flush()
+    assert len(outbox) == 3
+    assert outbox.flush()
+    assert stage.kinds()[-3:] == ["degraded", "reconnecting", "connected"]
+
+
+def test_the_lease_runs_from_before_the_renewal_was_sent(stage: Stage, wire: Wire, client: Valkey) -> None:
+    stage.own("w1", 1)
+    mark = Mark(stage.config(worker_id="w1", mark_ttl=10.0), _board(stage))
+    client.connect()
+    wire.hold = 0.3
+    before = boot_ns()
+    outcome, lease_end = mark.renew(client)
+    assert outcome == "ok"
+    assert boot_ns() - before >= 0.3 * SECOND
+    # Less than the time that the reply took: the lease does not run from its arrival.
+    assert 0 <= lease_end - before - 10 * SECOND < 0.2 * SECOND
+
+
+def test_a_late_reply_is_never_taken_for_the_next_one(stage: Stage, wire: Wire) -> None:
+    client = Valkey(wire.url, timeout=0.2)
+    stage.client.execute("SET", "a", "1")
+    stage.client.execute("SET", "b", "2")
+    client.connect()
+    wire.hold = 0.4
+    with pytest.raises(ValkeyUnreachable):
+        client.execute("GET", "a")
+    wire.hold = 0.0
+    assert client.execute("GET", "b") == b"2"
+    client.close()
+
+
+def test_an_error_reply_is_raised_with_its_code_alone(client: Valkey) -> None:
+    with pytest.raises(ValkeyRefused, match=r"^ERR$"):
+        client.execute("NO-SUCH-COMMAND", "secret")
+    assert client.connected
+
+
+def test_a_script_that_the_server_does_not_know_is_sent(stage: Stage, client: Valkey) -> None:
+    client.execute("SCRIPT", "FLUSH")
+    stage.own("w1", 1)
+    assert Inlet(client, _board(stage), "w1").pop().kind == "empty"
