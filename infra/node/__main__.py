@@ -71,30 +71,33 @@ async def _serve(options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
-    register = Register(options.state / "register.db")
-    groups = _limits(register, options.cgroup)
-    keeper = Keeper(options.state, register, groups, options.command)
-    keeper.adopt()
-    limits = f"cgroup v{groups.version}" if groups else "none"
-    server = NodeServer(keeper, register, limits=limits)
-    await server.start(listen(options.socket))
-    sweeping = loop.create_task(keeper.sweep_logs())
-    _log.info(
-        "node.ready",
-        socket=str(options.socket),
-        state=str(options.state),
-        limits=limits,
-        workers=len(keeper.tasks()),
-    )
-    await ending.wait()
-    options.socket.unlink(missing_ok=True)
-    await server.close()
-    sweeping.cancel()
-    left = len(keeper.tasks())
-    await keeper.close()
-    register.close()
-    if groups is not None:
-        groups.close()
+    async with contextlib.AsyncExitStack() as closing:
+        register = Register(options.state / "register.db")
+        closing.callback(register.close)
+        listening = listen(options.socket)
+        closing.callback(options.socket.unlink, missing_ok=True)
+        closing.callback(listening.close)
+        groups = _limits(register, options.cgroup)
+        if groups is not None:
+            closing.callback(groups.close)
+        keeper = Keeper(options.state, register, groups, options.command)
+        closing.push_async_callback(keeper.close)
+        keeper.adopt()
+        limits = f"cgroup v{groups.version}" if groups else "none"
+        server = NodeServer(keeper, register, limits=limits)
+        closing.push_async_callback(server.close)
+        await server.start(listening)
+        sweeping = loop.create_task(keeper.sweep_logs())
+        closing.callback(sweeping.cancel)
+        _log.info(
+            "node.ready",
+            socket=str(options.socket),
+            state=str(options.state),
+            limits=limits,
+            workers=len(keeper.tasks()),
+        )
+        await ending.wait()
+        left = len(keeper.tasks())
     _log.info("node.stopped", workers_left=left)
 
 

@@ -80,9 +80,16 @@ class MemoryGroups:
     version: int
     folder: Path
 
+    def path(self, name: str) -> Path:
+        """Where `create` makes a group of this name."""
+        return self.folder / name
+
+    def existing(self) -> list[MemoryGroup]:
+        return [MemoryGroup(path) for path in self.folder.iterdir() if path.is_dir()]
+
     def create(self, name: str, *, soft: int, hard: int) -> MemoryGroup:
         """A new group with limits in bytes. Raises `OSError` and leaves nothing behind."""
-        path = self.folder / name
+        path = self.path(name)
         path.mkdir(parents=True)
         try:
             for file, value, needed in self._limits(soft, hard):

@@ -96,14 +96,16 @@ class Keeper:
             raise LaunchFailed("a launch needs a token and a memory limit above zero")
         if any(one.entry.worker_id == config.worker_id for one in self._workers.values()):
             raise LaunchFailed(f"worker {config.worker_id} runs already, launched by another token")
+        task_id = f"task-{secrets.token_hex(8)}"
         return Entry(
-            task_id=f"task-{secrets.token_hex(8)}",
+            task_id=task_id,
             token=request.token,
             worker_id=config.worker_id,
             pool=config.pool,
             version=config.version,
             launched_at=time.time(),
             grace=min(config.shutdown_timeout + _GRACE_EXTRA, GRACE_MAX),
+            cgroup=str(self._groups.path(task_id)) if self._groups else "",
         )
 
     def _start(self, entry: Entry, request: Launch) -> Worker:
@@ -133,7 +135,6 @@ class Keeper:
                 boot_id=self._boot_id,
                 pid=child.pid,
                 started=processes.start_time(child.pid),
-                cgroup=str(group.path) if group else "",
             )
             self._register.running(entry)
             undo.pop_all()
@@ -146,7 +147,7 @@ class Keeper:
         """Takes over what an earlier node has left: once, before the first request."""
         for entry in self._register.in_state("intended"):
             for found in processes.find_by_argument(entry.task_id):
-                if found.pid == found.session:  # killed before it got its config: it can never work
+                if found.pid == found.session:  # its node died before it got its config: it can never work
                     processes.kill_group(found.pid, found.started)
             self._register.forget(entry.task_id)
         for entry in self._register.in_state("running"):
@@ -164,6 +165,14 @@ class Keeper:
             )
             if adopted.stop_reason is not None:
                 self._run(self._resume_stop(adopted))
+        self._clear_leftovers()
+
+    def _clear_leftovers(self) -> None:
+        """Folders and cgroups of workers whose node died before it could remove them."""
+        groups = {group.path.name: group for group in self._groups.existing()} if self._groups else {}
+        folders = {path.name for path in self._runs.iterdir()} if self._runs.exists() else set()
+        for task_id in (groups.keys() | folders) - self._workers.keys():
+            self._run(self._tidy(task_id, groups.get(task_id)))
 
     async def _resume_stop(self, one: Worker) -> None:
         try:
@@ -247,8 +256,7 @@ class Keeper:
         one.ended.set()
         news, self._news = self._news, asyncio.Event()
         news.set()
-        shutil.rmtree(self._runs / one.entry.task_id, ignore_errors=True)
-        await self._remove_group(one.group)
+        await self._tidy(one.entry.task_id, one.group)
 
     async def _until_alone(self, one: Worker) -> None:
         """Waits until no process of the worker is left; a child that it forked just now is killed, too."""
@@ -281,14 +289,14 @@ class Keeper:
             )
             return
 
-    async def _remove_group(self, group: MemoryGroup | None) -> None:
-        if group is None:
-            return
+    async def _tidy(self, task_id: str, group: MemoryGroup | None) -> None:
+        """Removes the folder and the cgroup of a worker that has ended."""
+        shutil.rmtree(self._runs / task_id, ignore_errors=True)
         for _ in range(40):  # the kernel lets go of a group some milliseconds after its last process
-            if group.remove():
+            if group is None or group.remove():
                 return
             await asyncio.sleep(0.05)
-        _log.warning("node.group_left", path=str(group.path))
+        _log.warning("node.group_left", task=task_id)
 
     # --- housekeeping -------------------------------------------------------------------------------
 

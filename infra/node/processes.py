@@ -65,8 +65,21 @@ def everyone() -> Iterator[Stat]:
 
 
 def members(session: int) -> list[int]:
-    """Live processes of the session or group that the worker `session` leads, itself included."""
-    return [one.pid for one in everyone() if session in (one.session, one.group) and one.alive]
+    """Live processes of the session or group that the worker `session` leads, itself included.
+
+    Dead ones that have become our own children are reaped: a node that is the first process of a container
+    inherits what its workers leave behind.
+    """
+    living = []
+    for one in everyone():
+        if session not in (one.session, one.group):
+            continue
+        if one.alive:
+            living.append(one.pid)
+        elif one.parent == os.getpid() and one.pid != session:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(one.pid, os.WNOHANG)
+    return living
 
 
 def group_is_empty(group: int) -> bool:

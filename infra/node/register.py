@@ -26,20 +26,20 @@ KEPT_ENDS = 5000
 _TABLES = (
     "CREATE TABLE node (log TEXT NOT NULL) STRICT",
     """CREATE TABLE workers (
-    task_id TEXT PRIMARY KEY,
-    token TEXT NOT NULL UNIQUE,
-    worker_id TEXT NOT NULL,
-    pool TEXT NOT NULL,
-    version TEXT NOT NULL,
-    launched_at REAL NOT NULL,
-    grace REAL NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('intended', 'running', 'ended')),
-    boot_id TEXT NOT NULL DEFAULT '',
-    pid INTEGER NOT NULL DEFAULT 0,
-    started INTEGER NOT NULL DEFAULT 0,
-    cgroup TEXT NOT NULL DEFAULT '',
-    stop_reason TEXT
-) STRICT""",
+        task_id TEXT PRIMARY KEY,
+        token TEXT NOT NULL UNIQUE,
+        worker_id TEXT NOT NULL,
+        pool TEXT NOT NULL,
+        version TEXT NOT NULL,
+        launched_at REAL NOT NULL,
+        grace REAL NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('intended', 'running', 'ended')),
+        boot_id TEXT NOT NULL DEFAULT '',
+        pid INTEGER NOT NULL DEFAULT 0,
+        started INTEGER NOT NULL DEFAULT 0,
+        cgroup TEXT NOT NULL DEFAULT '',
+        stop_reason TEXT
+    ) STRICT""",
     "CREATE INDEX workers_by_state ON workers (state)",
     "CREATE TABLE ends (number INTEGER PRIMARY KEY AUTOINCREMENT, exit BLOB NOT NULL) STRICT",
 )
@@ -83,8 +83,9 @@ class Register:
     """All methods are quick (no fsync: what must survive is the node, not the host) and may raise
     `sqlite3.Error` when the disk is full."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or makes the register. Raises `NodeStateUnreadable`."""
+    def __init__(self, path: Path, *, kept: int = KEPT_ENDS) -> None:
+        """Opens or makes the register; it keeps the last `kept` ends. Raises `NodeStateUnreadable`."""
+        self._kept = kept
         self._decode = msgspec.json.Decoder(TaskExit).decode
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
@@ -117,20 +118,20 @@ class Register:
     def intend(self, entry: Entry) -> None:
         """Writes down a worker that is about to be started."""
         self._db.execute(
-            "INSERT INTO workers (task_id, token, worker_id, pool, version, launched_at, grace, state)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, 'intended')",
+            "INSERT INTO workers"
+            " (task_id, token, worker_id, pool, version, launched_at, grace, cgroup, state)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'intended')",
             (
                 *(entry.task_id, entry.token, entry.worker_id, entry.pool, entry.version),
-                *(entry.launched_at, entry.grace),
+                *(entry.launched_at, entry.grace, entry.cgroup),
             ),
         )
 
     def running(self, entry: Entry) -> None:
         """Writes down the process of an intended worker; only then may it be told what to do."""
         self._db.execute(
-            "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ?, cgroup = ?"
-            " WHERE task_id = ?",
-            (entry.boot_id, entry.pid, entry.started, entry.cgroup, entry.task_id),
+            "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE task_id = ?",
+            (entry.boot_id, entry.pid, entry.started, entry.task_id),
         )
 
     def forget(self, task_id: str) -> None:
@@ -164,11 +165,11 @@ class Register:
                 "INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),)
             ).lastrowid
             self._db.execute("UPDATE workers SET state = 'ended' WHERE task_id = ?", (end.task_id,))
-            self._db.execute("DELETE FROM ends WHERE number <= ? - ?", (number, KEPT_ENDS))
+            self._db.execute("DELETE FROM ends WHERE number <= ? - ?", (number, self._kept))
             self._db.execute(
                 "DELETE FROM workers WHERE state = 'ended' AND rowid IN (SELECT rowid FROM workers"
                 " WHERE state = 'ended' ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (KEPT_ENDS,),
+                (self._kept,),
             )
         return int(number or 0)
 

@@ -20,12 +20,13 @@ from tests.contract.launchers.test_contract import take
 BOTH_ENDS = pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["restart", "crash"])
 
 
-def alter(node: NodeProcess, *statements: str) -> None:
+def alter(node: NodeProcess, *statements: str | tuple[str, int]) -> None:
     """Puts the register of a node that does not run into a state which takes luck to reach."""
     register = sqlite3.connect(node.state / "register.db")
     with register:
         for statement in statements:
-            register.execute(statement)
+            text, *values = (statement,) if isinstance(statement, str) else statement
+            register.execute(text, values)
     register.close()
 
 
@@ -138,7 +139,7 @@ async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(node
     node.end(signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
     with session_leader("-c", "input()") as stranger:
-        alter(node, f"UPDATE workers SET pid = {stranger.pid}")
+        alter(node, ("UPDATE workers SET pid = ?", stranger.pid))
         await node.start()
         (end,) = await take(launcher.exits(), 1)
         assert (end.task_id, end.reason) == (task.task_id, "lost")

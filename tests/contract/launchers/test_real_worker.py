@@ -1,0 +1,60 @@
+"""One round with the real worker: launched by the node, ready in Valkey, stopped gracefully."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from redis.asyncio import Redis
+
+from infra.launchers.port import LaunchSpec
+from infra.launchers.process import ProcessLauncher
+from infra.local.servers import ValkeyServer
+from infra.node import processes
+from tests.contract.launchers.node_process import PATIENCE, NodeProcess
+from tests.contract.launchers.test_contract import take
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import WorkerConfig
+
+
+async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_code_zero(
+    short_directory: Path, valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
+    node = NodeProcess(short_directory, command=shlex.join([sys.executable, "-P", "-m", "worker_runtime"]))
+    await node.start()
+    launcher = ProcessLauncher(node.socket)
+    config = WorkerConfig(
+        worker_id="w-real",
+        pool="default",
+        valkey_url=valkey_server.url,
+        launch_token=b"t" * 32,
+        orchestrator_key=bytes(range(32)),
+    )
+    task = await launcher.launch(LaunchSpec(config=config), "token-1")
+    deadline = time.monotonic() + PATIENCE
+    while await valkey_client.zscore(keys.pool_ready("default"), "w-real") is None:
+        assert time.monotonic() < deadline, node.output_of("w-real")
+        await asyncio.sleep(0.02)
+    family = processes.members(node.pid_of(task.task_id))
+    assert len(family) > 1
+    await node.restart(signal.SIGTERM)
+    assert await launcher.list() == [task]
+    second = await launcher.launch(
+        LaunchSpec(config=msgspec.structs.replace(config, worker_id="w-second")), "token-2"
+    )
+    while await valkey_client.zscore(keys.pool_ready("default"), "w-second") is None:
+        assert time.monotonic() < deadline, node.output_of("w-second")
+        await asyncio.sleep(0.02)
+    await launcher.stop(second.task_id, "test")
+    os.kill(node.pid_of(task.task_id), signal.SIGKILL)
+    stopped, killed = await take(launcher.exits(), 2)
+    assert (stopped.worker_id, stopped.exit_code, stopped.reason) == ("w-second", 0, "stopped")
+    assert killed.worker_id == "w-real"
+    assert not [pid for pid in family if (one := processes.read(pid)) and one.alive]
+    await node.close()
