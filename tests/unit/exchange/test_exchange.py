@@ -1,0 +1,266 @@
+"""The exchange without sockets: what it does with orders, and what it tells whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from infra.exchange.behaviour import Behaviour, FillMode
+from infra.exchange.exchange import Exchange
+from infra.exchange.faults import FaultPoint
+from infra.exchange.ledger import Ledger, LedgerInUse
+from infra.exchange.records import AccountRegistration, LedgerSession
+from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
+from worker_runtime.protocol.exchange import Login, OrderChanged, Place
+from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+
+
+class Client:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[OrderChanged] = []
+        self.ended: list[str] = []
+
+    def deliver(self, event: OrderChanged) -> None:
+        self.events.append(event)
+
+    def end(self, reason: str, *, abrupt: bool) -> None:
+        self.ended.append(reason)
+
+
+class Clock:
+    """Runs what was put off when the test says so."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        self.due.append(what)
+
+    def pass_by(self) -> None:
+        due, self.due = self.due, []
+        for what in due:
+            what()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    opened = Ledger(tmp_path / "ledger.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def exchange(ledger: Ledger, clock: Clock) -> Exchange:
+    made = Exchange(ledger, clock.later)
+    for name in ("a", "b"):
+        made.accounts.register(
+            AccountRegistration(account=name, api_key="k", secret_key="s", person_id="person")
+        )
+    return made
+
+
+def login(exchange: Exchange, account: str = "a", client: Client | None = None) -> LedgerSession:
+    request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
+    return exchange.login(request, client or Client())
+
+
+def limit(price: str, quantity: int = 2, symbol: str = "2330") -> Place:
+    return Place(
+        id=2,
+        symbol=symbol,
+        side=Side.BUY,
+        quantity=quantity,
+        price_type=PriceType.LIMIT,
+        price=Decimal(price),
+        time_in_force=TimeInForce.ROD,
+        tag="tag",
+        client_note="note",
+    )
+
+
+def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: Exchange) -> None:
+    exchange.set_price("2330", Decimal(100))
+    taken = exchange.place(login(exchange), limit("90"))
+    assert taken.order.state is OrderState.SUBMITTED
+    assert taken.events == ()
+
+
+def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_account(
+    exchange: Exchange,
+) -> None:
+    exchange.set_price("2330", Decimal(100))
+    one, two, other = Client(), Client(), Client()
+    session = login(exchange, client=one)
+    login(exchange, client=two)
+    login(exchange, "b", other)
+    exchange.place(session, limit("90"))
+    exchange.place(session, limit("80"))
+    exchange.set_price("2330", Decimal(85))
+    assert [event.order.price for event in one.events] == [Decimal(90)]
+    assert one.events == two.events
+    assert other.events == []
+
+
+def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: Exchange) -> None:
+    client = Client()
+    session = login(exchange, client=client)
+    exchange.set_behaviour("a", Behaviour(liquidity=2))
+    exchange.set_price("2330", Decimal(90))
+    taken = exchange.place(session, limit("90", quantity=5))
+    assert (taken.order.state, taken.order.filled) == (OrderState.PART_FILLED, 2)
+    exchange.set_price("2330", Decimal(89))
+    exchange.set_price("2330", Decimal(88))
+    [order] = exchange.orders("a")
+    assert order.state is OrderState.FILLED
+    assert [(fill.quantity, fill.price) for fill in order.fills] == [
+        (2, Decimal(90)),
+        (2, Decimal(89)),
+        (1, Decimal(88)),
+    ]
+
+
+def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: Exchange, clock: Clock) -> None:
+    client = Client()
+    exchange.set_behaviour("a", Behaviour(fill=FillMode.DELAYED))
+    exchange.set_price("2330", Decimal(90))
+    exchange.place(login(exchange, client=client), limit("90"))
+    assert client.events == []
+    clock.pass_by()
+    clock.pass_by()
+    assert [event.order.state for event in client.events] == [OrderState.FILLED]
+
+
+def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: Exchange) -> None:
+    exchange.set_behaviour("a", Behaviour(fill=FillMode.NEVER))
+    exchange.set_price("2330", Decimal(90))
+    taken = exchange.place(login(exchange), limit("90"))
+    exchange.set_price("2330", Decimal(80))
+    assert exchange.orders("a")[0].state is OrderState.SUBMITTED
+    exchange.set_behaviour("a", Behaviour())
+    assert exchange.orders("a")[0].state is OrderState.FILLED
+    with pytest.raises(OrderRejected):
+        exchange.cancel(taken.order.broker_order_id, "too late")
+
+
+def test_a_client_cancels_its_own_orders_only(exchange: Exchange) -> None:
+    exchange.set_price("2330", Decimal(100))
+    taken = exchange.place(login(exchange), limit("90"))
+    with pytest.raises(OrderRejected):
+        exchange.cancel(taken.order.broker_order_id, "not mine", "b")
+    assert exchange.cancel(taken.order.broker_order_id, "mine", "a").state is OrderState.CANCELLED
+
+
+def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: Exchange) -> None:
+    session = login(exchange)
+    exchange.set_behaviour("a", Behaviour(reject_next=2, reject_reason="no margin"))
+    exchange.set_price("2330", Decimal(90))
+    states = [exchange.place(session, limit("90")).order for _ in range(3)]
+    assert [order.state for order in states] == [
+        OrderState.REJECTED,
+        OrderState.REJECTED,
+        OrderState.FILLED,
+    ]
+    assert states[0].reason == "no margin"
+
+
+def test_a_share_of_orders_is_rejected(exchange: Exchange) -> None:
+    session = login(exchange)
+    exchange.set_behaviour("a", Behaviour(reject_rate=0.5))
+    states = [exchange.place(session, limit("90")).order.state for _ in range(100)]
+    assert 25 < states.count(OrderState.REJECTED) < 75
+
+
+def test_what_is_no_order_leaves_no_trace(exchange: Exchange) -> None:
+    with pytest.raises(OrderRejected):
+        exchange.place(login(exchange), limit("NaN"))
+    assert exchange.orders("a") == []
+
+
+def test_connections_are_counted_per_person_over_its_accounts(exchange: Exchange) -> None:
+    sessions = [login(exchange, account) for account in ("a", "b", "a", "b", "a")]
+    with pytest.raises(LoginLimited):
+        login(exchange, "b")
+    exchange.logout(sessions[0].session_id, "done")
+    assert login(exchange, "b").person_id == "person"
+
+
+def test_logins_need_the_right_keys_and_the_right_person(exchange: Exchange) -> None:
+    for wrong in (
+        Login(id=1, account="a", api_key="ks", secret_key=""),
+        Login(id=1, account="x", api_key="k", secret_key="s"),
+        Login(id=1, account="a", api_key="k", secret_key="s", person_id="another"),
+    ):
+        with pytest.raises(LoginRejected):
+            exchange.login(wrong, Client())
+
+
+def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: Exchange) -> None:
+    exchange.set_behaviour("a", Behaviour(latency_ms=7))
+    exchange.accounts.register(AccountRegistration(account="a", api_key="new", secret_key="s"))
+    with pytest.raises(LoginRejected):
+        login(exchange)
+    assert exchange.accounts.behaviour("a").latency_ms == 7
+
+
+def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: Exchange) -> None:
+    with pytest.raises(UnknownAccount):
+        exchange.set_behaviour("nobody", Behaviour())
+
+
+def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: Exchange) -> None:
+    client = Client()
+    session = login(exchange, client=client)
+    exchange.set_price("2330", Decimal(100))
+    exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_EVENT: 1, FaultPoint.DUPLICATE_FILL: 1}))
+    for price in ("99", "98"):
+        exchange.place(session, limit(price))
+        exchange.set_price("2330", Decimal(price))
+    first, second = client.events
+    assert first.fill == second.fill
+    assert first.event_id != second.event_id
+
+
+def test_sessions_are_ended_with_their_reason(exchange: Exchange, ledger: Ledger) -> None:
+    client = Client()
+    login(exchange, client=client)
+    assert exchange.end_sessions("a", "maintenance", abrupt=False) == 1
+    assert client.ended == ["maintenance"]
+    assert [session.close_reason for session in ledger.sessions("a")] == ["maintenance"]
+    assert ledger.sessions("a", only_open=True) == []
+
+
+def test_another_exchange_goes_on_where_the_last_one_ended(
+    exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
+) -> None:
+    exchange.set_price("2330", Decimal(100))
+    exchange.set_behaviour("b", Behaviour(fill=FillMode.NEVER))
+    taken = exchange.place(login(exchange), limit("90"))
+    ledger.close()
+
+    reopened = Ledger(tmp_path / "ledger.db")
+    second = Exchange(reopened, clock.later)
+    assert second.price("2330") == Decimal(100)
+    assert second.accounts.behaviour("b").fill is FillMode.NEVER
+    assert [s.close_reason for s in reopened.sessions()] == ["the exchange restarted"]
+    again = second.place(login(second), limit("91"))
+    assert again.order.broker_order_id > taken.order.broker_order_id
+    second.set_price("2330", Decimal(85))
+    assert {order.state for order in second.orders("a")} == {OrderState.FILLED}
+    fills = [fill.fill_id for order in second.orders("a") for fill in order.fills]
+    assert len(set(fills)) == 2
+    reopened.close()
+
+
+def test_a_ledger_belongs_to_one_exchange(ledger: Ledger, tmp_path: Path) -> None:
+    with pytest.raises(LedgerInUse):
+        Ledger(tmp_path / "ledger.db")
