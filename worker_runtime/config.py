@@ -9,6 +9,7 @@ import msgspec
 from worker_runtime.lease import MARGIN
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.valkey import Address, BadAddress
 
 #: Bytes. A configuration has about 600.
 _MAX_SIZE = 64 * 1024
@@ -32,6 +33,10 @@ def parse(data: bytes) -> WorkerConfig:
         raise BadConfig("orchestrator_key must be 32 bytes of Ed25519 public key")
     if not 0 < config.mark_period < config.mark_ttl - MARGIN:
         raise BadConfig(f"mark_period must be less than mark_ttl - {MARGIN:.0f} s")
+    try:
+        Address(config.valkey_url)
+    except BadAddress as error:
+        raise BadConfig(f"valkey_url: {error.detail}") from None
     return config
 
 

@@ -72,7 +72,7 @@ def test_a_lost_reply_costs_no_answer_and_no_event(stage: Stage, wire: Wire, cli
 
 
 def test_what_cannot_be_sent_stays_in_order(stage: Stage, wire: Wire, client: Valkey) -> None:
-    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("OFF", output=2))
+    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("ERROR"))
     for kind in (WorkerEventKind.DEGRADED, WorkerEventKind.RECONNECTING, WorkerEventKind.CONNECTED):
         outbox.tell(kind)
     wire.lose = 2

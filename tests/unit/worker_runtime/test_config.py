@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.config import BadConfig, parse
+from worker_runtime.log import Log
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.valkey import Address, BadAddress
+
+CONFIG = WorkerConfig(
+    worker_id="w1",
+    pool="p1",
+    valkey_url="redis://127.0.0.1:6379/0",
+    launch_token=b"t" * 32,
+    orchestrator_key=b"k" * 32,
+)
+
+
+def test_a_configuration_survives_its_encoding() -> None:
+    assert parse(msgspec.json.encode(CONFIG)) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worker_id": ""},
+        {"pool": ""},
+        {"orchestrator_key": b"short"},
+        {"mark_period": 0.0},
+        {"mark_period": 26.0},
+        {"valkey_url": "rediss://h"},
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(BadConfig):
+        parse(msgspec.json.encode(msgspec.structs.replace(CONFIG, **change)))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"worker_id": 5}'])
+def test_what_is_no_configuration_is_refused(data: bytes) -> None:
+    with pytest.raises(BadConfig):
+        parse(data)
+
+
+def test_addresses_of_both_kinds_are_read() -> None:
+    unix = Address("unix:///run/valkey.sock?db=2")
+    assert (unix.target, unix.greeting()) == ("/run/valkey.sock", [("SELECT", 2)])
+    tcp = Address("redis://:p%40ss@example.test:6380/3")
+    assert (tcp.target, tcp.greeting()) == (("example.test", 6380), [("AUTH", "p@ss"), ("SELECT", 3)])
+    assert Address("redis://user:pw@h").greeting() == [("AUTH", "user", "pw")]
+    assert Address("redis://h").target == ("h", 6379)
+
+
+@pytest.mark.parametrize("url", ["http://h", "rediss://h", "redis://h/x", "h:6379"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(BadAddress):
+        Address(url)
+
+
+def test_a_log_line_is_one_json_object_with_its_bound_fields() -> None:
+    reader, writer = os.pipe()
+    log = Log("INFO", output=writer, worker_id="w1").bind(process="session")
+    log.debug("unseen")
+    log.info("seen", count=3)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        (line,) = file.readlines()
+    entry = json.loads(line)
+    assert (entry["event"], entry["worker_id"], entry["process"], entry["count"]) == (
+        "seen",
+        "w1",
+        "session",
+        3,
+    )
+
+
+def test_a_crash_is_logged_with_its_place_and_without_its_text() -> None:
+    reader, writer = os.pipe()
+    try:
+        raise ValueError("canary")
+    except ValueError as error:
+        Log("INFO", output=writer).crash("broke", error)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    assert "canary" not in text
+    assert "test_config.py" in text
+
+
+def test_a_log_that_nobody_reads_raises_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    Log("INFO", output=writer).info("unread")
+    os.close(writer)
+    assert not os.path.exists(f"/proc/self/fd/{writer}")
+
+
+def test_waits_grow_to_a_limit_and_start_again() -> None:
+    backoff = Backoff(1.0, 4.0)
+    assert backoff.due()
+    waits = []
+    for _ in range(5):
+        backoff.failed()
+        waits.append(backoff.left())
+    assert 0.4 < waits[0] <= 1.0
+    assert 1.9 < waits[4] <= 4.0
+    assert not backoff.due()
+    backoff.reset()
+    assert backoff.due()

@@ -1,0 +1,150 @@
+"""Whatever the broker repeats or reorders, each thing is told once and nothing is lost."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.fills import Ledger, average
+from worker_runtime.log import Log
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.messages import (
+    Failure,
+    Fill,
+    OrderEvent,
+    OrderOutcome,
+    OrderState,
+    PlaceOrder,
+    PriceType,
+    Side,
+    TimeInForce,
+)
+
+KEY = ConnectionKey("paper", "stock", True, "a1")
+ORDER = PlaceOrder(
+    request_id="r1",
+    order_id="o1",
+    user_id="u1",
+    account_id="a1",
+    symbol="2330",
+    side=Side.BUY,
+    quantity=3,
+    price_type=PriceType.LIMIT,
+    price=Decimal("10"),
+    time_in_force=TimeInForce.ROD,
+    tag="t1",
+    reply_to="",
+    generation="g1",
+)
+FILLS = [Fill(fill_id=f"f{n}", quantity=1, price=Decimal(10 + n), at_ms=n) for n in range(3)]
+
+
+def told(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> ExchangeOrder:
+    return ExchangeOrder(
+        broker_order_id=broker_order_id,
+        tag=ORDER.tag,
+        symbol=ORDER.symbol,
+        side=ORDER.side,
+        quantity=ORDER.quantity,
+        price_type=ORDER.price_type,
+        price=ORDER.price,
+        time_in_force=ORDER.time_in_force,
+        state=state,
+        fills=fills,
+    )
+
+
+def change(filled: int) -> OrderChanged:
+    state = OrderState.FILLED if filled == 3 else OrderState.PART_FILLED
+    return OrderChanged(event_id=f"e{filled}", order=told(state, FILLS[:filled]), fill=FILLS[filled - 1])
+
+
+def ledger() -> tuple[Ledger, list[OrderEvent]]:
+    events: list[OrderEvent] = []
+    return Ledger(1, events.append, Log("ERROR")), events
+
+
+def outcome(book: Ledger) -> OrderOutcome:
+    known = book.answer_of("o1")
+    assert known is not None
+    return known[0]
+
+
+@given(st.lists(st.integers(1, 3), max_size=8), st.lists(st.integers(1, 3), max_size=8))
+def test_each_fill_is_told_once_in_whatever_order_it_comes(before: list[int], after: list[int]) -> None:
+    book, events = ledger()
+    book.submitting(ORDER)
+    for filled in before:  # a callback may overtake the answer to `place`
+        book.changed(KEY, change(filled))
+    book.placed(ORDER, told(OrderState.SUBMITTED, []))
+    for filled in [*after, 3]:
+        book.changed(KEY, change(filled))
+    assert sorted(event.fill.fill_id for event in events if event.fill) == ["f0", "f1", "f2"]
+    assert len({event.event_id for event in events}) == len(events)
+    assert [event.state for event in events].count(OrderState.FILLED) == 1
+    assert outcome(book).state is OrderState.FILLED
+    assert outcome(book).filled_quantity == 3
+
+
+def test_fills_in_the_answer_are_told_after_the_submission() -> None:
+    book, events = ledger()
+    book.submitting(ORDER)
+    answer = book.placed(ORDER, told(OrderState.FILLED, FILLS))
+    assert [event.event_id for event in events] == ["o1:submitted", "o1:fill:f0", "o1:fill:f1", "o1:fill:f2"]
+    assert [event.filled_quantity for event in events] == [0, 1, 2, 3]
+    assert (answer.filled_quantity, answer.average_price) == (3, Decimal(11))
+
+
+def test_an_order_of_unknown_outcome_is_found_again_by_its_tag() -> None:
+    book, events = ledger()
+    book.submitting(ORDER)
+    unknown = OrderOutcome(order_id="o1", state=OrderState.UNKNOWN)
+    book.settled(ORDER, unknown, Failure(code="OUTCOME_UNKNOWN", detail=""))
+    book.changed(KEY, change(3))
+    assert outcome(book).state is OrderState.FILLED
+    assert events[-1].broker_order_id == "b1"
+
+
+def test_a_change_of_an_order_that_is_not_ours_is_not_told() -> None:
+    book, events = ledger()
+    book.changed(KEY, change(1))
+    assert events == []
+    assert book.answer_of("o1") is None
+
+
+def test_a_late_change_does_not_take_back_what_is_known() -> None:
+    book, _ = ledger()
+    book.submitting(ORDER)
+    book.placed(ORDER, told(OrderState.FILLED, FILLS))
+    book.changed(KEY, change(1))
+    assert outcome(book).state is OrderState.FILLED
+    assert outcome(book).filled_quantity == 3
+
+
+def test_a_cancelled_order_keeps_what_was_filled() -> None:
+    book, events = ledger()
+    book.submitting(ORDER)
+    book.placed(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
+    cancelled = OrderChanged(event_id="e9", order=told(OrderState.CANCELLED, FILLS[:1]))
+    book.changed(KEY, cancelled)
+    book.changed(KEY, cancelled)
+    assert [event.state.value for event in events] == ["submitted", "part_filled", "cancelled"]
+    assert events[-1].filled_quantity == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.decimals(1, 5000, places=2)), min_size=1, max_size=9))
+def test_the_average_lies_between_the_lowest_and_the_highest_price(deals: list[tuple[int, Decimal]]) -> None:
+    fills = [
+        Fill(fill_id=str(n), quantity=quantity, price=price, at_ms=0)
+        for n, (quantity, price) in enumerate(deals)
+    ]
+    price = average(fills)
+    assert price is not None
+    assert min(fill.price for fill in fills) <= price <= max(fill.price for fill in fills)
+
+
+def test_without_fills_there_is_no_average() -> None:
+    assert average([]) is None
