@@ -49,6 +49,7 @@ async def _run(api_url: str, exchange_admin_url: str, admin_key: str, demo: Path
     async with httpx.AsyncClient(base_url=api_url, timeout=PATIENCE, trust_env=False) as http:
         try:
             api_key, user_id = await _user(http, admin_key, demo, known)
+            await _without_worker(http, api_key, user_id)
             await _credentials(http, api_key, user_id, exchange_admin_url)
             return await _order(http, api_key, user_id)
         except httpx.HTTPError as error:
@@ -69,6 +70,24 @@ async def _user(http: httpx.AsyncClient, admin_key: str, kept: Path, known: str)
     body = _checked(made)
     key_file.write(kept, f"{user_id} {body['api_key']}\n".encode(), private=True)
     return str(body["api_key"]), user_id
+
+
+async def _without_worker(http: httpx.AsyncClient, api_key: str, user_id: str) -> None:
+    """Stops the user's worker: after a restart its workflow has found it a new one already."""
+    path, headers = f"/v1/users/{user_id}/worker", {"X-API-Key": api_key}
+    stopped = await http.post(f"{path}/stop", json={"reason": "the demo starts afresh"}, headers=headers)
+    if stopped.status_code in (404, 409):  # there is none
+        return
+    _checked(stopped)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        seen = _checked(await http.get(path, headers=headers))
+        lifecycle = seen["lifecycle"]
+        if not seen["live"] and (lifecycle is None or lifecycle["state"] == "Terminated"):
+            return
+        if time.monotonic() > deadline:
+            raise JobFailed(f"the worker of {user_id} is {seen['state']} {PATIENCE:.0f} s after its stop")
+        await asyncio.sleep(0.05)
 
 
 async def _credentials(http: httpx.AsyncClient, api_key: str, user_id: str, exchange_admin_url: str) -> None:
