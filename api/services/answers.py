@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from api import log
 from api.errors import ValkeyUnavailable
+from api.services import tasks
 from infra import valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import MalformedMessage
@@ -76,10 +77,7 @@ class AnswerListener:
                 await self._connected.wait()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await tasks.end(self._task)
         for pending in self._pending.values():
             pending.future.cancel()
         self._pending.clear()
@@ -149,12 +147,10 @@ class AnswerListener:
         try:
             await asyncio.wait({checking, reading}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (checking, reading):
-                task.cancel()
-            results = await asyncio.gather(checking, reading, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+            failed = [task for task in (checking, reading) if task.done()]
+            await tasks.end(checking, reading)
+        for task in failed:
+            task.result()
 
     async def _read(self, pubsub: PubSub) -> None:
         while True:

@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api import log
 from api.auth import Authenticator, Principal, Role
+from api.services import tasks
 from api.services.answers import AnswerListener
 from api.services.flights import Flights
 from api.services.orders import OrderBook
@@ -33,6 +34,8 @@ VALKEY_TIMEOUT = 2.0
 VALKEY_CONNECTIONS = 256
 #: Seconds between two attempts to migrate while PostgreSQL is away.
 MIGRATE_PERIOD = 0.5
+#: Seconds that the start waits for the first attempt; other processes may migrate at the same time.
+MIGRATE_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Schema:
     def __init__(self, database_url: str) -> None:
         self._url = database_url
         self.ready = False
+        #: Set after the first attempt, whatever came of it.
+        self.tried = asyncio.Event()
 
     async def run(self) -> None:
         logger = log.logger()
@@ -68,6 +73,9 @@ class Schema:
                 logger.info("database_migrated")
             except (OSError, SQLAlchemyError) as error:
                 logger.warning("database_not_migrated", reason=type(error).__name__)
+            finally:
+                self.tried.set()
+            if not self.ready:
                 await asyncio.sleep(MIGRATE_PERIOD)
 
 
@@ -99,7 +107,7 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
 
         schema = Schema(settings.database_url)
         migrating = asyncio.create_task(schema.run(), name="migrate")
-        stack.push_async_callback(_cancelled, migrating)
+        stack.push_async_callback(tasks.end, migrating)
         settler = Settler(database)
         settler.start()
         stack.push_async_callback(settler.close)
@@ -111,7 +119,9 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
         stack.push_async_callback(flights.close)
 
         await answers.start()
-        await asyncio.wait({migrating}, timeout=10.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MIGRATE_PATIENCE):
+                await schema.tried.wait()
         control = WorkerControl(temporal)
         book = OrderBook(database, answers, settings.order_deadline)
         yield Services(
@@ -127,9 +137,3 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
             readiness=Readiness(database, client, control, lambda: schema.ready),
             wrapper=wrapper,
         )
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

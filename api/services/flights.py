@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from api import log
 from api.errors import ValkeyUnavailable
 from api.schemas.orders import Order
+from api.services import tasks
 from api.services.answers import AnswerListener
 from api.services.orders import moved_on, outcome_of
 from api.services.queue import Queued, RequestQueue
@@ -76,10 +77,7 @@ class Flights:
         return task
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end(*self._tasks.values())
 
     def _landed(self, order_id: str, task: asyncio.Task[Order]) -> None:
         self._tasks.pop(order_id, None)

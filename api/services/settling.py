@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from api import log
+from api.services import tasks
 from infra.database import orders
 from infra.database.engine import Database, DatabaseUnavailable
 from worker_runtime.protocol.messages import OrderOutcome
@@ -42,10 +43,7 @@ class Settler:
 
     async def close(self) -> None:
         """Writes what is left, if PostgreSQL answers."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await tasks.end(self._task)
         with suppress(DatabaseUnavailable):
             await self._write()
 

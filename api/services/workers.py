@@ -22,6 +22,7 @@ from temporalio.service import RetryConfig, RPCError, RPCStatusCode
 
 from api import log
 from api.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
+from api.services import tasks
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError, Draining, WorkerUnavailable, from_code
 from workflows.messages import (
@@ -101,10 +102,7 @@ class WorkerStarter:
 
     async def close(self) -> None:
         """Lets go of what is under way; the workflows go on without us."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end(*self._running.values())
 
     def _ended(self, user_id: str, task: asyncio.Task[ActiveWorker]) -> None:
         self._running.pop(user_id, None)

@@ -155,9 +155,7 @@ async def chunks(size: int) -> Any:
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async with client() as http:
         fits = await http.post("/echo", content=chunks(MAX_BODY) if chunked else b"x" * MAX_BODY)
-        over = await http.post(
-            "/echo", content=chunks(MAX_BODY + 1024) if chunked else b"x" * (MAX_BODY + 1)
-        )
+        over = await http.post("/echo", content=chunks(MAX_BODY + 1024) if chunked else b"x" * (MAX_BODY + 1))
     assert fits.json() == MAX_BODY
     assert over.status_code == 413
     assert over.json()["code"] == "BODY_TOO_LARGE"

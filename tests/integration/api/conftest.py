@@ -1,0 +1,176 @@
+"""The API in this process, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from temporalio.client import Client
+
+from api.app import create_app
+from api.services.container import Services
+from infra.database import api_keys
+from infra.database.engine import Database
+from infra.database.migrate import migrate
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.settings import Settings
+from infra.vault.master_key import create_master_key
+from tests.integration.api.lifecycle import Lifecycle, orchestrator
+from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class Api:
+    """A running application with a client of each role."""
+
+    app: FastAPI
+    settings: Settings
+    #: A user of this test alone, with an account `main`.
+    user: str
+    key: str
+    admin_key: str
+
+    @property
+    def services(self) -> Services:
+        found: Services = self.app.state.services
+        return found
+
+    def client(self, key: str | None) -> httpx.AsyncClient:
+        headers = {"X-API-Key": key} if key else {}
+        transport = httpx.ASGITransport(self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://api/v1", headers=headers, timeout=40)
+
+
+def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "client_order_id": f"order-{number}",
+        "account_id": "main",
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 1,
+        "price_type": "LMT",
+        "price": "1005.50",
+        **changes,
+    }
+
+
+@pytest.fixture(scope="session")
+def migrated_template(postgres_server: PostgresServer) -> str:
+    """Name of a database with all tables, to copy from: a migration takes half a second."""
+    name = f"api_template_{os.getpid()}"
+    asyncio.run(migrate(postgres_server.create_database(name)))
+    return name
+
+
+@pytest.fixture
+def database_url(postgres_server: PostgresServer, migrated_template: str) -> str:
+    return postgres_server.create_database(f"api_{os.getpid()}_{next(_numbers)}", migrated_template)
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, database_url: str
+) -> Settings:
+    """Temporal is at an address where nobody listens; `temporal_settings` has a real one."""
+    create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
+    return Settings(
+        data_dir=tmp_path,
+        master_key_file=tmp_path / "master.key",
+        master_public_file=tmp_path / "master.pub",
+        valkey_url=valkey_server.url,
+        database_url=database_url,
+        temporal_address="127.0.0.1:1",
+    )
+
+
+@asynccontextmanager
+async def running_api(settings: Settings) -> AsyncIterator[Api]:
+    app = create_app(settings)
+    number = next(_numbers)
+    async with app.router.lifespan_context(app):
+        admin_key = await make_key(settings, "admin")
+        api = Api(app, settings, f"user-{os.getpid()}-{number}", "", admin_key)
+        async with api.client(admin_key) as admin:
+            made = await admin.post("/users", json={"user_id": api.user})
+            assert made.status_code == 201, made.text
+            api.key = made.json()["api_key"]
+        async with api.client(api.key) as user:
+            body = {"broker": "paper", "api_key": "canary-key", "secret_key": "canary-secret"}
+            stored = await user.put(f"/users/{api.user}/accounts/main/credentials", json=body)
+            assert stored.status_code == 200, stored.text
+        yield api
+
+
+async def make_key(settings: Settings, role: api_keys.Role) -> str:
+    database = Database(settings.database_url, pool_size=1)
+    try:
+        async with database.session() as session:
+            return (await api_keys.create(session, role)).token
+    finally:
+        await database.close()
+
+
+@pytest.fixture
+async def api(settings: Settings) -> AsyncIterator[Api]:
+    """An API whose Temporal is down."""
+    async with running_api(settings) as api:
+        yield api
+
+
+@pytest.fixture
+async def user(api: Api) -> AsyncIterator[httpx.AsyncClient]:
+    """The test's user at an API whose Temporal is down."""
+    async with api.client(api.key) as client:
+        yield client
+
+
+@pytest.fixture
+async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[Lifecycle]:
+    """Serves the lifecycle queue as the test says."""
+    lifecycle = Lifecycle(settings.valkey_url)
+    client = await Client.connect(temporal_server.address)
+    async with orchestrator(client, lifecycle):
+        yield lifecycle
+        lifecycle.go.set()
+        async for found in client.list_workflows("ExecutionStatus = 'Running'"):
+            await client.get_workflow_handle(found.id).terminate()
+    await lifecycle.close()
+
+
+@pytest.fixture
+async def whole_api(
+    settings: Settings, temporal_server: TemporalServer, lifecycle: Lifecycle
+) -> AsyncIterator[Api]:
+    """An API with all its servers, and an orchestrator that does what `lifecycle` says."""
+    changed = settings.model_copy(update={"temporal_address": temporal_server.address})
+    async with running_api(changed) as api:
+        yield api
+
+
+@pytest.fixture
+async def start_worker(valkey_server: ValkeyServer) -> AsyncIterator[StartWorker]:
+    """Starts scripted workers, and stops them at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def start(user_id: str, script: Script = filled, *, announce: bool = True) -> ScriptedWorker:
+            worker = ScriptedWorker(valkey_server.url, user_id, script, announce=announce)
+            stack.push_async_callback(worker.stop)
+            await worker.start()
+            return worker
+
+        yield start
+
+
+StartWorker = Callable[..., Awaitable[ScriptedWorker]]

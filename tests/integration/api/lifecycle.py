@@ -1,0 +1,124 @@
+"""A stand-in for the user's workflow, under its real name: it does what the test's `Lifecycle` says."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from temporalio import activity, workflow
+from temporalio.client import Client
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+
+from tests.integration.api.scripted_worker import ScriptedWorker
+from workflows.messages import (
+    ActiveWorker,
+    EnsureActive,
+    ShutdownRequest,
+    UserWorkerInput,
+    UserWorkerView,
+    WorkerRef,
+)
+from workflows.names import LIFECYCLE_QUEUE, USER_WORKER
+
+
+class Lifecycle:
+    """What `ensure_active` does, and what the workflows were told."""
+
+    def __init__(self, valkey_url: str) -> None:
+        self.valkey_url = valkey_url
+        self.calls: list[EnsureActive] = []
+        #: Codes of failures to come, one for each call; then it succeeds.
+        self.failures: list[str] = []
+        #: Set to let a call go on.
+        self.go = asyncio.Event()
+        self.go.set()
+        self.signals: list[tuple[str, str]] = []
+        self.workers: list[ScriptedWorker] = []
+
+    @activity.defn(name="claim_for_test")
+    async def claim(self, user_id: str) -> str:
+        await self.go.wait()
+        if self.failures:
+            return self.failures.pop(0)
+        worker = ScriptedWorker(self.valkey_url, user_id)
+        await worker.start()
+        self.workers.append(worker)
+        return ""
+
+    async def close(self) -> None:
+        self.go.set()
+        for worker in self.workers:
+            await worker.stop()
+
+
+#: The running test's; set by the fixture.
+present: list[Lifecycle] = []
+
+
+@workflow.defn(name=USER_WORKER)
+class ScriptedUserWorker:
+    @workflow.init
+    def __init__(self, start: UserWorkerInput) -> None:
+        self.user_id = start.user_id
+        self.done = False
+        self.active = False
+
+    @workflow.run
+    async def run(self, start: UserWorkerInput) -> None:
+        await workflow.wait_condition(lambda: self.done)
+        await workflow.wait_condition(workflow.all_handlers_finished)
+
+    @workflow.update(name="ensure_active")
+    async def ensure_active(self, request: EnsureActive) -> ActiveWorker:
+        if not workflow.unsafe.is_replaying():
+            present[-1].calls.append(request)
+        failure = await workflow.execute_local_activity(
+            "claim_for_test",
+            self.user_id,
+            result_type=str,
+            schedule_to_close_timeout=timedelta(seconds=30),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+        )
+        if failure == "CLOSES":
+            self.done = True
+            await workflow.wait_condition(lambda: False)
+        if failure:
+            raise ApplicationError(f"scripted {failure}", type=failure, non_retryable=True)
+        self.active = True
+        worker = WorkerRef(worker_id="scripted", task_id="t", epoch=1, claim_id="c", pool="default")
+        return ActiveWorker(worker=worker, state="Active", claimed_at=1_700_000_000.0, connected_at=0.0)
+
+    @workflow.signal(name="shutdown")
+    def shutdown(self, request: ShutdownRequest) -> None:
+        present[-1].signals.append(("shutdown", request.reason))
+        self.done = True
+
+    @workflow.signal(name="reload_credentials")
+    def reload_credentials(self) -> None:
+        present[-1].signals.append(("reload_credentials", ""))
+
+    @workflow.query(name="view")
+    def view(self) -> UserWorkerView:
+        return UserWorkerView(
+            user_id=self.user_id,
+            state="Active" if self.active else "PoolIdle",
+            since=1_700_000_000.0,
+            worker=None,
+            attempts=1,
+            reason="",
+            next_step="",
+            deadline=None,
+        )
+
+
+def orchestrator(client: Client, lifecycle: Lifecycle) -> Worker:
+    present[:] = [lifecycle]
+    return Worker(
+        client,
+        task_queue=LIFECYCLE_QUEUE,
+        workflows=[ScriptedUserWorker],
+        activities=[lifecycle.claim],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    )

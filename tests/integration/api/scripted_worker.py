@@ -1,0 +1,139 @@
+"""A worker as the API sees it: a mark, a loop of `pop.lua`, answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from api.services import tasks
+from infra import valkey
+from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.frames import parse
+from worker_runtime.protocol.messages import (
+    Answer,
+    Failure,
+    OrderOutcome,
+    OrderState,
+    PlaceOrder,
+    Request,
+    decode,
+    encode,
+)
+
+#: What the worker does with an order; None: it never answers.
+Script = Callable[[PlaceOrder], Answer | None]
+
+
+def filled(order: PlaceOrder) -> Answer:
+    price = order.price or Decimal("100")
+    outcome = OrderOutcome(
+        order_id=order.order_id,
+        state=OrderState.FILLED,
+        broker_order_id=f"P-{order.tag}",
+        filled_quantity=order.quantity,
+        average_price=price,
+    )
+    return Answer(request_id=order.request_id, outcome=outcome)
+
+
+def failed(state: OrderState, failure: Failure) -> Script:
+    def script(order: PlaceOrder) -> Answer:
+        reason = f"{failure.code}: {failure.detail}"
+        outcome = OrderOutcome(order_id=order.order_id, state=state, reason=reason)
+        return Answer(request_id=order.request_id, outcome=outcome, failure=failure)
+
+    return script
+
+
+def silent(order: PlaceOrder) -> None:
+    return None
+
+
+class ScriptedWorker:
+    """Serves one user until it is stopped. `popped` are the orders it took, in order."""
+
+    def __init__(self, url: str, user_id: str, script: Script = filled, *, announce: bool = True) -> None:
+        self.user_id = user_id
+        self.script = script
+        #: False: answers are stored but not published, as if the message were lost.
+        self.announce = announce
+        self.popped: list[PlaceOrder] = []
+        self.taken = asyncio.Event()
+        self._client = valkey.connect(url, socket_timeout=10.0)
+        self._task: asyncio.Task[None] | None = None
+
+    async def mark(self) -> None:
+        """Makes itself the user's worker, as a claim does."""
+        generation = await valkey.ensure_generation(self._client, "generation-1")
+        owner, user = keys.owner(self.user_id), self.user_id
+        await valkey.run(self._client, scripts.OWN, [owner], ["1", "scripted", generation])
+        args = ["1", "scripted", "30000", "state", "Active", "version", "0"]
+        await valkey.run(self._client, scripts.MARK, [owner, keys.mark(user), keys.metadata(user)], args)
+
+    async def start(self) -> None:
+        await self.mark()
+        self._task = asyncio.create_task(self._serve())
+
+    async def stop(self) -> None:
+        await tasks.end(self._task)
+        await self._client.aclose()
+
+    async def _serve(self) -> None:
+        for number in itertools.count():
+            while not await self._pop(number):
+                with suppress(RedisError):
+                    await self._client.blpop([keys.doorbell(self.user_id)], timeout=5)
+
+    async def _pop(self, number: int) -> bool:
+        user = self.user_id
+        names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
+        try:
+            kind, item, left, _ = await valkey.run(
+                self._client, scripts.POP, [*names, keys.pop(user)], ["1", "scripted", "s1", str(number)]
+            )
+        except RedisError:
+            await asyncio.sleep(0.05)
+            return False
+        if kind != b"request":
+            return False
+        order: PlaceOrder = decode(parse(item).payload, Request)
+        assert left > 0
+        self.popped.append(order)
+        self.taken.set()
+        answer = self.script(order)
+        if answer is not None:
+            await self.answer(item, answer, order.reply_to if self.announce else "")
+        return True
+
+    async def answer(self, item: bytes, answer: Answer, channel: str) -> None:
+        names = [keys.response(self.user_id, answer.request_id), keys.processing(self.user_id)]
+        await valkey.run(
+            self._client, scripts.ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]
+        )
+
+    async def answer_later(self, answer: Answer) -> None:
+        """Stores and publishes the answer to an order that was popped before."""
+        (order,) = [one for one in self.popped if one.request_id == answer.request_id]
+        await self.answer(b"", answer, order.reply_to)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Waits for a condition; fails when it does not come true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def connected(client: Redis) -> bool:
+    try:
+        return bool(await client.ping())
+    except RedisError:
+        return False

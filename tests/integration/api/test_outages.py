@@ -1,0 +1,243 @@
+"""A server that is down is named at once, and when it is back, so is the API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from temporalio.client import Client
+
+from api.app import create_app
+from infra.database.migrate import migrate
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.settings import Settings
+from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
+from tests.integration.api.lifecycle import Lifecycle, orchestrator
+from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
+from workflows.names import SEARCH_ATTRIBUTES
+
+#: Seconds. "At once": no client's timeout was waited for.
+AT_ONCE = 0.5
+
+
+@pytest.fixture
+def own_valkey(server_directory: Path, tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A Valkey that a test may kill. It keeps its data, as a real one does."""
+    with ValkeyServer(tmp_path / "valkey") as server:
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def own_postgres(server_directory: Path, request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
+    """A PostgreSQL that a test may kill."""
+    with PostgresServer(server_directory / f"postgres-{request.node.name[:40]}") as server:
+        yield server
+
+
+@dataclass
+class Answered:
+    response: httpx.Response
+    seconds: float
+
+    @property
+    def problem(self) -> tuple[int, str, str]:
+        body = self.response.json()
+        return self.response.status_code, body["code"], body["dependency"]
+
+
+async def timed(call: httpx.AsyncClient, method: str, path: str, **options: object) -> Answered:
+    began = time.perf_counter()
+    response = await call.request(method, path, **options)  # type: ignore[arg-type]
+    return Answered(response, time.perf_counter() - began)
+
+
+@pytest.fixture
+async def api_on_own_valkey(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[Api]:
+    async with running_api(settings.model_copy(update={"valkey_url": own_valkey.url})) as api:
+        yield api
+
+
+async def test_valkey_killed_is_told_at_once_and_gets_over(
+    api_on_own_valkey: Api, own_valkey: ValkeyServer
+) -> None:
+    api = api_on_own_valkey
+    worker = ScriptedWorker(own_valkey.url, api.user)
+    await worker.start()
+    async with api.client(api.key) as user:
+        orders = f"/users/{api.user}/orders"
+        assert (await user.post(orders, json=an_order(1))).status_code == 201
+        own_valkey.kill()
+        for number in (2, 3):
+            down = await timed(user, "POST", orders, json=an_order(number))
+            assert down.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
+            assert down.seconds < AT_ONCE
+        shown = await timed(user, "GET", f"/users/{api.user}/worker")
+        assert shown.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
+        ready = await timed(user, "GET", "/readyz")
+        assert ready.response.json()["dependencies"]["valkey"]["state"] == "down"
+        assert ready.response.json()["dependencies"]["postgresql"]["state"] == "up"
+        assert (await user.get("/healthz")).status_code == 200
+
+        own_valkey.start()
+        await worker.mark()
+        end = time.monotonic() + 10
+        number = 10
+        while (await user.post(orders, json=an_order(number))).status_code != 201:
+            assert time.monotonic() < end
+            number += 1
+            await asyncio.sleep(0.05)
+    await worker.stop()
+
+
+async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart(
+    api_on_own_valkey: Api, own_valkey: ValkeyServer
+) -> None:
+    api = api_on_own_valkey
+    worker = ScriptedWorker(own_valkey.url, api.user, lambda order: None)
+    await worker.start()
+    async with api.client(api.key) as user:
+        waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=20", json=an_order()))
+        await worker.taken.wait()
+        # A clean stop writes the log out; what a crash may lose is another test's subject.
+        own_valkey.stop()
+        own_valkey.start()
+        await worker.mark()
+        await worker.answer_later(filled(worker.popped[0]))
+        answer = await waiting
+    assert (answer.status_code, answer.json()["state"]) == (201, "filled")
+    await worker.stop()
+
+
+async def test_a_frozen_valkey_is_told_within_its_timeout(
+    api_on_own_valkey: Api, own_valkey: ValkeyServer
+) -> None:
+    api = api_on_own_valkey
+    async with api.client(api.key) as user:
+        os.kill(own_valkey.pid, signal.SIGSTOP)
+        try:
+            down = await timed(user, "POST", f"/users/{api.user}/orders", json=an_order())
+        finally:
+            os.kill(own_valkey.pid, signal.SIGCONT)
+        assert down.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
+        assert down.seconds < 4
+        assert down.response.json()["order"]["state"] == "accepted"
+
+
+async def test_postgresql_killed_is_told_at_once_and_gets_over(
+    settings: Settings, own_postgres: PostgresServer, start_worker: StartWorker
+) -> None:
+    url = own_postgres.create_database("berth")
+    await migrate(url)
+    changed = settings.model_copy(update={"database_url": url, "api_key_cache": 60.0})
+    async with running_api(changed) as api, api.client(api.key) as user:
+        await start_worker(api.user)
+        orders = f"/users/{api.user}/orders"
+        assert (await user.post(orders, json=an_order(1))).status_code == 201
+        own_postgres.kill()
+        for number in (2, 3):
+            down = await timed(user, "POST", orders, json=an_order(number))
+            assert down.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
+            assert down.seconds < AT_ONCE
+        async with api.client("berth_not-in-the-cache") as other:
+            unknown = await timed(other, "POST", orders, json=an_order(4))
+        assert unknown.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
+        ready = (await user.get("/readyz")).json()
+        assert ready["dependencies"]["postgresql"]["state"] == "down"
+
+        own_postgres.start()
+        end = time.monotonic() + 10
+        number = 10
+        while (await user.post(orders, json=an_order(number))).status_code != 201:
+            assert time.monotonic() < end
+            number += 1
+            await asyncio.sleep(0.05)
+
+
+async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
+    settings: Settings, own_postgres: PostgresServer
+) -> None:
+    url = own_postgres.create_database("late")
+    own_postgres.stop()
+    changed = settings.model_copy(update={"database_url": url})
+    app = create_app(changed)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://api/v1") as client,
+    ):
+        down = await timed(client, "GET", "/readyz")
+        assert down.response.status_code == 503
+        assert down.response.json()["dependencies"]["postgresql"]["state"] == "down"
+        refused = await timed(client, "POST", "/users", json={}, headers={"X-API-Key": "some"})
+        assert refused.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
+        own_postgres.start()
+        end = time.monotonic() + 20
+        while (await client.get("/readyz")).json()["dependencies"]["postgresql"]["state"] != "up":
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        key = await make_key(changed, "admin")
+        made = await client.post("/users", json={}, headers={"X-API-Key": key})
+        assert made.status_code == 201
+
+
+async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    none = await timed(user, "POST", f"/users/{api.user}/orders", json=an_order(1))
+    assert none.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
+    assert none.response.json()["order"]["state"] == "rejected"
+    assert none.seconds < AT_ONCE
+    await start_worker(api.user)
+    assert (await user.post(f"/users/{api.user}/orders", json=an_order(2))).status_code == 201
+    for path in ("start", "stop", "reload-credentials"):
+        down = await timed(user, "POST", f"/users/{api.user}/worker/{path}")
+        assert down.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
+        assert down.seconds < AT_ONCE
+    ready = (await user.get("/readyz")).json()
+    assert ready["dependencies"]["temporal"]["state"] == "down"
+    assert ready["dependencies"]["valkey"]["state"] == "up"
+
+
+@pytest.mark.slow
+async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings, tmp_path: Path) -> None:
+    with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:
+        changed = settings.model_copy(update={"temporal_address": own_temporal.address})
+        lifecycle = Lifecycle(settings.valkey_url)
+        client = await Client.connect(own_temporal.address)
+        async with (
+            orchestrator(client, lifecycle),
+            running_api(changed) as api,
+            api.client(api.key) as user,
+        ):
+            start = f"/users/{api.user}/worker/start"
+            assert (await user.post(start)).status_code == 200
+            own_temporal.kill()
+            for path in (start, f"/users/{api.user}/worker/stop"):
+                down = await timed(user, "POST", path)
+                assert down.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
+                assert down.seconds < 1.5
+            assert (await user.post(f"/users/{api.user}/orders", json=an_order(1))).status_code == 201
+            own_temporal.start()
+            end = time.monotonic() + 20
+            while (await user.post(start)).status_code != 200:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.1)
+
+            # A restart in the middle of a start: the caller is answered when it is back.
+            lifecycle.go.clear()
+            calls = len(lifecycle.calls)
+            starting = asyncio.create_task(user.post(start))
+            await until(lambda: len(lifecycle.calls) > calls)
+            own_temporal.kill()
+            own_temporal.start()
+            lifecycle.go.set()
+            assert (await starting).status_code == 200
+        await lifecycle.close()

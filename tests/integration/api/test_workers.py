@@ -1,0 +1,198 @@
+"""Workers are started, stopped and shown through their workflow."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.integration.api.conftest import Api, StartWorker, an_order
+from tests.integration.api.lifecycle import Lifecycle
+from tests.integration.api.scripted_worker import until
+from worker_runtime.protocol import keys
+
+
+async def test_two_orders_without_a_worker_call_ensure_active_once(
+    whole_api: Api, lifecycle: Lifecycle
+) -> None:
+    api = whole_api
+    lifecycle.go.clear()
+    async with api.client(api.key) as user:
+        both = asyncio.gather(*(user.post(f"/users/{api.user}/orders", json=an_order(n)) for n in (1, 2)))
+        await until(lambda: api.services.answers.pending == 2 and len(lifecycle.calls) == 1)
+        lifecycle.go.set()
+        answers = await both
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert len(lifecycle.calls) == 1
+    assert lifecycle.calls[0].mark_missing
+    (worker,) = lifecycle.workers
+    tags = [int(order.tag, 36) for order in worker.popped]
+    assert len(tags) == 2
+    assert tags == sorted(tags)
+
+
+async def test_a_worker_that_cannot_be_started_gives_the_order_back(
+    whole_api: Api, lifecycle: Lifecycle
+) -> None:
+    api = whole_api
+    lifecycle.failures = ["LOGIN_REJECTED"]
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/orders", json=an_order())
+        body = answer.json()
+        assert (answer.status_code, body["code"]) == (422, "LOGIN_REJECTED")
+        assert body["order"]["state"] == "rejected"
+        assert await api.services.valkey.llen(keys.requests(api.user)) == 0
+
+        # The first outcome stays, also now that a worker would come; and in the database, for good.
+        again = await user.post(f"/users/{api.user}/orders", json=an_order())
+        assert (again.status_code, again.json()["code"]) == (422, "LOGIN_REJECTED")
+        await api.services.valkey.delete(keys.response(api.user, body["order"]["id"]))
+        seen = (await user.get(f"/orders/{body['order']['id']}")).json()
+        assert (seen["state"], seen["code"], seen["final"]) == ("rejected", "LOGIN_REJECTED", True)
+        assert len(lifecycle.calls) == 1
+
+        other = await user.post(f"/users/{api.user}/orders", json=an_order(2))
+        assert other.status_code == 201
+    (worker,) = lifecycle.workers
+    assert [order.order_id for order in worker.popped] == [other.json()["id"]]
+
+
+async def test_a_failed_start_after_a_202_is_seen_later(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    lifecycle.failures = ["UNKNOWN_ACCOUNT"]
+    lifecycle.go.clear()
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/orders?wait=0.05", json=an_order())
+        assert answer.status_code == 202
+        lifecycle.go.set()
+        await until(lambda: api.services.answers.pending == 0)
+        seen = (await user.get(answer.headers["location"].removeprefix("/v1"))).json()
+    assert (seen["state"], seen["code"]) == ("rejected", "UNKNOWN_ACCOUNT")
+
+
+async def test_draining_is_waited_out(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    lifecycle.failures = ["DRAINING", "DRAINING"]
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/orders", json=an_order())
+    assert answer.status_code == 201, answer.text
+    assert len(lifecycle.calls) == 3
+
+
+async def test_a_run_that_closes_under_the_update_is_followed_by_a_new_one(
+    whole_api: Api, lifecycle: Lifecycle
+) -> None:
+    api = whole_api
+    lifecycle.failures = ["CLOSES"]
+    async with api.client(api.key) as user:
+        starting = asyncio.create_task(user.post(f"/users/{api.user}/worker/start"))
+        await until(lambda: len(lifecycle.calls) == 1 and not lifecycle.failures)
+        # Its handler never ends, so the run is ended from outside: as a reset or a timeout would.
+        handle = api.services.control._client.get_workflow_handle(f"user-worker-{api.user}")
+        await handle.terminate()
+        answer = await starting
+    assert answer.status_code == 200, answer.text
+    assert len(lifecycle.calls) == 2
+
+
+async def test_a_dead_worker_is_noticed_while_an_order_waits(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    await api.services.valkey.set(keys.mark(api.user), "1:dead", px=300)
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/orders", json=an_order())
+    assert answer.status_code == 201
+    assert len(lifecycle.calls) == 1
+
+
+async def test_start_returns_the_active_worker(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/worker/start")
+        body = answer.json()
+        assert (answer.status_code, body["worker_id"], body["epoch"]) == (200, "scripted", 1)
+        assert body["claimed_at"] == "2023-11-14T22:13:20Z"
+        shown = (await user.get(f"/users/{api.user}/worker")).json()
+    assert (shown["live"], shown["state"]) == (True, "Active")
+    assert shown["mark"] == {"worker_id": "scripted", "epoch": 1}
+    assert shown["metadata"]["version"] == "0"
+    assert shown["lifecycle"]["state"] == "Active"
+
+
+async def test_start_that_takes_longer_than_its_wait_goes_on(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    lifecycle.go.clear()
+    async with api.client(api.key) as user:
+        answer = await user.post(f"/users/{api.user}/worker/start?wait=0.05")
+        assert (answer.status_code, answer.headers["location"]) == (202, f"/v1/users/{api.user}/worker")
+        lifecycle.go.set()
+        await until(lambda: len(lifecycle.workers) == 1)
+
+
+@pytest.mark.parametrize(("code", "status"), [("LOGIN_REJECTED", 422), ("LOGIN_LIMITED", 429)])
+async def test_start_fails_with_the_workflows_reason(
+    whole_api: Api, lifecycle: Lifecycle, code: str, status: int
+) -> None:
+    lifecycle.failures = [code]
+    async with whole_api.client(whole_api.key) as user:
+        answer = await user.post(f"/users/{whole_api.user}/worker/start")
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    assert answer.json()["detail"] == f"scripted {code}"
+
+
+async def test_stop_and_reload_are_signals(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    async with api.client(api.key) as user:
+        for path in ("stop", "reload-credentials"):
+            none = await user.post(f"/users/{api.user}/worker/{path}")
+            assert (none.status_code, none.json()["code"]) == (404, "NO_WORKER")
+        assert (await user.get(f"/users/{api.user}/worker")).json() == {
+            "user_id": api.user,
+            "live": False,
+            "state": None,
+            "mark": None,
+            "metadata": {},
+            "lifecycle": None,
+        }
+        await user.post(f"/users/{api.user}/worker/start")
+        reload = await user.post(f"/users/{api.user}/worker/reload-credentials")
+        assert (reload.status_code, reload.json()["signal"]) == (202, "reload_credentials")
+        stop = await user.post(f"/users/{api.user}/worker/stop", json={"reason": "going home"})
+        assert (stop.status_code, stop.json()["signal"]) == (202, "shutdown")
+        await until(lambda: len(lifecycle.signals) == 2)
+    assert lifecycle.signals == [("reload_credentials", ""), ("shutdown", "going home")]
+
+
+async def test_new_credentials_are_told_to_a_running_worker(whole_api: Api, lifecycle: Lifecycle) -> None:
+    api = whole_api
+    async with api.client(api.key) as user:
+        await user.post(f"/users/{api.user}/worker/start")
+        body = {"broker": "paper", "api_key": "k2", "secret_key": "s2"}
+        answer = await user.put(f"/users/{api.user}/accounts/main/credentials", json=body)
+        assert (answer.status_code, answer.json()["version"]) == (200, 2)
+        assert answer.json()["reload_signalled"] is True
+        await until(lambda: lifecycle.signals == [("reload_credentials", "")])
+
+
+async def test_an_order_of_a_user_with_a_live_worker_calls_no_workflow(
+    whole_api: Api, lifecycle: Lifecycle, start_worker: StartWorker
+) -> None:
+    api = whole_api
+    await start_worker(api.user)
+    async with api.client(api.key) as user:
+        assert (await user.post(f"/users/{api.user}/orders", json=an_order())).status_code == 201
+    assert lifecycle.calls == []
+
+
+async def test_ready_names_every_server(whole_api: Api) -> None:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(whole_api.app), base_url="http://api/v1"
+    ) as anyone:
+        assert (await anyone.get("/healthz")).json() == {"status": "ok"}
+        ready = await anyone.get("/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
+    assert {name: one["state"] for name, one in ready.json()["dependencies"].items()} == {
+        "postgresql": "up",
+        "valkey": "up",
+        "temporal": "up",
+    }
