@@ -5,6 +5,7 @@ Events are hints: a repeat changes nothing, a late one moves nothing back.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 import structlog
@@ -28,14 +29,14 @@ class Recorder:
 
     async def handle(self, events: Sequence[Event]) -> None:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
+        told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
         async with self._database.session() as session:
+            if told:
+                recorded = await orders.record_events(session, told)
+                for order_id in recorded.unknown:
+                    log.error("events_of_unknown_order", order_id=order_id)
             for event in events:
-                if isinstance(event, OrderEvent):
-                    try:
-                        await orders.record_event(session, event)
-                    except (orders.OrderNotFound, ValueError) as error:
-                        log.error("order_event_dropped", event_id=event.event_id, reason=str(error))
-                else:
+                if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
 
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
@@ -49,3 +50,12 @@ class Recorder:
         else:
             reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end(session, claim_id=row.claim_id, reason=reason)
+
+
+def _has_order_id(event: OrderEvent) -> bool:
+    try:
+        uuid.UUID(event.order_id)
+    except ValueError:
+        log.error("order_event_dropped", event_id=event.event_id, reason="the order id is none")
+        return False
+    return True

@@ -30,20 +30,8 @@ def pss_mib(pid: int) -> float:
     return kib / 1024
 
 
-def _worker_pids(target: Target) -> dict[str, int]:
-    """Worker id → pid of its zygote, found by the command line that the node gives it."""
-    wanted = {task.worker_id for task in target.workers()}
-    found: dict[str, int] = {}
-    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        words = process.info["cmdline"] or []
-        for worker_id in wanted.intersection(words):
-            # The children of a zygote show its command line too; the zygote is the oldest of them.
-            found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
-    return found
-
-
 def _mean(target: Target, only: set[str] | None = None) -> float:
-    pids = _worker_pids(target)
+    pids = target.worker_pids()
     sizes = [pss_mib(pid) for worker_id, pid in pids.items() if only is None or worker_id in only]
     return sum(sizes) / len(sizes)
 

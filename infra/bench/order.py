@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from infra.bench import figures, floor
+from infra.bench.cpu import CpuMeter
 from infra.bench.rest import RequestFailed, Rest
 from infra.bench.target import BenchUser, Target, running
 
@@ -68,7 +69,9 @@ def run(n: int = 2000, users: int = 8, seconds: float = 10.0) -> dict[str, Any]:
         connection = Rest(target.api_url, traders[0].api_key)
         for _ in range(_WARM_UP):
             place(connection, traders[0])
+        meter = CpuMeter(target)
         taken = [place(connection, traders[0]) for _ in range(n)]
+        cpu = meter.milliseconds(n)
         connection.close()
         bare = floor.measure(target.settings.valkey_url, n)
         together = _closed_loop(target, traders, seconds)
@@ -79,6 +82,7 @@ def run(n: int = 2000, users: int = 8, seconds: float = 10.0) -> dict[str, Any]:
         "floor_p99_ms": figures.milliseconds(bare, 99)["p99_ms"],
         "users": users,
         "orders_per_s": round(together, 1),
+        "cpu_ms_per_order": cpu,
     }
 
 
@@ -95,5 +99,9 @@ def table(result: dict[str, Any]) -> None:
                 f"p50 {result['floor_p50_ms']}   p99 {result['floor_p99_ms']}",
             ),
             (f"{result['users']} users at once", f"{result['orders_per_s']} orders/s"),
+            (
+                "CPU of one order, ms",
+                "   ".join(f"{name} {value}" for name, value in result["cpu_ms_per_order"].items()),
+            ),
         ],
     )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from temporalio.client import Client
 
 from infra.bench.rest import Rest
@@ -46,6 +47,16 @@ class Target:
 
     def workers(self) -> list[Task]:
         return self.stack.node.tasks()
+
+    def worker_pids(self) -> dict[str, int]:
+        """Worker id → pid of its first process, found by the command line that the node gives it."""
+        wanted = {task.worker_id for task in self.workers()}
+        found: dict[str, int] = {}
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            for worker_id in wanted.intersection(process.info["cmdline"] or []):
+                # A worker's other processes show the same command line; the first one has the least pid.
+                found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
+        return found
 
     def make_users(self, prefix: str, count: int) -> list[BenchUser]:
         """Registers users, their accounts at the exchange, and their credentials."""
