@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class WorkerState(StrEnum):
@@ -61,7 +62,7 @@ class UserWorkerInput:
     pool: str = "default"
     settings: UserWorkerSettings = field(default_factory=UserWorkerSettings)
     #: Set by continue-as-new only: `workflows.user_worker_state.UserWorkerState` as a plain dict.
-    carried: dict[str, object] | None = None
+    carried: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +261,7 @@ class PoolInput:
     check_period: float = 60.0
     launch_timeout: float = 30.0
     #: Set by continue-as-new only.
-    carried: dict[str, object] | None = None
+    carried: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

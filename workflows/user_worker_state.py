@@ -230,7 +230,7 @@ class UserWorkerState:
             deadline=self.deadline,
         )
 
-    def carried(self) -> dict[str, object]:
+    def carried(self) -> dict[str, Any]:
         """As a plain dict for continue-as-new."""
         return asdict(self)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
+from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from workflows import messages as m
@@ -210,4 +211,22 @@ async def until_state(client: Client, user_id: str, *states: str) -> m.UserWorke
         view = await handle(client, user_id).query(UserWorkerWorkflow.view)
         if view.state in states:
             return view
+        await asyncio.sleep(0.02)
+
+
+def skipped(env: WorkflowEnvironment) -> AbstractAsyncContextManager[None]:
+    """While it is open, the server jumps over timers; the class that has it is not public."""
+    unlocked: AbstractAsyncContextManager[None] = cast("Any", env).time_skipping_unlocked()
+    return unlocked
+
+
+async def finished(env: WorkflowEnvironment, user_id: str) -> None:
+    """Waits for the end of the run, its timers skipped."""
+    async with skipped(env):
+        await handle(env.client, user_id).result()
+
+
+async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
+    """Waits for something that only a question can tell; the test's time limit ends it."""
+    while not (found if isinstance(found := condition(), bool) else await found):  # noqa: ASYNC110
         await asyncio.sleep(0.02)

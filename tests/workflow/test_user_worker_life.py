@@ -10,7 +10,7 @@ from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until_state
+from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, until, until_state
 from workflows import messages as m
 from workflows.user_worker import UserWorkerWorkflow
 
@@ -36,7 +36,7 @@ async def test_an_unused_worker_ends_after_the_idle_timeout(
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
     assert [stop.reason for stop in fleet.stops] == ["idle"]
     assert fleet.checks == 1
 
@@ -45,13 +45,13 @@ async def test_newer_activity_lets_the_worker_sleep_the_rest(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     began = time.time()
-    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=began + 1700)]
+    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=began + 900)]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         ended = await skipping.get_current_time()
     assert fleet.checks == 2
-    assert ended.timestamp() - began == pytest.approx(1700 + 1800, abs=30)
+    assert ended.timestamp() - began == pytest.approx(900 + 1800, abs=120)
 
 
 async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
@@ -60,7 +60,7 @@ async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
     fleet.health = [UNMARKED, UNMARKED]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
     assert fleet.checks == 3
 
 
@@ -73,7 +73,7 @@ async def test_an_idle_worker_costs_at_most_six_actions_an_hour(
     fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=at) for at in uses]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         ended = (await skipping.get_current_time()).timestamp()
         history = await handle(skipping.client, "u1").fetch_history()
     kinds = [event.WhichOneof("attributes") or "" for event in history.events]
@@ -89,7 +89,7 @@ async def test_a_shutdown_without_payload_ends_worker_and_run(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("shutdown")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
     assert [(stop.reason, stop.grace) for stop in fleet.stops] == [("requested", 30.0)]
 
 
@@ -103,7 +103,7 @@ async def test_a_draining_worker_refuses_until_it_has_ended(
         await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         await ensure_active(skipping.client, "u1")
     assert isinstance(failed.value.cause, ApplicationError)
     assert failed.value.cause.type == "DRAINING"
@@ -164,11 +164,10 @@ async def test_five_crashes_park_the_user_until_resumed(
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        async with skipping.time_skipping_unlocked():
-            for number in range(1, 5):
-                await lose(skipping, number)
-                await until_worker(skipping, f"w{number + 1}")
-                # The idle timer of an Active worker must not run off while nothing else happens.
+        for number in range(1, 5):
+            await lose(skipping, number)
+            await skipping.sleep(10)  # longer than the backoff, far shorter than the idle timeout
+            await until_worker(skipping, f"w{number + 1}")
         await lose(skipping, 5)
         await until_state(skipping.client, "u1", m.WorkerState.PARKED)
         with pytest.raises(WorkflowUpdateFailedError) as failed:
@@ -242,8 +241,7 @@ async def test_a_missing_owner_key_is_put_back_by_a_check(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("worker_event", missing)
-        while not fleet.checks:
-            await asyncio.sleep(0.02)
+        await until(lambda: fleet.checks > 0)
     assert fleet.checks == 1
 
 
@@ -255,9 +253,12 @@ async def test_a_new_run_goes_on_with_the_same_worker(
         before = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
         run_id = (await handle(skipping.client, "u1").describe()).run_id
         await handle(skipping.client, "u1").signal("renew")
-        while (described := await handle(skipping.client, "u1").describe()).run_id == run_id:
-            await asyncio.sleep(0.02)
-        assert described.status == WorkflowExecutionStatus.RUNNING
+
+        async def renewed() -> bool:
+            described = await handle(skipping.client, "u1").describe()
+            return described.run_id != run_id and described.status == WorkflowExecutionStatus.RUNNING
+
+        await until(renewed)
         second = await ensure_active(skipping.client, "u1")
         after = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
     assert first == second

@@ -9,7 +9,7 @@ from temporalio.client import WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until_state
+from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, skipped, until_state
 from workflows import messages as m
 from workflows.user_worker import UserWorkerWorkflow
 
@@ -76,7 +76,7 @@ async def test_claims_are_given_up_after_three_dead_workers(
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
     assert code_of(failed.value) == "WORKER_UNAVAILABLE"
     assert len(set(fleet.claims)) == 3
 
@@ -97,7 +97,7 @@ async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
     assert code_of(failed.value) == "BROKER_UNREACHABLE"
     assert fleet.connects == [2, 3]
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
@@ -120,7 +120,7 @@ async def test_a_rejected_login_is_not_tried_again(skipping: WorkflowEnvironment
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
     assert code_of(failed.value) == "LOGIN_REJECTED"
     assert isinstance(failed.value.cause, ApplicationError)
@@ -138,7 +138,7 @@ async def test_the_next_call_after_a_failed_start_begins_a_new_run(
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError):
             await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         active = await ensure_active(skipping.client, "u1")
     assert active.worker.worker_id == "w2"
 
@@ -183,7 +183,7 @@ async def test_a_shutdown_cuts_a_start_short(skipping: WorkflowEnvironment, flee
         await handle(skipping.client, "u1").signal("shutdown")
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await call
-        await handle(skipping.client, "u1").result()
+        await finished(skipping, "u1")
         fleet.hold_connect.set()
     assert code_of(failed.value) == "DRAINING"
     assert [stop.reason for stop in fleet.stops] == ["requested"]
@@ -198,7 +198,7 @@ async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         assert code_of(failed.value) == "WORKER_UNAVAILABLE"
-        async with skipping.time_skipping_unlocked():
+        async with skipped(skipping):
             view = await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
     assert view.worker is not None
     assert view.worker.worker_id == "w2"
