@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,39 +43,43 @@ class _AdminServer(uvicorn.Server):
 
 async def serve(options: ExchangeOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises `LedgerInUse`, or OSError if a port is taken."""
-    loop = asyncio.get_running_loop()
     ledger = Ledger(options.ledger)
-    links: set[Link] = set()
     try:
-        exchange = Exchange(
-            ledger,
-            loop.call_later,
-            seed=options.seed,
-            connections_per_person=options.connections_per_person,
-        )
-        admin = _AdminServer(
-            uvicorn.Config(
-                create_admin(exchange),
-                host=options.host,
-                port=options.admin_port,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=2,
-            )
-        )
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, setattr, admin, "should_exit", True)
-        sessions = await loop.create_server(lambda: Link(exchange, links), options.host, options.port)
-        _log.info(
-            "exchange.started", port=options.port, admin_port=options.admin_port, ledger=str(options.ledger)
-        )
-        try:
-            await admin.serve()
-        finally:
-            sessions.close()
-            for link in list(links):
-                link.end("the exchange is shutting down", abrupt=False)
-            _log.info("exchange.stopped")
+        # Bound here, because uvicorn ends the process by itself when it cannot bind.
+        with socket.create_server((options.host, options.admin_port), backlog=128) as admin_socket:
+            await _serve(options, ledger, admin_socket)
     finally:
         ledger.close()
+
+
+async def _serve(options: ExchangeOptions, ledger: Ledger, admin_socket: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    exchange = Exchange(
+        ledger,
+        loop.call_later,
+        seed=options.seed,
+        connections_per_person=options.connections_per_person,
+    )
+    admin = _AdminServer(
+        uvicorn.Config(
+            create_admin(exchange),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
+    )
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, setattr, admin, "should_exit", True)
+    links: set[Link] = set()
+    sessions = await loop.create_server(lambda: Link(exchange, links), options.host, options.port)
+    _log.info(
+        "exchange.started", port=options.port, admin_port=options.admin_port, ledger=str(options.ledger)
+    )
+    try:
+        await admin.serve(sockets=[admin_socket])
+    finally:
+        sessions.close()
+        for link in list(links):
+            link.end("the exchange is shutting down", abrupt=False)
+        _log.info("exchange.stopped")

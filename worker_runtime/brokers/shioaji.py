@@ -54,14 +54,45 @@ def _private_folder() -> str:
     return tempfile.mkdtemp(prefix="berth-sj-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
 
 
+class _Files:
+    """Where the SDK keeps its log, its tokens and its contracts: one folder a process, because it learns of
+    it from the environment. Emptied when the last session is closed; a worker ends without `atexit`."""
+
+    def __init__(self) -> None:
+        self.folder = _private_folder()
+        self._lock = threading.Lock()
+        self._sessions = 0
+
+    def session_opened(self) -> None:
+        with self._lock:
+            self._sessions += 1
+
+    def session_closed(self) -> None:
+        with self._lock:
+            self._sessions -= 1
+            if self._sessions > 0:
+                return
+            for entry in os.scandir(self.folder):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
+
+
+@cache
+def _files() -> _Files:
+    files = _Files()
+    atexit.register(shutil.rmtree, files.folder, ignore_errors=True)
+    os.environ["SJ_LOG_PATH"] = f"{files.folder}/shioaji.log"
+    os.environ["SJ_HOME_PATH"] = files.folder
+    os.environ["SJ_CONTRACTS_PATH"] = files.folder
+    return files
+
+
 @cache
 def load_sdk() -> Any:
-    """Imports the SDK, once a process, with its files (log, token pool, contracts) in a private folder."""
-    folder = _private_folder()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["SJ_LOG_PATH"] = f"{folder}/shioaji.log"
-    os.environ["SJ_HOME_PATH"] = folder
-    os.environ["SJ_CONTRACTS_PATH"] = folder
+    """Imports the SDK, once a process, with its files in a private folder."""
+    _files()
     return import_module("shioaji")
 
 
@@ -81,6 +112,7 @@ class ShioajiBroker:
         self._api: Any = None
         self._account: Any = None
         self._down: str | None = None
+        self._uses_files = False
         self._closing = threading.Lock()
 
     def login(self, credentials: Credentials, timeout: float) -> None:
@@ -92,15 +124,20 @@ class ShioajiBroker:
         if self._down is not None:
             raise SessionDown(self._down)
         _check_keys(credentials)
+        if not self._uses_files:
+            self._uses_files = True
+            _files().session_opened()
         deadline = time.monotonic() + timeout
         opened: list[Any] = []
 
         def open_session() -> tuple[Any, Any]:
             api = self._load().Shioaji(simulation=self._key.simulation)
             opened.append(api)
+            accounts = api.login(credentials.api_key, credentials.secret_key)
+            # Only now: before the login, everything raises AuthError, which would pass for a refusal.
             api.set_order_callback(self._happened)
             api.set_session_down_callback(self._session_down)
-            account = self._choose(api.login(credentials.api_key, credentials.secret_key))
+            account = self._choose(accounts)
             if not self._key.simulation:
                 _activate_certificate(api, credentials)
             left = max(1, int((deadline - time.monotonic()) * 1000))
@@ -164,12 +201,17 @@ class ShioajiBroker:
         with self._closing:
             api, self._api = self._api, None
             self._down = self._down or "this broker session was closed"
-        if api is None:
-            return
-        try:
-            within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
-        except TookTooLong:
-            self._log.warning("shioaji.logout_unanswered")
+            used, self._uses_files = self._uses_files, False
+        if api is not None:
+            try:
+                within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
+            except TookTooLong:
+                self._log.warning("shioaji.logout_unanswered")
+        if used:
+            try:
+                _files().session_closed()
+            except OSError as error:
+                self._log.warning("shioaji.files_left", error=type(error).__name__)
 
     # --- inside ---------------------------------------------------------------------------------------
 

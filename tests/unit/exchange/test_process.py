@@ -255,10 +255,12 @@ def test_sigterm_ends_it_with_0_and_tells_its_clients(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_taken_port_is_a_clear_error(server: ExchangeServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("taken", ["--port", "--admin-port"])
+def test_a_taken_port_is_a_clear_error(server: ExchangeServer, tmp_path: Path, taken: str) -> None:
+    ports = {"--port": free_port(), "--admin-port": free_port(), taken: server.port}
+    words = [str(word) for pair in ports.items() for word in pair]
     done = subprocess.run(
-        [sys.executable, "-m", "infra.exchange", "--port", str(server.port), "--admin-port",
-         str(free_port()), "--ledger", str(tmp_path / "l.db")],
+        [sys.executable, "-m", "infra.exchange", *words, "--ledger", str(tmp_path / "l.db")],
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert done.returncode == 1

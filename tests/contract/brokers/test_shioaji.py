@@ -1,0 +1,455 @@
+"""The Shioaji adapter, as far as it goes without the real broker: on a stand-in for the SDK's client which
+uses its real order classes and errors, and on the real SDK in a process without any network."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.contract.brokers.conftest import Heard, order, until
+from tests.contract.brokers.test_shioaji_book import deal_event, order_event
+from tests.contract.brokers.test_shioaji_mapping import trade
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.brokers.shioaji import ShioajiBroker, load_sdk
+from worker_runtime.protocol.errors import (
+    BrokerError,
+    BrokerUnreachable,
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.messages import Credentials, OrderState, PriceType, TimeInForce
+
+KEYS = Credentials(api_key="A" * 44, secret_key="B" * 44)
+WITH_CERTIFICATE = Credentials(
+    api_key="A" * 44,
+    secret_key="B" * 44,
+    person_id="A123456789",
+    ca_certificate=b"certificate",
+    ca_password="pass",
+)
+REAL = load_sdk()
+
+
+class Client:
+    """Stands in for the SDK's `Shioaji`; each method does what its test says, or succeeds."""
+
+    def __init__(self, simulation: bool) -> None:
+        self.simulation = simulation
+        self.calls: list[tuple[str, Any]] = []
+        self.does: dict[str, Callable[..., Any]] = {}
+        self.accounts = [
+            REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "111", True, "u"),
+            REAL.Account(REAL.AccountType.Future, "A1", "F002", "222", True, "u"),
+        ]
+        self.callback: Callable[[Any, Any], None] | None = None
+        self.session_down: Callable[[], None] | None = None
+        self.contracts = SimpleNamespace(preload=self._preload, get=self._get)
+
+    def _do(self, name: str, result: Any, *args: Any, **words: Any) -> Any:
+        self.calls.append((name, words or args))
+        return self.does[name](*args, **words) if name in self.does else result
+
+    def login(self, api_key: str, secret_key: str) -> Any:
+        return self._do("login", self.accounts, api_key, secret_key)
+
+    def logout(self) -> None:
+        self._do("logout", None)
+
+    def activate_ca(self, path: str, password: str, person_id: str | None) -> Any:
+        return self._do("activate_ca", True, path, password, person_id)
+
+    def place_order(self, contract: Any, native: Any, timeout: int) -> Any:
+        return self._do("place_order", trade(REAL), contract=contract, order=native, timeout=timeout)
+
+    def update_status(self, account: Any, timeout: int) -> None:
+        self._do("update_status", None, account=account, timeout=timeout)
+
+    def list_trades(self) -> Any:
+        return self._do("list_trades", [trade(REAL)])
+
+    def list_positions(self, account: Any, unit: str, timeout: int) -> Any:
+        return self._do("list_positions", [], account=account, unit=unit, timeout=timeout)
+
+    def usage(self, timeout: int) -> Any:
+        return self._do("usage", None, timeout=timeout)
+
+    def set_order_callback(self, callback: Callable[[Any, Any], None]) -> None:
+        if "login" not in self.names():  # as the real one does
+            raise REAL.AuthError("Not authenticated")
+        self.callback = callback
+
+    def clear_order_callback(self) -> None:
+        self.callback = None
+
+    def set_session_down_callback(self, callback: Callable[[], None]) -> None:
+        self.session_down = callback
+
+    def clear_session_down_callback(self) -> None:
+        self.session_down = None
+
+    def _preload(self, kinds: list[str], timeout: int) -> None:
+        self._do("preload", None, kinds, timeout=timeout)
+
+    def _get(self, code: str, security_type: str) -> Any:
+        if code == "TXFR1":
+            return SimpleNamespace(code="TXFR1", target_code="TXFA6")
+        known = {"STK": ["2890"], "FUT": ["TXFA6"], "OPT": []}[security_type]
+        return SimpleNamespace(code=code, target_code=None) if code in known else None
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Setting:
+    """A broker on a stand-in client."""
+
+    def __init__(
+        self, heard: Heard, kind: str = "stock", account: str = "111", simulation: bool = True
+    ) -> None:
+        self.client = Client(simulation)
+        self.made: list[bool] = []
+        sdk = SimpleNamespace(Shioaji=self._make, StockOrder=REAL.StockOrder, FuturesOrder=REAL.FuturesOrder)
+        key = ConnectionKey("shioaji", kind, simulation, account)
+        self.broker = ShioajiBroker(key, heard, lambda: sdk)
+
+    def _make(self, simulation: bool) -> Client:
+        self.made.append(simulation)
+        return self.client
+
+    def login(self, credentials: Credentials = KEYS) -> ShioajiBroker:
+        self.broker.login(credentials, 5.0)
+        return self.broker
+
+
+@pytest.fixture
+def setting(heard: Heard) -> Setting:
+    return Setting(heard)
+
+
+def fails(name: str, text: str = "text") -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise getattr(REAL, name)(text)
+
+    return fail
+
+
+# --- what needs no SDK at all ---------------------------------------------------------------------------
+
+
+def test_importing_the_adapter_does_not_import_the_sdk() -> None:
+    code = (
+        "import sys, worker_runtime.brokers.shioaji, worker_runtime.brokers.registry as r;"
+        "bad = {'shioaji', 'asyncio', 'logging', 'pydantic'} & set(sys.modules);"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        Credentials(api_key="", secret_key=""),
+        Credentials(api_key="short", secret_key="B" * 44),
+        Credentials(api_key="A" * 44, secret_key="short"),
+        Credentials(api_key="A" * 44, secret_key="0OIl" * 11),
+    ],
+)
+def test_a_malformed_key_is_rejected_before_the_sdk_is_touched(setting: Setting, keys: Credentials) -> None:
+    with pytest.raises(LoginRejected) as caught:
+        setting.login(keys)
+    assert setting.made == []
+    assert "0OIl0OIl" not in str(caught.value)
+
+
+def test_a_type_that_shioaji_lacks_is_refused(heard: Heard) -> None:
+    with pytest.raises(BrokerError, match="no broker type 'bonds'"):
+        ShioajiBroker(ConnectionKey("shioaji", "bonds", True, "a"), heard)
+
+
+#: A process whose only network is its own loopback, so that no test ever talks to the real broker. (With
+#: not even a loopback, the constructor of shioaji 1.7.9 dies by SIGSEGV.)
+CUT_OFF = """
+import fcntl, os, socket, struct, sys, time
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.brokers.shioaji import ShioajiBroker
+from worker_runtime.protocol.errors import BrokerUnreachable
+from worker_runtime.protocol.messages import Credentials
+
+SIOCSIFFLAGS, UP = 0x8914, 0x1
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", UP))
+broker = ShioajiBroker(ConnectionKey("shioaji", "stock", True, "a"), print)
+started = time.monotonic()
+try:
+    broker.login(Credentials(api_key="A" * 44, secret_key="B" * 44), float(sys.argv[1]))
+except BrokerUnreachable:
+    print("unreachable", time.monotonic() - started)
+broker.close()
+print("closed", time.monotonic() - started)
+print("left", len(os.listdir(os.environ["SJ_HOME_PATH"])), flush=True)
+os._exit(0)  # as a session does: a login that hangs must not hold it up
+"""
+
+
+@pytest.mark.parametrize("timeout", [1.0, 12.0])  # shorter and longer than the SDK takes (3.1 to 5.6 s)
+def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_user, new_net = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
+
+    def cut_off() -> None:
+        if libc.unshare(new_net) and libc.unshare(new_user | new_net):
+            os._exit(77)
+
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_OFF, str(timeout)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        preexec_fn=cut_off,
+    )
+    if done.returncode == 77:
+        pytest.skip("this host allows no network namespaces")
+    told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("unr", "clo", "left")))
+    assert set(told) == {"unreachable", "closed", "left"}, done.stderr
+    assert float(told["unreachable"]) < timeout + 0.5
+    assert float(told["closed"]) < float(told["unreachable"]) + 1.0
+    assert timeout < 5 or int(told["left"]) == 0  # a login that is still under way may write another file
+
+
+# --- login ------------------------------------------------------------------------------------------------
+
+
+def test_a_login_says_simulation_and_loads_the_contracts(setting: Setting) -> None:
+    setting.login()
+    assert setting.made == [True]
+    assert setting.client.names() == ["login", "preload"]
+    setting.broker.ping(1.0)
+
+
+def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(heard: Heard) -> None:
+    futures = Setting(heard, kind="futures", account="our-own-name")
+    futures.login()
+    futures.broker.positions(1.0)
+    [(_, words)] = [call for call in futures.client.calls if call[0] == "list_positions"]
+    assert words["account"].account_id == "222"
+    assert words["unit"] == "Common"
+
+
+def test_two_accounts_of_one_type_need_a_name(heard: Heard) -> None:
+    setting = Setting(heard, account="our-own-name")
+    setting.client.accounts.append(REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "333", True, "u"))
+    with pytest.raises(LoginRejected):
+        setting.login()
+    until(lambda: "logout" in setting.client.names())  # the login itself had succeeded
+
+
+def test_production_activates_the_certificate_from_a_private_file_that_does_not_stay(heard: Heard) -> None:
+    setting = Setting(heard, simulation=False)
+    seen: list[tuple[str, bytes, int]] = []
+
+    def activate(path: str, password: str, person_id: str) -> bool:
+        seen.append((path, Path(path).read_bytes(), Path(path).stat().st_mode & 0o777))
+        return (password, person_id) == ("pass", "A123456789")
+
+    setting.client.does["activate_ca"] = activate
+    setting.login(WITH_CERTIFICATE)
+    [(path, content, mode)] = seen
+    assert (content, mode) == (b"certificate", 0o600)
+    assert not Path(path).parent.exists()
+
+
+def test_production_without_a_certificate_or_with_a_bad_one_is_rejected(heard: Heard) -> None:
+    with pytest.raises(LoginRejected, match="certificate"):
+        Setting(heard, simulation=False).login(KEYS)
+    bad = Setting(heard, simulation=False)
+    bad.client.does["activate_ca"] = fails("CaPasswordError")
+    with pytest.raises(LoginRejected):
+        bad.login(WITH_CERTIFICATE)
+
+
+def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: Setting) -> None:
+    setting.client.does["login"] = fails("ServerError", "451 Too Many Connections")
+    with pytest.raises(LoginLimited):
+        setting.login()
+    setting.client.does["login"] = fails("SystemMaintenance", "503")
+    with pytest.raises(LoginLimited):
+        setting.login()
+
+
+def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(setting: Setting) -> None:
+    release = threading.Event()
+    setting.client.does["login"] = lambda *_: release.wait(10) and setting.client.accounts
+    started = time.monotonic()
+    with pytest.raises(BrokerUnreachable):
+        setting.broker.login(KEYS, 0.2)
+    assert time.monotonic() - started < 2.0
+    release.set()
+    until(lambda: "logout" in setting.client.names())
+    with pytest.raises(SessionDown):
+        setting.broker.ping(1.0)
+
+
+# --- orders -----------------------------------------------------------------------------------------------
+
+
+def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: Setting) -> None:
+    broker = setting.login()
+    wanted = order(symbol="2890", price=Decimal("17.05"), quantity=3)
+    placed = broker.place(wanted, 2.0)
+    assert (placed.broker_order_id, placed.state) == ("531e27af", OrderState.SUBMITTED)
+    [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
+    assert sent["contract"].code == "2890"
+    assert 1000 < sent["timeout"] < 2000
+    native = sent["order"]
+    assert (native.action.value, native.price, native.quantity) == ("Buy", 17.05, 3)
+    assert (native.price_type.value, native.time_in_force.value) == ("LMT", "ROD")
+    assert (native.custom_field, native.account.account_id) == (wanted.tag, "111")
+    assert (native.order_lot.value, native.order_cond.value) == ("Common", "Cash")
+
+
+def test_a_futures_order_names_the_real_contract_behind_a_rolling_code(heard: Heard) -> None:
+    setting = Setting(heard, kind="futures")
+    setting.login().place(order(symbol="TXFR1", price=Decimal(22000)), 2.0)
+    [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
+    assert sent["contract"].code == "TXFA6"
+    assert sent["order"].octype.value == "Auto"
+
+
+def test_what_cannot_be_said_is_rejected_unsent(heard: Heard) -> None:
+    stock, futures = Setting(heard), Setting(heard, kind="futures")
+    stock.login()
+    futures.login()
+    with pytest.raises(OrderRejected, match="no stock contract"):
+        stock.broker.place(order(symbol="9999", price=Decimal(1)), 1.0)
+    with pytest.raises(OrderRejected, match="9938"):
+        futures.broker.place(order(symbol="TXFA6"), 1.0)
+    with pytest.raises(OrderRejected, match="no time"):
+        stock.broker.place(order(symbol="2890", price=Decimal(17)), 0.01)
+    assert "place_order" not in stock.client.names() + futures.client.names()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ShioajiTimeoutError", OutcomeUnknown),
+        ("ShioajiConnectionError", OutcomeUnknown),
+        ("OrderOutcomeUnknownError", OutcomeUnknown),
+        ("ServerError", OutcomeUnknown),
+        ("BadRequestError", OrderRejected),
+        ("TokenError", SessionDown),
+    ],
+)
+def test_errors_of_the_call_are_told_apart_and_never_tried_again(
+    setting: Setting, name: str, wanted: type[BrokerError]
+) -> None:
+    broker = setting.login()
+    setting.client.does["place_order"] = fails(name)
+    with pytest.raises(wanted):
+        broker.place(order(symbol="2890", price=Decimal(17)), 2.0)
+    assert setting.client.names().count("place_order") == 1
+
+
+def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_it_late(
+    setting: Setting, heard: Heard
+) -> None:
+    broker = setting.login()
+    release = threading.Event()
+
+    def hang(**_: Any) -> Any:
+        assert release.wait(10)
+        return trade(REAL)
+
+    setting.client.does["place_order"] = hang
+    with pytest.raises(OutcomeUnknown):
+        broker.place(order(symbol="2890", price=Decimal(17)), 0.3)
+    release.set()
+    [change] = heard.wait(lambda changes: len(changes) == 1)
+    assert change.order.tag == "abc123"
+
+
+def test_events_are_told_once_and_those_of_the_other_account_never(setting: Setting, heard: Heard) -> None:
+    broker = setting.login()
+    broker.place(order(symbol="2890", price=Decimal("17.05"), quantity=3), 2.0)
+    tell = setting.client.callback
+    assert tell is not None
+    deal = {**deal_event("1"), "account_id": "111"}
+    tell(REAL.OrderState.StockDeal, deal)
+    tell(REAL.OrderState.StockDeal, deal)
+    tell(REAL.OrderState.StockDeal, {**deal_event("2"), "account_id": "222"})
+    tell(REAL.OrderState.StockOrder, {"nonsense": 1})  # logged; the SDK's thread lives on
+    tell(REAL.OrderState.StockOrder, order_event("Cancel", order_quantity=0))
+    assert [(c.order.state, c.fill is not None) for c in heard.changes] == [
+        (OrderState.PART_FILLED, True),
+        (OrderState.CANCELLED, False),
+    ]
+
+
+def test_the_orders_of_the_day_are_read_anew(setting: Setting) -> None:
+    broker = setting.login()
+    others = setting.client.accounts[1]
+    setting.client.does["list_trades"] = lambda: [trade(REAL), trade(REAL, id="x", account=others)]
+    assert [known.broker_order_id for known in broker.orders(1.0)] == ["531e27af"]
+    assert setting.client.names()[-2:] == ["update_status", "list_trades"]
+
+
+# --- the end of a session ---------------------------------------------------------------------------------
+
+
+def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting: Setting) -> None:
+    broker = setting.login()
+    assert setting.client.session_down is not None
+    setting.client.session_down()
+    for call in (lambda: broker.ping(1.0), lambda: broker.place(order(symbol="2890"), 1.0)):
+        with pytest.raises(SessionDown):
+            call()
+    assert "place_order" not in setting.client.names()
+
+
+def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(setting: Setting) -> None:
+    broker = setting.login()
+    setting.client.does["usage"] = fails("TokenError")
+    with pytest.raises(SessionDown):
+        broker.ping(1.0)
+    setting.client.does["usage"] = fails("ShioajiTimeoutError")
+    with pytest.raises(BrokerUnreachable):
+        broker.ping(1.0)
+    setting.client.does["usage"] = lambda **_: threading.Event().wait(1)
+    with pytest.raises(BrokerUnreachable):
+        broker.ping(0.1)
+
+
+def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answer(setting: Setting) -> None:
+    broker = setting.login()
+    setting.client.does["logout"] = lambda: threading.Event().wait(3)
+    started = time.monotonic()
+    broker.close()
+    broker.close()
+    assert time.monotonic() - started < 1.0
+    assert setting.client.names().count("logout") == 1
+    with pytest.raises(SessionDown):
+        broker.login(KEYS, 1.0)
+
+
+def test_a_market_order_has_no_price_and_may_be_immediate_or_cancel(heard: Heard) -> None:
+    setting = Setting(heard, kind="futures")
+    wanted = order(symbol="TXFA6", time_in_force=TimeInForce.IOC)
+    assert wanted.price_type is PriceType.MARKET
+    setting.login().place(wanted, 1.0)
+    [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
+    assert (sent["order"].price, sent["order"].price_type.value) == (0, "MKT")

@@ -1,0 +1,170 @@
+"""Events and lists of Shioaji, in the orders in which they have been seen to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.contract.brokers.test_shioaji_mapping import trade
+from worker_runtime.brokers.shioaji import load_sdk
+from worker_runtime.brokers.shioaji_book import OrderBook
+from worker_runtime.protocol.messages import OrderState
+
+ID = "531e27af"
+AT = 1673501631.6
+
+
+@pytest.fixture
+def sdk() -> Any:
+    return load_sdk()
+
+
+@pytest.fixture
+def book() -> OrderBook:
+    return OrderBook()
+
+
+def order_event(kind: str = "New", code: str = "00", event_id: str = "e1", **status: Any) -> dict[str, Any]:
+    return {
+        "event_id": event_id,
+        "operation": {"op_type": kind, "op_code": code, "op_msg": "" if code == "00" else "no margin"},
+        "order": {
+            "id": ID,
+            "action": "Buy",
+            "price": 17.05,
+            "quantity": 3,
+            "time_in_force": "ROD",
+            "price_type": "LMT",
+            "custom_field": "abc123",
+        },
+        "status": {"id": ID, "exchange_ts": AT, "order_quantity": 3, "cancel_quantity": 0, **status},
+        "contract": {"code": "2890"},
+    }
+
+
+def deal_event(sequence: str, quantity: int = 1, event_id: str = "", at: float = AT) -> dict[str, Any]:
+    return {
+        "event_id": event_id or f"deal-{sequence}",
+        "trade_id": ID,
+        "exchange_seq": sequence,
+        "price": 17.0,
+        "quantity": quantity,
+        "ts": at,
+    }
+
+
+def test_a_deal_that_comes_before_its_order_is_kept_for_it(sdk: Any, book: OrderBook) -> None:
+    assert book.happened("SDEAL", deal_event("1")) is None
+    placed = book.listed(trade(sdk, status="PendingSubmit"))
+    assert placed.state is OrderState.PART_FILLED
+    assert [fill.quantity for fill in placed.fills] == [1]
+
+
+def test_a_deal_before_the_order_event_is_told_with_it(book: OrderBook) -> None:
+    assert book.happened("SDEAL", deal_event("1", quantity=3)) is None
+    change = book.happened("SORDER", order_event())
+    assert change is not None
+    assert change.order.state is OrderState.FILLED
+    assert change.order.tag == "abc123"
+
+
+def test_an_event_that_comes_twice_is_told_once(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    assert book.happened("SDEAL", deal_event("1")) is not None
+    assert book.happened("SDEAL", deal_event("1")) is None
+    assert book.happened("SDEAL", deal_event("1", event_id="another")) is None  # the same deal
+
+
+def test_deals_add_up(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    states = [book.happened("SDEAL", deal_event(str(number))) for number in range(3)]
+    assert [change.order.state for change in states if change] == [
+        OrderState.PART_FILLED,
+        OrderState.PART_FILLED,
+        OrderState.FILLED,
+    ]
+
+
+def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    book.happened("SDEAL", deal_event("669915"))
+    same_id = book.listed(trade(sdk, deals=[("669915", 1, 17.0, AT)]))
+    other_id = book.listed(trade(sdk, deals=[("000001", 1, 17.0, AT + 0.2)]))
+    assert [fill.fill_id for fill in same_id.fills] == [f"{ID}-669915"]
+    assert other_id.fills == same_id.fills
+
+
+def test_a_deal_known_from_a_list_is_not_counted_again_by_event(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk, deals=[("000001", 1, 17.0, AT)]))
+    assert book.happened("SDEAL", deal_event("669915")) is None
+    assert [fill.quantity for fill in book.listed(trade(sdk)).fills] == [1]
+
+
+def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: OrderBook) -> None:
+    listed = book.listed(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)]))
+    assert len(listed.fills) == 2
+    again = OrderBook()
+    again.listed(trade(sdk))
+    for number in ("1", "2"):
+        assert again.happened("SDEAL", deal_event(number)) is not None
+    assert len(again.listed(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)])).fills) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "state"),
+    [
+        ("New", "00", OrderState.SUBMITTED),
+        ("New", "88", OrderState.REJECTED),
+        ("Reject", "00", OrderState.REJECTED),
+        ("Cancel", "00", OrderState.CANCELLED),
+        ("UpdatePrice", "00", OrderState.SUBMITTED),
+    ],
+)
+def test_order_events_change_the_state(
+    sdk: Any, book: OrderBook, kind: str, code: str, state: OrderState
+) -> None:
+    book.listed(trade(sdk))
+    change = book.happened("SORDER", order_event(kind, code))
+    assert change is not None
+    assert change.order.state is state
+
+
+def test_a_refused_cancel_changes_nothing(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    assert book.happened("SORDER", order_event("Cancel", "88")) is None
+    assert book.listed(trade(sdk)).state is OrderState.SUBMITTED
+
+
+def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    event = order_event()
+    del event["order"]["custom_field"]
+    change = book.happened("FORDER", event)
+    assert change is not None
+    assert change.order.tag == "abc123"
+
+
+def test_a_cancelled_order_that_a_list_still_calls_submitted_stays_cancelled(
+    sdk: Any, book: OrderBook
+) -> None:
+    book.listed(trade(sdk))
+    book.happened("SORDER", order_event("Cancel", order_quantity=0))
+    assert book.listed(trade(sdk)).state is OrderState.CANCELLED
+
+
+def test_a_filled_order_that_comes_back_as_pending_stays_filled(sdk: Any, book: OrderBook) -> None:
+    filled = book.listed(trade(sdk, status="Filled", deals=[("1", 3, 17.0, AT)]))
+    assert filled.state is OrderState.FILLED
+    assert book.listed(trade(sdk, status="PendingSubmit")).state is OrderState.FILLED
+
+
+def test_every_event_of_an_order_has_an_id_of_its_own(sdk: Any, book: OrderBook) -> None:
+    book.listed(trade(sdk))
+    changes = [
+        book.happened("SORDER", order_event()),
+        book.happened("SDEAL", deal_event("1")),
+        book.happened("SDEAL", deal_event("2")),
+        book.happened("SORDER", order_event("Cancel", event_id="")),
+    ]
+    assert len({change.event_id for change in changes if change}) == 4
