@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from datetime import timedelta
 from uuid import uuid4
 
@@ -46,7 +47,12 @@ CALL_TIMEOUT = 2.0
 #: after 0.45 s.
 OUTAGE_PATIENCE = 5.0
 
-_DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.RESOURCE_EXHAUSTED}
+#: Seconds after which a failed call was under way, whatever its status: a refused connection fails within
+#: 25 ms, repeats included.
+UNDER_WAY = 0.15
+
+#: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made UNAVAILABLE.
+_DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
 _SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
 #: Failure types by which the server or the SDK says that the run closed under the update.
 _CLOSED = {"AcceptedUpdateCompletedWorkflow", "WorkflowExecutionCompleted"}
@@ -69,6 +75,14 @@ class _Again(Exception):  # not an error: one more round
     def __init__(self, reason: BerthError) -> None:
         super().__init__(reason.detail)
         self.reason = reason
+
+
+class _Outage(Exception):
+    """Temporal could not be reached; `under_way`: it could when the call was made."""
+
+    def __init__(self, under_way: bool) -> None:
+        super().__init__(under_way)
+        self.under_way = under_way
 
 
 class WorkerStarter:
@@ -131,13 +145,12 @@ class WorkerStarter:
                 break
             except _Again as again:
                 reason, down_since = again.reason, None
-            except TemporalUnavailable:
+            except _Outage as outage:
                 now = time.monotonic()
-                if down_since is None and now - asked < 1.0 and asked - began < 1.0:
-                    raise  # it was down when we came
-                down_since = down_since or now
-                if now - down_since > OUTAGE_PATIENCE:
-                    raise
+                if down_since is None and (outage.under_way or now - asked > UNDER_WAY):
+                    down_since = now
+                if down_since is None or now - down_since > OUTAGE_PATIENCE:
+                    raise TemporalUnavailable from None
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
@@ -169,10 +182,21 @@ class WorkerStarter:
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
                 raise _Again(WorkerUnavailable("the run closed under the update")) from None
+            if error.status in _DOWN:
+                raise _Outage(error.status == RPCStatusCode.UNKNOWN) from None
             raise of_rpc(error) from None
         except RuntimeError:  # what a lazy client raises when its first connect fails
-            raise TemporalUnavailable from None
+            raise _Outage(under_way=False) from None
+        finally:
+            await _seen(start)
         return found
+
+
+async def _seen(start: WithStartWorkflowOperation[object, object]) -> None:
+    """Looks at the start's own result, so that asyncio does not report its error as never retrieved."""
+    with suppress(Exception):
+        async with asyncio.timeout(0):
+            await start.workflow_handle()
 
 
 def _of_update(failed: WorkflowUpdateFailedError) -> Exception:
