@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ def run(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | None) -> int:
     Returns the exit code: 1 with the reason on standard error when a benchmark could not be run.
     """
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
     results: dict[str, dict[str, Any]] = {}
     try:
         if json_file is not None:

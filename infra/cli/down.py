@@ -17,7 +17,7 @@ PATIENCE = 60.0
 
 
 def run(data: Path, *, quiet: bool) -> int:
-    if not (data / "version").exists():
+    if not (data / "lock").exists():
         if not quiet:
             typer.echo(f"nothing runs: {data} is no data folder")
         return 0

@@ -67,6 +67,11 @@ class DataFolder:
             ) from None
         return self
 
+    def lock(self) -> Self:
+        """Takes only the lock, so that a damaged folder can be cleaned up, too. Raises `FolderBusy`."""
+        self._take_lock()
+        return self
+
     def _take_lock(self) -> None:
         lock = (self.path / "lock").open("a+", encoding="ascii")
         try:

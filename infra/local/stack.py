@@ -213,14 +213,18 @@ class LocalStack:
             if not self._opened:
                 return
             self._give_up()
-            try:
-                _together(self.api.stop, self.orchestrator.stop)
-                self._stop_workers()
-                self.node.stop()
-                _together(self.exchange.stop, self.temporal.stop, self.valkey.stop, self.postgres.stop)
-            finally:
-                self.folder.close()
-                self._opened = False
+            with contextlib.ExitStack() as order:  # last in, first out, also when one of them fails
+                order.callback(self._close)
+                order.callback(
+                    _together, self.exchange.stop, self.temporal.stop, self.valkey.stop, self.postgres.stop
+                )
+                order.callback(self.node.stop)
+                order.callback(self._stop_workers)
+                order.callback(_together, self.api.stop, self.orchestrator.stop)
+
+    def _close(self) -> None:
+        self.folder.close()
+        self._opened = False
 
     def _stop_workers(self) -> None:
         if not self.node.was_started:
@@ -273,7 +277,8 @@ def end_leftovers(directory: Path) -> list[str]:
     Raises `FolderBusy` while a living `berth up` has the folder.
     """
     stack = LocalStack(directory)
-    with stack.folder:
+    stack.folder.lock()
+    try:
         names = stack.folder.end_leftovers()
         if (stack.node.directory / "register.db").exists():
             stack.node.start()
@@ -282,6 +287,8 @@ def end_leftovers(directory: Path) -> list[str]:
                 names += [f"{count} workers"] if count else []
             finally:
                 stack.node.stop()
+    finally:
+        stack.folder.close()
     return names
 
 

@@ -74,5 +74,12 @@ def test_down_without_a_data_folder_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_down_works_on_a_damaged_folder_so_that_make_clean_can_remove_it(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / "version").write_text("")
+    done = _berth("down", "--data", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_stack_registers_the_search_attributes_of_the_workflows() -> None:
     assert SEARCH_ATTRIBUTES == names.SEARCH_ATTRIBUTES
