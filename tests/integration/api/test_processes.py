@@ -1,0 +1,116 @@
+"""`python -m api`: several real processes on one port, gone when asked to or when their parent is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from infra.local.servers import free_port
+from infra.settings import Settings
+from tests.integration.api.conftest import StartWorker, an_order, make_key
+from worker_runtime.protocol import keys
+
+Serve = Callable[[], tuple["subprocess.Popen[bytes]", str]]
+
+
+@pytest.fixture
+def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
+    """Starts `python -m api` with two processes; returns it and the URL."""
+    started: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+
+    def start() -> tuple[subprocess.Popen[bytes], str]:
+        environment = {
+            **os.environ,
+            "BERTH_DATA_DIR": str(settings.data_dir),
+            "BERTH_MASTER_PUBLIC_FILE": str(settings.master_public_file),
+            "BERTH_VALKEY_URL": settings.valkey_url,
+            "BERTH_DATABASE_URL": settings.database_url,
+            "BERTH_TEMPORAL_ADDRESS": settings.temporal_address,
+            "BERTH_API_PORT": str(port),
+            "BERTH_API_PROCESSES": "2",
+        }
+        with (tmp_path / "api.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "api"], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        started.append(process)
+        return process, f"http://127.0.0.1:{port}/v1"
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
+
+
+async def alive(url: str) -> None:
+    end = time.monotonic() + 30
+    async with httpx.AsyncClient() as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/healthz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                assert time.monotonic() < end, "the API did not come up"
+            await asyncio.sleep(0.05)
+
+
+async def ended(processes: list[psutil.Process]) -> None:
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 15)
+    assert left == []
+
+
+@pytest.mark.slow
+async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
+    serve: Serve, settings: Settings, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    process, url = serve()
+    await alive(url)
+    admin = {"X-API-Key": await make_key(settings, "admin")}
+    worker = await start_worker("alice")
+    reply_to: set[str] = set()
+    async with httpx.AsyncClient(base_url=url, headers=admin) as client:
+        await client.post("/users", json={"user_id": "alice"})
+        body = {"broker": "paper", "api_key": "canary-key", "secret_key": "canary-secret"}
+        await client.put("/users/alice/accounts/main/credentials", json=body)
+    end = time.monotonic() + 30
+    number = 0
+    while len(reply_to) < 2:
+        assert time.monotonic() < end
+        number += 1
+        async with httpx.AsyncClient(base_url=url, headers=admin) as client:  # a new connection each time
+            answer = await client.post("/users/alice/orders", json=an_order(number))
+            assert (answer.status_code, answer.json()["state"]) == (201, "filled")
+        reply_to = {order.reply_to for order in worker.popped}
+    assert reply_to == {keys.answers(name.removeprefix("berth:answers:")) for name in reply_to}
+
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    await ended(children)
+    assert await asyncio.to_thread(process.wait, 10) == 0
+    log = (tmp_path / "api.log").read_text()
+    assert "canary" not in log
+    assert admin["X-API-Key"] not in log
+    assert '"event":"request"' in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+async def test_no_process_is_left_when_the_parent_is_killed(serve: Serve) -> None:
+    process, url = serve()
+    await alive(url)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.kill()
+    await ended(children)
