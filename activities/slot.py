@@ -79,6 +79,12 @@ async def claimed_worker(client: Redis, pool: str, claim_id: str) -> str:
     return _text(value) if value else ""
 
 
+async def holder(client: Redis, pool: str, worker_id: str) -> str:
+    """The claim that holds this worker by its pool entry, or ''."""
+    value = await ask(client.hget(keys.pool_worker(pool, worker_id), "claim"))
+    return _text(value) if value else ""
+
+
 async def alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
     """Its pool entry is renewed until it belongs to the user, its mark from then on."""
     async with client.pipeline(transaction=False) as pipe:

@@ -50,6 +50,9 @@ class Stopping:
         """
         asked = request.worker
         worker_id = asked.worker_id or await slot.claimed_worker(self._client, asked.pool, asked.claim_id)
+        if worker_id and await self._serves_another(asked, worker_id):
+            log.warning("worker_serves_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
+            worker_id = ""
         if worker_id:
             marked = await self._ask_to_end(request, worker_id)
             if request.grace > 0:
@@ -67,6 +70,16 @@ class Stopping:
             )
         await self._end(asked.claim_id, request.reason)
         return m.Stopped(waiting=int(await ask(self._client.llen(keys.requests(request.user_id)))))
+
+    async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
+        """A worker that slept through its entry's end came back as a free one, and was claimed anew.
+
+        It never had this claim's credentials: it refuses a claim that is no longer its own.
+        """
+        if await slot.holder(self._client, asked.pool, worker_id) not in ("", asked.claim_id):
+            return True
+        async with self._database.session() as session:
+            return await worker_sessions.serves_another(session, worker_id, asked.claim_id)
 
     async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
         """A signed message where this worker listens: the user's control list, or its inbox before that."""

@@ -87,6 +87,20 @@ async def of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | No
     )
 
 
+async def serves_another(session: AsyncSession, worker_id: str, claim_id: str) -> bool:
+    """Whether this worker has an open assignment other than `claim_id`."""
+    found = await session.scalar(
+        select(WorkerSession.claim_id)
+        .where(
+            WorkerSession.worker_id == worker_id,
+            WorkerSession.claim_id != claim_id,
+            WorkerSession.ended_at.is_(None),
+        )
+        .limit(1)
+    )
+    return found is not None
+
+
 async def serving_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
     """The assignment under which the user was served at a time (for an order's timeline)."""
     return await session.scalar(
