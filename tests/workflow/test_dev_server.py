@@ -1,0 +1,131 @@
+"""On the server that `berth up` runs: what the time-skipping one cannot show."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+
+import pytest
+from temporalio.client import (
+    Client,
+    WithStartWorkflowOperation,
+    WorkflowQueryFailedError,
+    WorkflowUpdateFailedError,
+)
+from temporalio.common import WorkflowIDConflictPolicy
+
+from tests.workflow.fakes import FakeFleet, FakePool, handle, serving, until
+from workflows import messages as m
+from workflows import names
+from workflows.user_worker import UserWorkerWorkflow
+from workflows.worker_pool import WorkerPoolWorkflow
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def user() -> str:
+    """The server keeps what other tests did: each uses a user of its own."""
+    return f"dev-{os.getpid()}-{next(_numbers)}"
+
+
+async def ensure(client: Client, user: str, *, pool: str = "default") -> m.ActiveWorker:
+    operation: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
+        names.USER_WORKER,
+        m.UserWorkerInput(user_id=user, pool=pool),
+        id=names.user_worker_id(user),
+        task_queue=names.LIFECYCLE_QUEUE,
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+    )
+    answer: m.ActiveWorker = await client.execute_update_with_start_workflow(
+        "ensure_active", m.EnsureActive(), start_workflow_operation=operation, result_type=m.ActiveWorker
+    )
+    return answer
+
+
+async def test_update_with_start_makes_one_claim_for_many_callers(
+    temporal: Client, fleet: FakeFleet, user: str
+) -> None:
+    async with serving(temporal, fleet.activities()):
+        answers = await asyncio.gather(*(ensure(temporal, user) for _ in range(4)))
+        await handle(temporal, user).signal("shutdown")
+        await handle(temporal, user).result()
+    assert len(fleet.claims) == 1
+    assert len({answer.worker.claim_id for answer in answers}) == 1
+
+
+async def test_a_warm_start_is_one_workflow_task(temporal: Client, fleet: FakeFleet, user: str) -> None:
+    """Update, claim and answer in one task: what keeps a claim below 60 ms."""
+    async with serving(temporal, fleet.activities()):
+        await ensure(temporal, user)
+        history = await handle(temporal, user).fetch_history()
+        await handle(temporal, user).signal("shutdown")
+        await handle(temporal, user).result()
+    kinds = [event.WhichOneof("attributes") or "" for event in history.events]
+    answered = kinds.index("workflow_execution_update_completed_event_attributes")
+    assert kinds[:answered].count("workflow_task_completed_event_attributes") == 1
+    assert "activity_task_scheduled_event_attributes" not in kinds
+
+
+async def test_operators_find_a_user_by_search_attributes_and_read_details(
+    temporal: Client, fleet: FakeFleet, user: str
+) -> None:
+    async with serving(temporal, fleet.activities()):
+        await ensure(temporal, user)
+
+        async def listed() -> bool:
+            query = f"UserId = '{user}' and State = 'Active' and WorkerId = 'w1' and Pool = 'default'"
+            return [found.id async for found in temporal.list_workflows(query)] == [f"user-worker-{user}"]
+
+        await until(listed)
+        details = str(await handle(temporal, user).query("__temporal_workflow_metadata"))
+        await handle(temporal, user).signal("shutdown")
+        await handle(temporal, user).result()
+    assert "Active since" in details
+    assert "w1" in details
+
+
+async def test_a_failed_start_reaches_the_caller_with_its_code(
+    temporal: Client, fleet: FakeFleet, user: str
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.connect_script = [
+        m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
+    ]
+    async with serving(temporal, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure(temporal, user)
+        await handle(temporal, user).result()
+    assert getattr(failed.value.cause, "type", "") == "LOGIN_REJECTED"
+
+
+async def test_the_view_stays_readable_after_the_end(temporal: Client, fleet: FakeFleet, user: str) -> None:
+    async with serving(temporal, fleet.activities()):
+        await ensure(temporal, user)
+        await handle(temporal, user).signal("shutdown")
+        await handle(temporal, user).result()
+        view = await handle(temporal, user).query(UserWorkerWorkflow.view)
+        assert (view.state, view.worker) == (m.WorkerState.TERMINATED, None)
+        with pytest.raises(WorkflowQueryFailedError):
+            await handle(temporal, user).query("no_such_query")
+
+
+async def test_a_warm_claim_tells_its_pool(
+    temporal: Client, fleet: FakeFleet, pool: FakePool, user: str
+) -> None:
+    async with serving(temporal, [*fleet.activities(), *pool.activities()]):
+        running = await temporal.start_workflow(
+            WorkerPoolWorkflow.run,
+            m.PoolInput(pool="default", target=1),
+            id=names.worker_pool_id("default"),
+            task_queue=names.LIFECYCLE_QUEUE,
+        )
+        await until(lambda: len(pool.ready) == 1)
+        pool.ready.clear()
+        await ensure(temporal, user)
+        await until(lambda: len(pool.launched) == 2)
+        await running.terminate()
+        await handle(temporal, user).signal("shutdown")
+        await handle(temporal, user).result()
+    assert pool.highest == 1
