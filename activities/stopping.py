@@ -82,7 +82,7 @@ class Stopping:
             return await worker_sessions.serves_another(session, worker_id, asked.claim_id)
 
     async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
-        """A signed message where this worker listens: the user's control list, or its inbox before that."""
+        """Signed messages where it may listen: its inbox, and the user's control list once marked."""
         worker, user = request.worker, request.user_id
         # From here on it cannot confirm the claim any more, if it has not yet.
         await slot.release(self._client, worker.pool, worker_id, worker.claim_id)
@@ -96,10 +96,10 @@ class Stopping:
             await valkey.run(
                 self._client, scripts.CONTROL, [keys.control(user), keys.doorbell(user)], [signed]
             )
-        else:
-            release = Release(claim_id=worker.claim_id, worker_id=worker_id, reason=request.reason)
-            inbox = keys.pool_inbox(worker.pool, worker_id)
-            await push(self._client, inbox, release, self._keys.signing_key)
+        # A worker that could not log in has its mark already, and still listens to its inbox only.
+        release = Release(claim_id=worker.claim_id, worker_id=worker_id, reason=request.reason)
+        inbox = keys.pool_inbox(worker.pool, worker_id)
+        await push(self._client, inbox, release, self._keys.signing_key)
         return marked
 
     async def _wait_for_end(self, worker_id: str, grace: float) -> None:

@@ -150,7 +150,8 @@ async def events(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventR
         .where(OrderEventRow.order_id == order_id)
         .order_by(OrderEventRow.at, OrderEventRow.recorded_at)
     )
-    return list(rows)
+    # Workers tell whole milliseconds, and a batch is recorded at once: among equals the state decides.
+    return sorted(rows, key=lambda row: (row.at, rank(row.state)))
 
 
 def _moves_to(state: str) -> Any:
@@ -217,7 +218,7 @@ with given as (
    order by given.event_id, given.place
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
-  select event_id, order_id, state, at, data from known
+  select event_id, order_id, state, at, data from known order by place
   on conflict (event_id) do nothing
   returning event_id
 ), fresh as (
