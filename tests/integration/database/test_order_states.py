@@ -54,3 +54,15 @@ async def test_an_unknown_order_can_be_put_on_a_persons_list_and_still_be_settle
             await orders.record_event(session, event(str(order_id), f"e{next(numbers)}", state))
         async with database.session() as session:
             assert (await orders.get(session, order_id)).state == state.value
+
+
+async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(database: Database) -> None:
+    async with database.session() as session:
+        order_id = (await orders.accept(session, new_order())).order.id
+    life = [OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.PART_FILLED, OrderState.FILLED]
+    together = [event(str(order_id), f"{9 - place}", state) for place, state in enumerate(life)]
+    async with database.session() as session:
+        await orders.record_events(session, together)
+    async with database.session() as session:
+        told = [row.state for row in await orders.events(session, order_id)]
+    assert [state for state in told if state != OrderState.ACCEPTED] == life
