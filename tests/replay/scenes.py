@@ -1,0 +1,175 @@
+"""The runs whose histories are kept: together they take every branch that a release must not break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
+
+from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, until, until_state
+from workflows import messages as m
+from workflows import names
+from workflows.user_worker import UserWorkerWorkflow
+from workflows.worker_pool import WorkerPoolWorkflow
+
+UNREACHABLE = m.ClaimResult(
+    status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
+)
+REJECTED = m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
+
+
+@dataclass
+class Stage:
+    """A server with fakes on it, and the user of one scene."""
+
+    client: Client
+    fleet: FakeFleet
+    user: str
+
+    async def ensure(self, *, idle_timeout: float = 1800.0, mark_missing: bool = False) -> m.ActiveWorker:
+        settings = m.UserWorkerSettings(idle_timeout=idle_timeout)
+        return await ensure_active(self.client, self.user, settings, mark_missing=mark_missing)
+
+    async def shut_down(self) -> None:
+        await handle(self.client, self.user).signal("shutdown")
+        await self.ended()
+
+    async def ended(self) -> None:
+        await handle(self.client, self.user).result()
+
+    async def history(self, run_id: str | None = None) -> WorkflowHistory:
+        found = self.client.get_workflow_handle(names.user_worker_id(self.user), run_id=run_id)
+        return await found.fetch_history()
+
+
+async def warm_then_idle(stage: Stage) -> WorkflowHistory:
+    await stage.ensure(idle_timeout=1.0)
+    await stage.ended()
+    return await stage.history()
+
+
+async def cold_then_shut_down(stage: Stage) -> WorkflowHistory:
+    stage.fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.CONNECTING]
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def second_login(stage: Stage) -> WorkflowHistory:
+    stage.fleet.claim_script = [m.ClaimStatus.FAILED]
+    stage.fleet.connect_script = [UNREACHABLE]
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def rejected_login(stage: Stage) -> WorkflowHistory:
+    stage.fleet.claim_script = [m.ClaimStatus.FAILED]
+    stage.fleet.connect_script = [REJECTED]
+    try:
+        await stage.ensure()
+    except WorkflowUpdateFailedError:
+        await stage.ended()
+    return await stage.history()
+
+
+async def dead_worker_then_unconfirmed_stop(stage: Stage) -> WorkflowHistory:
+    stage.fleet.claim_script = [m.ClaimStatus.GONE]
+    stage.fleet.stop_failures = 1
+    try:
+        await stage.ensure()
+    except WorkflowUpdateFailedError:
+        await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def lost_while_connecting(stage: Stage) -> WorkflowHistory:
+    stage.fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    stage.fleet.hold_connect.clear()
+    call = asyncio.create_task(stage.ensure())
+    await stage.fleet.connect_started.wait()
+    lost = m.WorkerLost(task_id="t1", worker_id="w1")
+    await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
+    await call
+    stage.fleet.hold_connect.set()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def crashes_reload_and_check(stage: Stage) -> WorkflowHistory:
+    await stage.ensure()
+    for number in (1, 2):
+        lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}")
+        await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
+        await until(lambda number=number: len(stage.fleet.claims) == number + 1)  # type: ignore[misc]
+        await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await handle(stage.client, stage.user).execute_update(
+        "reload_credentials_now", result_type=m.ReloadResult
+    )
+    await stage.ensure(mark_missing=True)
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def renewed(stage: Stage) -> WorkflowHistory:
+    """The second run: what continue-as-new carried is in its first event."""
+    await stage.ensure()
+    worker = handle(stage.client, stage.user)
+    first = (await worker.describe()).run_id
+    await worker.signal("renew")
+
+    async def is_renewed() -> bool:
+        return (await worker.describe()).run_id != first
+
+    await until(is_renewed)
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHistory:
+    pool.failures = 1
+    running = await client.start_workflow(
+        WorkerPoolWorkflow.run,
+        m.PoolInput(target=2, pool="replay"),
+        id=names.worker_pool_id("replay"),
+        task_queue=names.LIFECYCLE_QUEUE,
+    )
+    await until(lambda: len(pool.ready) == 2)
+    pool.ready.pop()
+    await running.signal(WorkerPoolWorkflow.claimed, m.Claimed())
+    await until(lambda: len(pool.ready) == 2)
+    await running.execute_update("set_target", m.SetTarget(target=1), result_type=m.PoolView)
+    await until(lambda: len(pool.ready) == 1)
+    history = await running.fetch_history()
+    await running.terminate()
+    return history
+
+
+USER_SCENES: tuple[Callable[[Stage], Awaitable[WorkflowHistory]], ...] = (
+    warm_then_idle,
+    cold_then_shut_down,
+    second_login,
+    rejected_login,
+    dead_worker_then_unconfirmed_stop,
+    lost_while_connecting,
+    crashes_reload_and_check,
+    renewed,
+)
+
+
+async def play_all(client: Client) -> dict[str, WorkflowHistory]:
+    """Every scene once; name → history."""
+    histories: dict[str, WorkflowHistory] = {}
+    for scene in USER_SCENES:
+        name = getattr(scene, "__name__", "scene")
+        fleet = FakeFleet()
+        async with serving(client, fleet.activities()):
+            histories[name] = await scene(Stage(client, fleet, f"replay-{name}"))
+    pool = FakePool()
+    async with serving(client, pool.activities()):
+        histories["pool_filled_and_refilled"] = await pool_filled_and_refilled(client, pool)
+    return histories
