@@ -91,7 +91,9 @@ class OrderPlacing:
             trading_day=trading_day(now),
             actor=actor,
         )
-        async with self._database.session() as session:
+        # One statement does all of it, so BEGIN and COMMIT need no round trips of their own (0.1 to 0.3 ms of
+        # 2.6 ms of CPU here, on 2 busy cores).
+        async with self._database.session(autocommit=True) as session:
             accepted = await orders.accept(session, new)
         if not accepted.same_request:
             raise ClientOrderIdReused

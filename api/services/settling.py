@@ -8,17 +8,21 @@ move an order forward, so their order does not matter.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from api import log
 from api.services import tasks
 from infra.database import orders
 from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.models import Order
 from worker_runtime.protocol.messages import OrderOutcome
 
 #: Seconds after which an answer is written: the recorder needs milliseconds, and then nothing is left to do.
-PERIOD = 1.0
+PERIOD = 2.0
 #: Outcomes kept while PostgreSQL is away. About 300 bytes each; beyond it the recorder alone must do.
 MOST = 50_000
 
@@ -44,11 +48,13 @@ class Settler:
     async def close(self) -> None:
         """Writes what is left, if PostgreSQL answers."""
         await tasks.end(self._task)
-        with suppress(DatabaseUnavailable):
+        try:
             await self._write()
+        except Exception:  # the boundary of the process: what is left, the recorder writes
+            self._log.exception("settler_left", waiting=len(self._waiting))
 
     def note(self, settlement: Settlement) -> None:
-        """To be written within a second."""
+        """To be written within two seconds."""
         if len(self._waiting) < MOST:
             self._waiting[settlement.outcome.order_id] = settlement
         else:
@@ -77,9 +83,22 @@ class Settler:
         while self._waiting:
             batch = dict(list(self._waiting.items())[:200])
             async with self._database.session() as session:
-                for settlement in batch.values():
-                    # A row that is as far already does not match: then this is one index look-up.
+                for order_id in await self._behind(session, batch):
+                    settlement = batch[order_id]
                     await orders.apply_outcome(session, settlement.outcome, settlement.code)
             for order_id, settlement in batch.items():
                 if self._waiting.get(order_id) is settlement:
                     del self._waiting[order_id]
+
+    async def _behind(self, session: AsyncSession, batch: dict[str, Settlement]) -> list[str]:
+        """Orders that the recorder has not brought as far. Usually none: one query a second instead of an
+        update for each order."""
+        rows = await session.execute(
+            select(Order.id, Order.state, Order.filled_quantity).where(Order.id.in_(map(UUID, batch)))
+        )
+        return [
+            str(order_id)
+            for order_id, state, filled in rows
+            if orders.rank(state) < orders.rank(batch[str(order_id)].outcome.state)
+            or filled < batch[str(order_id)].outcome.filled_quantity
+        ]

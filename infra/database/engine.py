@@ -63,15 +63,22 @@ class Database:
         self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait)
         self.pool_wait = PoolWait()
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
+        # The same pool: only what each connection is told differs.
+        single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._singles = async_sessionmaker(single, expire_on_commit=False)
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[AsyncSession]:
+    async def session(self, *, autocommit: bool = False) -> AsyncIterator[AsyncSession]:
         """A transaction: committed at the end, rolled back on an error.
+
+        `autocommit`: each statement is a transaction of its own, for work that is one statement. It saves
+        the round trips of BEGIN and COMMIT.
 
         Raises `DatabaseUnavailable` when there is no connection to be had or the connection broke.
         """
         try:
-            async with self._sessions() as session, session.begin():
+            sessions = self._singles if autocommit else self._sessions
+            async with sessions() as session, session.begin():
                 started = time.perf_counter()
                 await session.connection()
                 self.pool_wait.add(time.perf_counter() - started)
