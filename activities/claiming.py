@@ -147,9 +147,9 @@ class Claiming:
     @activity.defn
     async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
         """Waits for the answer to a login that was begun."""
-        worker, deadline = request.worker, _deadline(request.timeout)
+        worker, deadline = request.worker, time.monotonic() + request.timeout
         replies = Replies(self._client, worker.pool, worker.claim_id)
-        while (left := deadline - time.time()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             reply = await replies.wait(worker.worker_id, request.attempt, min(left, WAIT_SLICE))
             if reply is not None:
                 return _result(worker, reply)
@@ -185,12 +185,6 @@ class Claiming:
             )
             await push(self._client, inbox, message, self._keys.signing_key)
         return await self.await_connected(request)
-
-
-def _deadline(timeout: float) -> float:
-    """Unix seconds until which to wait; a repeated attempt only has what is left of the first one."""
-    info = activity.info()
-    return min(info.current_attempt_scheduled_time.timestamp(), time.time()) + timeout
 
 
 def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:

@@ -68,7 +68,7 @@ async def launch_for_claim(request: m.LaunchForClaim) -> m.Launched:
 
 
 async def await_connected(request: m.ConnectRequest) -> m.ClaimResult:
-    """Waits for the login that the claim began. A repeat only waits again, for what is left."""
+    """Waits for the login that the claim began. A repeat waits again, bounded by the whole."""
     result: m.ClaimResult = await workflow.execute_activity(
         "await_connected",
         request,

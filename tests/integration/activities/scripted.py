@@ -1,0 +1,146 @@
+"""A pool worker without a process: it speaks the protocol, and does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from redis.asyncio import Redis
+
+from activities.slot import ask
+from infra import valkey
+from infra.launchers.port import LaunchSpec, Task
+from infra.vault.orchestrator_keys import OrchestratorKeys
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.messages import (
+    Claim,
+    ClaimReply,
+    Connect,
+    Credentials,
+    Failure,
+    InboxMessage,
+    decode,
+    encode,
+)
+
+POOL = "default"
+
+
+class ScriptedWorker:
+    """Announces itself; `serve` answers what comes to its inbox."""
+
+    def __init__(
+        self,
+        client: Redis,
+        orchestrator_keys: OrchestratorKeys,
+        worker_id: str,
+        *,
+        task_id: str = "",
+        reserved_claim: str = "",
+    ) -> None:
+        self._client = client
+        self._keys = orchestrator_keys
+        self._reserved = reserved_claim
+        self.worker_id = worker_id
+        self.task_id = task_id or f"task-{worker_id}"
+        self.private_key = X25519PrivateKey.generate()
+        self.public_key = self.private_key.public_key().public_bytes_raw()
+        self.proof = sealing.prove_key(orchestrator_keys.launch_token(worker_id), worker_id, self.public_key)
+        self.received: list[InboxMessage] = []
+        self.opened: list[Credentials] = []
+        #: Failures of the next logins; when empty, logins succeed.
+        self.failures: list[Failure] = []
+
+    async def announce(self) -> str:
+        state = await valkey.run(
+            self._client,
+            scripts.READY,
+            [
+                keys.pool_worker(POOL, self.worker_id),
+                keys.pool_ready(POOL),
+                keys.pool_claim(POOL, self._reserved),
+                keys.pool_born(POOL, self._reserved),
+            ],
+            [
+                self.worker_id,
+                30_000,
+                self._reserved,
+                keys.CLAIM_TTL,
+                *("public_key", self.public_key, "proof", self.proof),
+                *("task", self.task_id, "version", "test"),
+            ],
+        )
+        return bytes(state).decode()
+
+    async def next(self) -> InboxMessage:
+        """Takes one message from the inbox and checks its signature."""
+        item = await ask(self._client.blpop([keys.pool_inbox(POOL, self.worker_id)], 3))
+        assert item is not None, "nothing came to the inbox"
+        payload = sealing.verify(item[1], Ed25519PublicKey.from_public_bytes(self._keys.public_key))
+        message: InboxMessage = decode(payload, InboxMessage)
+        self.received.append(message)
+        return message
+
+    async def serve(self, messages: int = 1) -> None:
+        """Answers this many messages as a real worker would."""
+        for _ in range(messages):
+            message = await self.next()
+            if isinstance(message, Claim):
+                await self.confirm(message)
+                self._open(message)
+                await self.reply(message.claim_id, message.epoch, 1)
+            elif isinstance(message, Connect):
+                await self.reply(message.claim_id, 1, message.attempt)
+
+    async def confirm(self, claim: Claim) -> str:
+        key = keys.pool_worker(POOL, self.worker_id)
+        return bytes(
+            await valkey.run(self._client, scripts.SETTLE, [key], [claim.claim_id, "confirmed"])
+        ).decode()
+
+    def _open(self, claim: Claim) -> None:
+        for account in claim.accounts:
+            plain = sealing.unseal(
+                account.sealed,
+                self.private_key,
+                user_id=claim.user_id,
+                account_id=account.account_id,
+                epoch=claim.epoch,
+                claim_id=claim.claim_id,
+                worker_id=self.worker_id,
+            )
+            self.opened.append(msgspec.json.decode(plain, type=Credentials))
+
+    async def reply(self, claim_id: str, epoch: int, attempt: int) -> None:
+        reply = ClaimReply(
+            claim_id=claim_id,
+            worker_id=self.worker_id,
+            epoch=epoch,
+            attempt=attempt,
+            failure=self.failures.pop(0) if self.failures else None,
+            claimed_at_ms=1000,
+            connected_at_ms=2000,
+        )
+        await ask(self._client.rpush(keys.pool_reply(POOL, claim_id), encode(reply)))
+
+
+def born(
+    client: Redis, orchestrator_keys: OrchestratorKeys, made: dict[str, ScriptedWorker]
+) -> Callable[[LaunchSpec, Task], asyncio.Future[None]]:
+    """For `FakeLauncher`: each launched worker announces itself."""
+
+    async def announce(spec: LaunchSpec, task: Task) -> None:
+        worker = ScriptedWorker(
+            client,
+            orchestrator_keys,
+            task.worker_id,
+            task_id=task.task_id,
+            reserved_claim=spec.config.reserved_claim,
+        )
+        made[task.worker_id] = worker
+        await worker.announce()
+
+    return lambda spec, task: asyncio.ensure_future(announce(spec, task))

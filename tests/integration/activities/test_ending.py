@@ -1,0 +1,237 @@
+"""Stopping, checking and reloading a worker that serves a user."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from activities.slot import ask
+from infra import valkey
+from infra.database import worker_sessions
+from infra.launchers.port import LauncherUnreachable
+from tests.integration.activities.conftest import SECRET, Yard
+from tests.integration.activities.scripted import POOL, ScriptedWorker
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.messages import (
+    ControlMessage,
+    Credentials,
+    Release,
+    ReloadCredentials,
+    Shutdown,
+    decode,
+)
+from workflows import messages as m
+
+
+async def serving_user(yard: Yard) -> tuple[str, ScriptedWorker, m.WorkerRef]:
+    """A user with an Active worker that has put up its mark."""
+    user, worker = await yard.user(), await yard.worker()
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, f"claim-{user}")), worker.serve()
+    )
+    assert result.worker is not None
+    await mark(yard, user, worker, result.worker.epoch)
+    return user, worker, result.worker
+
+
+async def mark(yard: Yard, user: str, worker: ScriptedWorker, epoch: int) -> str:
+    state = await valkey.run(
+        yard.client,
+        scripts.MARK,
+        [keys.owner(user), keys.mark(user), keys.metadata(user)],
+        [epoch, worker.worker_id, 30_000, "last_activity_ms", 123_000, "public_key", worker.public_key.hex()],
+    )
+    return bytes(state).decode()
+
+
+async def control(yard: Yard, user: str) -> ControlMessage:
+    item = await ask(yard.client.blpop([keys.control(user)], 3))
+    assert item is not None, "no control message"
+    payload = sealing.verify(item[1], Ed25519PublicKey.from_public_bytes(yard.keys.public_key))
+    message: ControlMessage = decode(payload, ControlMessage)
+    return message
+
+
+def stop(user: str, ref: m.WorkerRef, grace: float = 0.0) -> m.StopWorker:
+    return m.StopWorker(user_id=user, worker=ref, reason="idle", grace=grace)
+
+
+async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+
+    async def ends_by_itself() -> None:
+        message = await control(yard, user)
+        assert isinstance(message, Shutdown)
+        assert (message.user_id, message.epoch, message.reason) == (user, ref.epoch, "idle")
+        yard.launcher.end(worker.task_id, 0, "exited")
+
+    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, ref, 5.0)), ends_by_itself())
+    assert not yard.launcher.stops
+    assert not await ask(yard.client.exists(keys.mark(user), keys.metadata(user)))
+    async with yard.database.session() as session:
+        row = await worker_sessions.last_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert row.end_reason == "idle"
+
+
+async def test_a_worker_that_does_not_listen_is_stopped_by_its_launcher(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    await yard.run(yard.stopping.stop_worker, stop(user, ref, 0.2))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    assert not await yard.launcher.list()
+
+
+async def test_stopping_twice_changes_nothing(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    for _ in range(2):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert len(yard.launcher.stops) == 1
+
+
+async def test_a_claimed_worker_without_mark_hears_on_its_inbox(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert result.worker is not None
+    await worker.next()
+
+    async def released() -> None:
+        assert isinstance(await worker.next(), Release)
+        yard.launcher.end(worker.task_id, 0, "exited")
+
+    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, result.worker, 5.0)), released())
+    assert not yard.launcher.stops
+
+
+async def test_an_unconfirmed_claim_can_be_stopped_by_its_claim_id_alone(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool=POOL)
+    await yard.run(yard.stopping.stop_worker, stop(user, unknown))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    gone = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert gone.status == m.ClaimStatus.GONE
+
+
+async def test_the_end_is_not_believed_while_the_launcher_is_away(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    with pytest.raises(LauncherUnreachable):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert await ask(yard.client.exists(keys.mark(user)))
+    async with yard.database.session() as session:
+        row = await worker_sessions.of_worker(session, ref.worker_id)
+    assert row is not None
+
+
+async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
+    user, _, old = await serving_user(yard)
+    new = await yard.worker()
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "later")), new.serve()
+    )
+    assert result.worker is not None
+    await mark(yard, user, new, result.worker.epoch)
+    await yard.run(yard.stopping.stop_worker, stop(user, old))
+    assert await ask(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
+
+
+async def test_orders_that_wait_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    await ask(yard.client.lpush(keys.requests(user), "1|r1|x"))
+    stopped = await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert stopped.waiting == 1
+
+
+def check(user: str, ref: m.WorkerRef) -> m.CheckWorker:
+    return m.CheckWorker(user_id=user, worker=ref)
+
+
+async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    health = await yard.run(yard.checking.check_worker, check(user, ref))
+    assert health == m.WorkerHealth(marked=True, running=True, last_activity=123.0)
+    yard.launcher.end(worker.task_id)
+    await yard.client.delete(keys.mark(user))
+    gone = await yard.run(yard.checking.check_worker, check(user, ref))
+    assert (gone.marked, gone.running) == (False, False)
+
+
+async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    assert (await yard.run(yard.checking.check_worker, check(user, ref))).running is None
+
+
+async def test_a_check_after_a_flush_puts_the_owner_key_back(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    before = await ask(yard.client.hget(keys.owner(user), "generation"))
+    await yard.client.flushall()
+    assert await mark(yard, user, worker, ref.epoch) == "no_owner"
+    await yard.run(yard.checking.check_worker, check(user, ref))
+    assert await mark(yard, user, worker, ref.epoch) == "ok"
+    assert await ask(yard.client.hget(keys.owner(user), "generation")) != before
+
+
+async def test_a_check_gives_no_user_to_a_worker_that_ended(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    yard.launcher.end(worker.task_id)
+    await yard.client.flushall()
+    await yard.run(yard.checking.check_worker, check(user, ref))
+    assert not await ask(yard.client.exists(keys.owner(user)))
+
+
+async def test_a_reload_is_sealed_to_the_worker_and_answered(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    request = m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=3.0)
+
+    async def reloads() -> Credentials:
+        message = await control(yard, user)
+        assert isinstance(message, ReloadCredentials)
+        plain = sealing.unseal(
+            message.accounts[0].sealed,
+            worker.private_key,
+            user_id=user,
+            account_id="main",
+            epoch=ref.epoch,
+            claim_id="r1",
+            worker_id=worker.worker_id,
+        )
+        await worker.reply("r1", ref.epoch, 1)
+        return msgspec.json.decode(plain, type=Credentials)
+
+    result, opened = await asyncio.gather(yard.run(yard.reloading.reload_credentials, request), reloads())
+    assert result.ok
+    assert opened == SECRET
+    again = await yard.run(yard.reloading.reload_credentials, request)
+    assert again.ok
+    assert not await ask(yard.client.llen(keys.control(user)))
+
+
+async def test_a_forged_key_in_the_metadata_gets_no_reload(yard: Yard) -> None:
+    """The credentials stay sealed to the key that was proven at the claim."""
+    user, worker, ref = await serving_user(yard)
+    forger = ScriptedWorker(yard.client, yard.keys, worker.worker_id)
+    await ask(
+        yard.client.hset(
+            keys.metadata(user),
+            mapping={"public_key": forger.public_key.hex(), "proof": worker.proof.hex()},
+        )
+    )
+    request = m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=0.1)
+    result = await yard.run(yard.reloading.reload_credentials, request)
+    assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
+    message = await control(yard, user)
+    assert isinstance(message, ReloadCredentials)
+    opened = sealing.unseal(
+        message.accounts[0].sealed,
+        worker.private_key,
+        user_id=user,
+        account_id="main",
+        epoch=ref.epoch,
+        claim_id="r1",
+        worker_id=worker.worker_id,
+    )
+    assert opened
