@@ -206,6 +206,9 @@ def _of_update(failed: WorkflowUpdateFailedError) -> Exception:
     if cause.type in _CLOSED:
         return _Again(WorkerUnavailable(cause.message))
     error = from_code(cause.type or "", cause.message)
+    if type(error) is BerthError and not cause.non_retryable:
+        # A code of the orchestrator's own, such as a launcher's: here it only means that no worker came.
+        error = WorkerUnavailable(f"{cause.type}: {cause.message}")
     return _Again(error) if isinstance(error, Draining) else error
 
 

@@ -85,7 +85,9 @@ class ScriptedUserWorker:
             self.done = True
             await workflow.wait_condition(lambda: False)
         if failure:
-            raise ApplicationError(f"scripted {failure}", type=failure, non_retryable=True)
+            raise ApplicationError(
+                f"scripted {failure}", type=failure, non_retryable=failure != "LAUNCHER_BUSY"
+            )
         self.active = True
         worker = WorkerRef(worker_id="scripted", task_id="t", epoch=1, claim_id="c", pool="default")
         return ActiveWorker(worker=worker, state="Active", claimed_at=1_700_000_000.0, connected_at=0.0)

@@ -140,6 +140,16 @@ async def test_start_fails_with_the_workflows_reason(
     assert answer.json()["detail"] == f"scripted {code}"
 
 
+async def test_a_reason_that_only_the_orchestrator_knows_means_that_no_worker_came(
+    whole_api: Api, lifecycle: Lifecycle
+) -> None:
+    lifecycle.failures = ["LAUNCHER_BUSY"]
+    async with whole_api.client(whole_api.key) as user:
+        answer = await user.post(f"/users/{whole_api.user}/worker/start")
+    assert (answer.status_code, answer.json()["code"]) == (503, "WORKER_UNAVAILABLE")
+    assert "LAUNCHER_BUSY" in answer.json()["detail"]
+
+
 async def test_stop_and_reload_are_signals(whole_api: Api, lifecycle: Lifecycle) -> None:
     api = whole_api
     async with api.client(api.key) as user:
