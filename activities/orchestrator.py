@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import structlog
-from infra.launchers.registry import create_launcher
 from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
@@ -37,6 +36,7 @@ from activities.stopping import Stopping
 from infra import valkey
 from infra.database.engine import Database
 from infra.launchers.port import Launcher
+from infra.launchers.registry import create_launcher
 from infra.settings import Settings
 from infra.vault import master_key, orchestrator_keys
 from infra.vault.master_key import KeyUnwrapper
