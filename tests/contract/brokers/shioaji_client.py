@@ -1,0 +1,107 @@
+"""A stand-in for the SDK's client, with the SDK's real order classes and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.contract.brokers.conftest import Heard
+from tests.contract.brokers.test_shioaji_mapping import trade
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.brokers.shioaji import ShioajiBroker, load_sdk
+from worker_runtime.protocol.messages import Credentials
+
+KEYS = Credentials(api_key="A" * 44, secret_key="B" * 44)
+REAL = load_sdk()
+
+
+class Client:
+    """Stands in for the SDK's `Shioaji`; each method does what its test says, or succeeds."""
+
+    def __init__(self, simulation: bool) -> None:
+        self.simulation = simulation
+        self.calls: list[tuple[str, Any]] = []
+        self.does: dict[str, Callable[..., Any]] = {}
+        self.accounts = [
+            REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "111", True, "u"),
+            REAL.Account(REAL.AccountType.Future, "A1", "F002", "222", True, "u"),
+        ]
+        self.callback: Callable[[Any, Any], None] | None = None
+        self.session_down: Callable[[], None] | None = None
+        self.contracts = SimpleNamespace(preload=self._preload, get=self._get)
+
+    def _do(self, name: str, result: Any, *args: Any, **words: Any) -> Any:
+        self.calls.append((name, words or args))
+        return self.does[name](*args, **words) if name in self.does else result
+
+    def login(self, api_key: str, secret_key: str) -> Any:
+        return self._do("login", self.accounts, api_key, secret_key)
+
+    def logout(self) -> None:
+        self._do("logout", None)
+
+    def activate_ca(self, path: str, password: str, person_id: str | None) -> Any:
+        return self._do("activate_ca", True, path, password, person_id)
+
+    def place_order(self, contract: Any, native: Any, timeout: int) -> Any:
+        return self._do("place_order", trade(REAL), contract=contract, order=native, timeout=timeout)
+
+    def update_status(self, account: Any, timeout: int) -> None:
+        self._do("update_status", None, account=account, timeout=timeout)
+
+    def list_trades(self) -> Any:
+        return self._do("list_trades", [trade(REAL)])
+
+    def list_positions(self, account: Any, unit: str, timeout: int) -> Any:
+        return self._do("list_positions", [], account=account, unit=unit, timeout=timeout)
+
+    def usage(self, timeout: int) -> Any:
+        return self._do("usage", None, timeout=timeout)
+
+    def set_order_callback(self, callback: Callable[[Any, Any], None]) -> None:
+        if "login" not in self.names():  # as the real one does
+            raise REAL.AuthError("Not authenticated")
+        self.callback = callback
+
+    def clear_order_callback(self) -> None:
+        self.callback = None
+
+    def set_session_down_callback(self, callback: Callable[[], None]) -> None:
+        self.session_down = callback
+
+    def clear_session_down_callback(self) -> None:
+        self.session_down = None
+
+    def _preload(self, kinds: list[str], timeout: int) -> None:
+        self._do("preload", None, kinds, timeout=timeout)
+
+    def _get(self, code: str, security_type: str) -> Any:
+        if code == "TXFR1":
+            return SimpleNamespace(code="TXFR1", target_code="TXFA6")
+        known = {"STK": ["2890"], "FUT": ["TXFA6"], "OPT": []}[security_type]
+        return SimpleNamespace(code=code, target_code=None) if code in known else None
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Setting:
+    """A broker on a stand-in client."""
+
+    def __init__(
+        self, heard: Heard, kind: str = "stock", account: str = "111", simulation: bool = True
+    ) -> None:
+        self.client = Client(simulation)
+        self.made: list[bool] = []
+        sdk = SimpleNamespace(Shioaji=self._make, StockOrder=REAL.StockOrder, FuturesOrder=REAL.FuturesOrder)
+        key = ConnectionKey("shioaji", kind, simulation, account)
+        self.broker = ShioajiBroker(key, heard, lambda: sdk)
+
+    def _make(self, simulation: bool) -> Client:
+        self.made.append(simulation)
+        return self.client
+
+    def login(self, credentials: Credentials = KEYS) -> ShioajiBroker:
+        self.broker.login(credentials, 5.0)
+        return self.broker
