@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -72,7 +71,9 @@ def __getattr__(name: str) -> FastAPI:
         raise AttributeError(name)
     settings = Settings()
     log.configure(settings.log_level)
-    if multiprocessing.parent_process() is not None:
-        # One of several processes of `python -m api`: none is left behind when the parent is killed.
-        end_with_parent(os.getppid())()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        # One of several processes of `python -m api`: none is left behind when the parent is killed, not even
+        # before this line (getppid would name the process that adopted us).
+        end_with_parent(parent.pid)()
     return create_app(settings)

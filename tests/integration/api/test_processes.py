@@ -18,6 +18,7 @@ import pytest
 from infra.local.servers import free_port
 from infra.settings import Settings
 from tests.integration.api.conftest import StartWorker, an_order, make_key
+from tests.integration.api.scripted_worker import until
 from worker_runtime.protocol import keys
 
 Serve = Callable[[], tuple["subprocess.Popen[bytes]", str]]
@@ -107,10 +108,14 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
 
 
 @pytest.mark.slow
-async def test_no_process_is_left_when_the_parent_is_killed(serve: Serve) -> None:
+@pytest.mark.parametrize("serving", [True, False], ids=["serving", "still starting"])
+async def test_no_process_is_left_when_the_parent_is_killed(serve: Serve, serving: bool) -> None:
     process, url = serve()
-    await alive(url)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 2
+    if serving:
+        await alive(url)
+    parent = psutil.Process(process.pid)
+    # Two workers and multiprocessing's resource tracker.
+    await until(lambda: len(parent.children(recursive=True)) == 3, 30)
+    children = parent.children(recursive=True)
     process.kill()
     await ended(children)
