@@ -7,7 +7,6 @@ beside each other; none of them is a worker's parent, and stopping one stops no 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,7 +32,7 @@ from activities.recorder import Recorder
 from activities.relay import Relay
 from activities.reloading import Reloading
 from activities.stopping import Stopping
-from infra import valkey
+from infra import tasks, valkey
 from infra.database.engine import Database
 from infra.launchers.port import Launcher
 from infra.launchers.registry import create_launcher
@@ -249,13 +248,11 @@ def _loops(temporal: Client, parts: Parts) -> Sequence[Callable[[], Any]]:
 @asynccontextmanager
 async def _background(loops: Sequence[Callable[[], Any]]) -> AsyncIterator[None]:
     """Runs loops that never end by themselves; one that does is logged and started again."""
-    tasks = [asyncio.create_task(_forever(loop)) for loop in loops]
+    running = [asyncio.create_task(_forever(loop)) for loop in loops]
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end(*running)
 
 
 async def _forever(loop: Callable[[], Any]) -> None:
@@ -271,10 +268,8 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | 
     """The result of `work`, or None when the process is asked to stop first."""
     task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
+    await tasks.end(stop)
     if task.done():
         return task.result()
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await tasks.end(task)
     return None

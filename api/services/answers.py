@@ -20,8 +20,7 @@ from redis.exceptions import RedisError
 
 from api import log
 from api.errors import ValkeyUnavailable
-from api.services import tasks
-from infra import valkey
+from infra import tasks, valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Answer, decode

@@ -12,7 +12,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api import log
 from api.auth import Authenticator, Principal, Role
-from api.services import tasks
 from api.services.answers import AnswerListener
 from api.services.flights import Flights
 from api.services.orders import OrderBook
@@ -21,7 +20,7 @@ from api.services.queue import RequestQueue
 from api.services.readiness import Readiness
 from api.services.settling import Settler
 from api.services.workers import WorkerControl, WorkerStarter, connect
-from infra import valkey
+from infra import tasks, valkey
 from infra.database import api_keys
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.migrate import migrate

@@ -16,12 +16,12 @@ from redis.exceptions import RedisError
 from api import log
 from api.errors import ValkeyUnavailable
 from api.schemas.orders import Order
-from api.services import tasks
 from api.services.answers import AnswerListener
 from api.services.orders import moved_on, outcome_of
 from api.services.queue import Queued, RequestQueue
 from api.services.settling import Settlement, Settler
 from api.services.workers import WorkerStarter
+from infra import tasks
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 

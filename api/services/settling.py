@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api import log
-from api.services import tasks
+from infra import tasks
 from infra.database import orders
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order

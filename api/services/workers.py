@@ -23,7 +23,7 @@ from temporalio.service import RetryConfig, RPCError, RPCStatusCode
 
 from api import log
 from api.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
-from api.services import tasks
+from infra import tasks
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError, Draining, WorkerUnavailable, from_code
 from workflows.messages import (

@@ -148,7 +148,7 @@ def show_job(console: Console, result: JobResult) -> None:
 
 def show_addresses(console: Console, stack: LocalStack, result: JobResult | None) -> None:
     rows = [
-        ("API docs", f"{stack.api_url}/docs"),
+        ("API docs", f"{stack.api_url}/v1/docs"),
         ("Temporal UI", stack.ui_url),
         ("logs", str(stack.folder.logs)),
         ("admin's API key", str(stack.folder.keys / "admin.key")),

@@ -104,6 +104,23 @@ async def test_a_smaller_target_stops_free_workers_and_a_larger_one_launches(
         await until(lambda: len(pool.ready) == 2)
 
 
+async def test_a_paused_pool_launches_nothing_until_it_is_resumed(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until_ready(handle, 2)
+        paused = await handle.execute_update("pause", result_type=m.PoolView)
+        assert paused.paused
+        pool.ready.pop()
+        await handle.signal(WorkerPoolWorkflow.claimed, m.Claimed())
+        await skipping.sleep(300)
+        assert len(pool.launched) == 2
+        await handle.execute_update("resume", result_type=m.PoolView)
+        await until_ready(handle, 2)
+    assert len(pool.launched) == 3
+
+
 async def test_a_new_run_keeps_target_and_never_repeats_a_token(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
@@ -112,9 +129,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
         await until_ready(handle, 1)
         await handle.execute_update("set_target", m.SetTarget(target=2), result_type=m.PoolView)
         await until(lambda: len(pool.ready) == 2)
-        latest = skipping.client.get_workflow_handle_for(
-            WorkerPoolWorkflow.run, names.worker_pool_id("default")
-        )
+        latest = skipping.client.get_workflow_handle(names.worker_pool_id("default"))
         run_id = (await latest.describe()).run_id
         await latest.signal(WorkerPoolWorkflow.renew)
 

@@ -138,6 +138,21 @@ async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
     assert await ask(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
 
 
+async def test_a_worker_that_serves_another_claim_by_now_is_left_alone(yard: Yard) -> None:
+    """It slept through the end of its entry, came back as a free one, and was claimed by another user."""
+    user, worker = await yard.user(), await yard.worker()
+    lost = await yard.run(yard.claiming.claim_worker, yard.claim(user, "old", reply_wait=0.05))
+    assert lost.worker is not None
+    await worker.next()
+    await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
+    assert await worker.announce() == "ready"
+    other = await yard.user()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(other, "new")), worker.serve())
+    await yard.run(yard.stopping.stop_worker, stop(user, lost.worker))
+    assert not yard.launcher.stops
+    assert len(await yard.launcher.list()) == 1
+
+
 async def test_orders_that_wait_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
     user, _, ref = await serving_user(yard)
     await ask(yard.client.lpush(keys.requests(user), "1|r1|x"))

@@ -13,6 +13,7 @@ import pytest
 from activities.event_stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from activities.recorder import CLOSED_BY_WORKER, Recorder
 from activities.slot import ask
+from infra import tasks
 from infra.database import orders, worker_sessions
 from infra.database.engine import DatabaseUnavailable
 from tests.integration.activities.conftest import Yard
@@ -54,13 +55,11 @@ async def add(yard: Yard, *events: Event) -> None:
 
 @asynccontextmanager
 async def reading(*streams: EventStream) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(stream.run()) for stream in streams]
+    running = [asyncio.create_task(stream.run()) for stream in streams]
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end(*running)
 
 
 async def until_heard(heard: Heard, count: int) -> None:

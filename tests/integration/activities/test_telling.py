@@ -15,6 +15,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.exit_watch import ExitWatch
 from activities.relay import Relay
 from activities.slot import ask
+from infra import tasks
 from infra.database import worker_sessions
 from infra.local.servers import TemporalServer
 from tests.integration.activities.conftest import Yard
@@ -86,7 +87,7 @@ async def test_the_end_of_a_users_worker_reaches_that_users_workflow(yard: Yard,
         task = asyncio.create_task(watch(yard, temporal).run())
         yard.launcher.end(worker.task_id, -9, "killed")
         heard = await signals(handle, 1)
-        task.cancel()
+        await tasks.end(task)
     assert heard[0][0] == "worker_lost"
     assert (heard[0][1]["worker_id"], heard[0][1]["exit_code"]) == (worker.worker_id, -9)
 
@@ -99,7 +100,7 @@ async def test_the_end_of_a_free_worker_reaches_its_pool_and_nobody_can_claim_it
         task = asyncio.create_task(watch(yard, temporal).run())
         yard.launcher.end(worker.task_id)
         heard = await signals(handle, 1)
-        task.cancel()
+        await tasks.end(task)
     assert heard == [("worker_gone", {"worker_id": worker.worker_id})]
     assert not await ask(yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id)))
 

@@ -12,8 +12,7 @@ from decimal import Decimal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.services import tasks
-from infra import valkey
+from infra import tasks, valkey
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import (
