@@ -6,13 +6,14 @@ An event has a constant name; what varies stands in fields beside it. Never a se
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
 import msgspec
 
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40}
+#: Descriptor of the log; `silence_libraries` moves it away from standard error.
+_target = [2]
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -21,7 +22,7 @@ class Log:
 
     def __init__(self, level: str = "INFO", *, output: int | None = None, **fields: Any) -> None:
         self._threshold = _LEVELS.get(level.upper(), 20)
-        self._output = sys.stderr.fileno() if output is None else output
+        self._output = output
         self._fields = fields
 
     def bind(self, **fields: Any) -> Log:
@@ -62,6 +63,23 @@ class Log:
             {"at": round(time.time(), 6), "level": level, "event": event, **self._fields, **fields}
         )
         try:
-            os.write(self._output, line + b"\n")  # one write: lines of several processes do not mix
+            os.write(
+                _target[0] if self._output is None else self._output, line + b"\n"
+            )  # one write: lines of several processes do not mix
         except OSError:
             return  # nobody reads any more; a worker does not die of its log
+
+
+def silence_libraries() -> None:
+    """Points standard output and error at nothing; the log keeps the descriptor that it had.
+
+    For native code that prints what it likes: Shioaji 1.7.9 writes the first characters of an API key to
+    standard error when a connection fails. Safe to call again.
+    """
+    if _target[0] != 2:
+        return
+    _target[0] = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
+    os.close(nothing)

@@ -19,7 +19,9 @@ def _paper(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOr
 
 def _shioaji(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
     from worker_runtime.brokers.shioaji import ShioajiBroker
+    from worker_runtime.log import silence_libraries
 
+    silence_libraries()
     return ShioajiBroker(key, on_order)
 
 
