@@ -90,7 +90,6 @@ def lifecycle_activities(parts: Parts) -> list[Callable[..., Any]]:
         claiming.await_connected,
         claiming.connect_again,
         stopping.stop_worker,
-        stopping.end_session,
         checking.check_worker,
         reloading.reload_credentials,
         pool.count_pool,

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Stopping:
-    """Activities `stop_worker`, `end_session`."""
+    """Activity `stop_worker`."""
 
     def __init__(
         self,
@@ -125,10 +125,6 @@ class Stopping:
             [keys.mark(user), keys.metadata(user)],
             [worker.epoch, worker_id],
         )
-
-    @activity.defn
-    async def end_session(self, request: m.EndSession) -> None:
-        await self._end(request.claim_id, request.reason)
 
     async def _end(self, claim_id: str, reason: str) -> None:
         async with self._database.session() as session:

@@ -27,6 +27,9 @@ _LOOK = timedelta(seconds=8)
 _QUICKLY = RetryPolicy(initial_interval=timedelta(milliseconds=200), maximum_interval=timedelta(seconds=2))
 #: Nobody waits, or the other side is down and must not be hammered.
 _PATIENTLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=10))
+#: A local activity that waits for its next try keeps the workflow task open: signals, queries and the
+#: shutdown of the orchestrator would wait with it. Longer pauses are timers of the server instead.
+_LOCAL_PAUSE = timedelta(milliseconds=500)
 #: The workflow itself decides about the next try (it takes a new claim id or token for it).
 _ONCE = RetryPolicy(maximum_attempts=1)
 
@@ -47,6 +50,7 @@ async def claim_worker(request: m.ClaimRequest, claim_timeout: float) -> m.Claim
         start_to_close_timeout=_s(request.reply_wait + 6.0),
         schedule_to_close_timeout=_s(claim_timeout),
         retry_policy=_QUICKLY,
+        local_retry_threshold=_LOCAL_PAUSE,
         summary="claim a worker from the pool",
     )
     return result
@@ -149,27 +153,17 @@ async def reload_credentials(request: m.ReloadRequest) -> m.ReloadResult:
     return result
 
 
-async def end_session(request: m.EndSession) -> None:
-    """Closes the assignment's row of a claim that got no worker. Nobody waits for it."""
-    await workflow.execute_local_activity(
-        "end_session",
-        request,
-        start_to_close_timeout=_LOOK,
-        schedule_to_close_timeout=_s(20.0),
-        retry_policy=_PATIENTLY,
-        summary="close the assignment",
-    )
-
-
 async def count_pool(request: m.CountPool) -> m.PoolCount:
-    """A local activity: one round trip to Valkey and one to the launcher, after every claim."""
+    """A local activity: a round trip to the launcher and two to Valkey, after every claim.
+
+    One attempt: the pool looks again by itself, and a retrying local activity holds up its signals.
+    """
     result: m.PoolCount = await workflow.execute_local_activity(
         "count_pool",
         request,
         result_type=m.PoolCount,
         start_to_close_timeout=_LOOK,
-        schedule_to_close_timeout=_s(20.0),
-        retry_policy=_PATIENTLY,
+        retry_policy=_ONCE,
         summary="count the pool",
     )
     return result

@@ -241,15 +241,6 @@ class ReloadResult:
     failure_detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndSession:
-    """Activity `end_session`: closes the assignment's row."""
-
-    user_id: str
-    claim_id: str
-    reason: str
-
-
 # --- WorkerPoolWorkflow -----------------------------------------------------------------------------
 
 

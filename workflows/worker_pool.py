@@ -85,6 +85,8 @@ class WorkerPoolWorkflow:
         self._state = PoolState(**known)
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._changed = True
+        #: Looks in a row that could not count.
+        self._uncounted = 0
         self._renew = False
         self._shown = ""
 
@@ -163,8 +165,10 @@ class WorkerPoolWorkflow:
         try:
             count = await calls.count_pool(request)
         except ActivityError as error:  # nothing is known: nothing is launched
+            self._uncounted += 1
             self._state = replace(self._state, last_failure=f"count: {cause(error)}")
             return
+        self._uncounted = 0
         self._state = replace(self._state, ready=count.ready, starting=count.starting)
         if self._state.paused:
             return
@@ -209,6 +213,8 @@ class WorkerPoolWorkflow:
 
     def _nap(self) -> float:
         """Seconds until the next look when nothing is signalled."""
+        if self._uncounted:
+            return min(2.0 ** min(self._uncounted - 1, 10), BACKOFF_MAX, self._given.check_period)
         wait = self._state.not_before - workflow.time()
         if self._state.failing and not self._in_flight:
             return min(max(wait, 0.1), self._given.check_period)

@@ -138,10 +138,14 @@ class FakePool:
         self.highest = 0
         self.failures = 0
         self.counts = 0
+        self.uncounted = 0
 
     @activity.defn
     async def count_pool(self, request: m.CountPool) -> m.PoolCount:
         self.counts += 1
+        if self.uncounted:
+            self.uncounted -= 1
+            raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE")
         known = self.ready - set(request.launching)
         return m.PoolCount(ready=len(known), starting=self.starting)
 

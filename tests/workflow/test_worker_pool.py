@@ -91,6 +91,21 @@ async def test_failing_launches_back_off_and_recover(skipping: WorkflowEnvironme
     assert pool.highest == 2
 
 
+async def test_nothing_is_launched_while_nobody_can_count(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    pool.uncounted = 3
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until(lambda: pool.counts == 1)
+        view = await handle.query(WorkerPoolWorkflow.view)
+        assert "node down" in view.last_failure
+        assert not pool.launched
+        await skipping.sleep(10)
+        await until_ready(handle, 2)
+    assert pool.highest == 2
+
+
 async def test_a_smaller_target_stops_free_workers_and_a_larger_one_launches(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
