@@ -95,8 +95,9 @@ async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
     fleet.claim_script = [m.ClaimStatus.FAILED]
     fleet.connect_script = [UNREACHABLE] * 3
     async with serving(skipping.client, fleet.activities()):
-        with pytest.raises(WorkflowUpdateFailedError) as failed:
-            await ensure_active(skipping.client, "u1")
+        async with skipped(skipping):
+            with pytest.raises(WorkflowUpdateFailedError) as failed:
+                await ensure_active(skipping.client, "u1")
         await finished(skipping, "u1")
     assert code_of(failed.value) == "BROKER_UNREACHABLE"
     assert fleet.connects == [2, 3]
