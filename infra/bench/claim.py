@@ -21,6 +21,8 @@ from infra.exchange.client import ExchangeAdmin
 
 #: Seconds that the system rests after it was prepared, before the clock runs.
 _SETTLE = 2.0
+#: Warm workers kept while the refill is on.
+_POOL = 10
 
 
 def open_loop(target: Target, users: list[BenchUser], rate: float) -> tuple[list[float], list[bool]]:
@@ -76,9 +78,10 @@ def run(rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int 
             admin = target.admin()
             admin.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
             admin.close()
-        target.pool_update("set_target", {"target": 10})
+        target.pool_update("set_target", {"target": _POOL})
         target.pool_update("resume")
-        target.wait_ready(10)
+        target.wait_ready(_POOL)
+        target.wait_workers(_POOL)  # those told to stop have ended
         with_refill, warm_refill = open_loop(target, refilled, refill_rate)
         doubled = asyncio.run(double_claims(target))
     return {
@@ -90,7 +93,7 @@ def run(rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int 
         "refill": {
             "rate": refill_rate,
             "n": refill_n,
-            "pool": 10,
+            "pool": _POOL,
             **figures.milliseconds(with_refill, 50, 90, 99),
             "warm_share": round(sum(warm_refill) / len(warm_refill), 3),
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    # Rounded first: 0.9 * 30 is 27.000000000000004 to a computer.
+    return ordered[max(0, math.ceil(round(share * len(ordered), 9)) - 1)]
 
 
 def milliseconds(seconds: Sequence[float], *shares: int) -> dict[str, float]:

@@ -62,6 +62,7 @@ def run(n: int = 2000, users: int = 8, seconds: float = 10.0) -> dict[str, Any]:
     with running(pool_target=users) as target:
         traders = target.make_users("trader", users)
         target.wait_ready(users)
+        target.pool_update("pause")  # launches of new workers would run into the measurement
         for user in traders:
             starter = Rest(target.api_url, user.api_key)
             starter.call("POST", f"/v1/users/{user.user_id}/worker/start")

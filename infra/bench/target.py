@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from temporalio.client import Client
 from infra.bench.rest import Rest
 from infra.exchange.client import ExchangeAdmin
 from infra.launchers.port import Task
+from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
 
 #: Users are made by so many connections at once.
@@ -105,6 +107,14 @@ class Target:
     def wait_ready(self, wanted: int, timeout: float = 120.0) -> None:
         """Until so many workers are free for a claim; raises `ServerFailed`."""
         self.stack.wait_pool(wanted, timeout)
+
+    def wait_workers(self, wanted: int, timeout: float = 60.0) -> None:
+        """Until no more than so many workers run; raises `ServerFailed`."""
+        until = time.monotonic() + timeout
+        while (count := len(self.workers())) > wanted:
+            if time.monotonic() > until:
+                raise ServerFailed(f"{count} workers still run after {timeout:.0f} s, {wanted} wanted")
+            time.sleep(0.05)
 
 
 @contextmanager

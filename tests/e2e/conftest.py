@@ -26,7 +26,6 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import LedgerOrder, LedgerSession
 from infra.local.stack import LocalStack
-from worker_runtime.protocol import keys
 
 POOL = 3
 #: Seconds; long enough for a claim that has to be taken again on a busy machine.
@@ -144,9 +143,7 @@ class House:
     def claims(self) -> dict[str, str]:
         """Claim id → worker id, of all claims of the pool."""
         with self.valkey() as client:
-            pattern = keys.pool_claim(self.stack.settings.pool, "*").replace("{", "\\{")
             names = [name.decode() for name in client.scan_iter("pool:*:claim:*")]
-            assert pattern
             values = client.mget(names) if names else []
         return {
             name.rsplit(":", 1)[1]: value.decode() for name, value in zip(names, values, strict=True) if value
