@@ -150,9 +150,10 @@ async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(node
 
 async def test_workers_of_an_earlier_boot_are_told_as_lost_with_their_host(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
-    task = await launcher.launch(spec("w-1", "dies:0"), "token-1")
+    task = await launcher.launch(spec("w-1"), "token-1")
     pid = node.pid_of(task.task_id)
     node.end(signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     await until(lambda: (now := processes.read(pid)) is None or not now.alive, "the worker has ended")
     alter(node, "UPDATE workers SET state = 'running', boot_id = 'another'", "DELETE FROM ends")
     await node.start()
