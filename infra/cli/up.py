@@ -20,6 +20,7 @@ from infra.local import main_job as job
 from infra.local.main_job import JobResult
 from infra.local.process import Server
 from infra.local.stack import LocalStack
+from infra.local.steps import told
 from infra.settings import LocalSettings
 from worker_runtime.protocol.errors import BerthError
 
@@ -54,7 +55,7 @@ def run(
                 stack.start()
             up = True
             if main_job:
-                result = job.run(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
+                result = _run_job(stack)
                 show_job(console, result)
                 if not once:
                     show_addresses(console, stack, result)
@@ -78,6 +79,13 @@ def run(
                 if up:
                     console.print("stopping", highlight=False)
             stack.stop()
+
+
+def _run_job(stack: LocalStack) -> JobResult:
+    try:
+        return job.run(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
+    except Exception as error:
+        raise told("main job", error) from error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import StrEnum
 
+from infra.local.process import ServerFailed
+from worker_runtime.protocol.errors import BerthError
+
 
 class Status(StrEnum):
     STARTED = "started"
@@ -42,8 +45,18 @@ class Step:
     needs: tuple[str, ...] = ()
 
 
+def told(name: str, error: Exception) -> BerthError:
+    """The same failure in words for a person: a library's error is named with the part it came from."""
+    if isinstance(error, BerthError):
+        return error
+    first = str(error).strip().partition("\n")[0]
+    return ServerFailed(f"{name}: {type(error).__name__}: {first}")
+
+
 def run(steps: Sequence[Step], progress: OnProgress, give_up: Callable[[], None]) -> None:
     """Runs all steps; raises the first failure, after `give_up()` and the end of those under way.
+
+    Whatever a step raises comes as a `BerthError` (see `told`).
 
     `give_up` must make running actions return soon; it is also called on Ctrl-C.
     """
@@ -78,8 +91,9 @@ def _run_one(step: Step, progress: OnProgress) -> None:
     progress(Progress(step.name, Status.STARTED))
     try:
         detail = step.action()
-    except BaseException as error:
-        first = str(error).partition("\n")[0]
+    except Exception as error:
+        failure = told(step.name, error)
+        first = failure.detail.partition("\n")[0]
         progress(Progress(step.name, Status.FAILED, time.monotonic() - started, first))
-        raise
+        raise failure from error
     progress(Progress(step.name, Status.DONE, time.monotonic() - started, detail))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import threading
+from subprocess import TimeoutExpired
 
 import pytest
 
 from infra.local import steps
+from infra.local.process import ServerFailed
 from infra.local.steps import Progress, Status, Step
 
 
@@ -45,7 +47,7 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
         assert given_up.wait(5)
         raise RuntimeError("second")
 
-    with pytest.raises(ValueError, match="first"):
+    with pytest.raises(ServerFailed, match=r"^fails: ValueError: first$"):
         steps.run(
             [
                 Step("fails", fail),
@@ -57,3 +59,28 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
         )
     assert given_up.is_set()
     assert never == []
+
+
+def test_a_librarys_error_is_told_with_its_part_its_type_and_its_first_line() -> None:
+    error = TimeoutExpired(["pg_isready"], 60)
+    assert steps.told("postgres", error).detail == f"postgres: TimeoutExpired: {error}"
+    assert steps.told("database", RuntimeError("\nfirst\nsecond")).detail == "database: RuntimeError: first"
+
+
+def test_our_own_error_is_told_as_it_is() -> None:
+    error = ServerFailed("valkey ended while starting:\nits log")
+    assert steps.told("valkey", error) is error
+
+
+def test_a_failed_step_is_shown_with_the_words_that_are_raised() -> None:
+    changes: list[Progress] = []
+
+    def fail() -> str:
+        raise LookupError("nothing there\nmore")
+
+    with pytest.raises(ServerFailed):
+        steps.run([Step("database", fail)], changes.append, lambda: None)
+    assert [(c.status, c.detail) for c in changes] == [
+        (Status.STARTED, ""),
+        (Status.FAILED, "database: LookupError: nothing there"),
+    ]
