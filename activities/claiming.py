@@ -95,6 +95,17 @@ class Claiming:
             except UserNotFound:
                 epoch = 0
             accounts = await accounts_table.of_user(session, request.user_id) if epoch else []
+            before = await worker_sessions.of_claim(session, request.claim_id)
+            if before is not None and before.worker_id and await self._lost_claim(request, before.worker_id):
+                # Valkey lost this claim. Its worker may be logged in: it has to end before another begins.
+                lost = m.WorkerRef(
+                    worker_id=before.worker_id,
+                    task_id=before.task_id or "",
+                    epoch=epoch,
+                    claim_id=request.claim_id,
+                    pool=request.pool,
+                )
+                return slot.Slot(status="gone", worker_id=before.worker_id), lost, accounts
             if accounts:
                 found = await slot.claim(self._client, request.pool, request.claim_id)
             else:  # nothing to log in with: no worker is spent on it
@@ -118,6 +129,9 @@ class Claiming:
                     warm=worker.warm,
                 )
         return found, worker, accounts
+
+    async def _lost_claim(self, request: m.ClaimRequest, worker_id: str) -> bool:
+        return await slot.claimed_worker(self._client, request.pool, request.claim_id) != worker_id
 
     async def _claim_message(
         self,

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import orders, worker_sessions
@@ -29,6 +30,17 @@ class Recorder:
 
     async def handle(self, events: Sequence[Event]) -> None:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
+        try:
+            await self._record(events)
+        except DBAPIError:
+            # PostgreSQL refuses one of them, and would refuse the batch for ever: the others must not wait.
+            for event in events:
+                try:
+                    await self._record([event])
+                except DBAPIError as error:
+                    log.error("event_refused", kind=type(event).__name__, reason=type(error.orig).__name__)
+
+    async def _record(self, events: Sequence[Event]) -> None:
         told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
         async with self._database.session() as session:
             if told:

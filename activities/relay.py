@@ -16,8 +16,8 @@ from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import messages as m
 from workflows import names
 
-#: The first event of a worker; its first connect is told by the claim's reply already.
-FIRST_SEQUENCE = 1
+#: A session's first event (its sequences are even); the first connect is told by the claim's reply already.
+FIRST_SEQUENCE = 2
 
 log = structlog.get_logger()
 

@@ -49,7 +49,7 @@ class Stopping:
         Works by claim id too, when nobody knows whether the claim got a worker.
         """
         asked = request.worker
-        worker_id = asked.worker_id or await slot.claimed_worker(self._client, asked.pool, asked.claim_id)
+        worker_id = asked.worker_id or await self._worker_of(asked)
         if worker_id and await self._serves_another(asked, worker_id):
             log.warning("worker_serves_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
             worker_id = ""
@@ -70,6 +70,15 @@ class Stopping:
             )
         await self._end(asked.claim_id, request.reason)
         return m.Stopped(waiting=int(await ask(self._client.llen(keys.requests(request.user_id)))))
+
+    async def _worker_of(self, asked: m.WorkerRef) -> str:
+        """The worker of a claim: as Valkey knows it, or, if it lost that, as the assignment's row does."""
+        worker_id = await slot.claimed_worker(self._client, asked.pool, asked.claim_id)
+        if worker_id:
+            return worker_id
+        async with self._database.session() as session:
+            row = await worker_sessions.of_claim(session, asked.claim_id)
+        return (row.worker_id or "") if row is not None else ""
 
     async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
         """A worker that slept through its entry's end came back as a free one, and was claimed anew.

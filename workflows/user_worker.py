@@ -86,6 +86,8 @@ class UserWorkerWorkflow:
     @workflow.update(name="reload_credentials_now")
     async def reload_credentials_now(self) -> m.ReloadResult:
         """Like the signal `reload_credentials`, and answers when the worker has done it."""
+        if self._life.state.ended:  # nobody would serve the ticket any more
+            return m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
         self._reload = self._reload or Ticket()
         return await self._reload.result()
 

@@ -27,6 +27,9 @@ from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, Orde
 
 #: Seconds without an answer after which the mark is looked at again: the worker may have died meanwhile.
 LOOK_PERIOD = 1.0
+#: A withdrawal is tried so often, so many seconds apart, while Valkey does not answer.
+WITHDRAW_TRIES = 3
+WITHDRAW_PAUSE = 0.5
 #: The first look at an order that was enqueued before, perhaps by another process: its answer may be
 #: published there, and only the response key is ours to see. Doubles up to `LOOK_PERIOD`.
 FIRST_LOOK = 0.05
@@ -113,7 +116,8 @@ class Flights:
         look = LOOK_PERIOD if queued.new else FIRST_LOOK
         while not answer.done():
             if flight.left < -GRACE:
-                return await self._give_up(flight, queued, DeadlineExceeded()) or flight.order
+                given_up = await self._give_up(flight, queued, DeadlineExceeded())
+                return None if answer.done() else given_up or flight.order
             if not marked:
                 error = await self._ensure(flight, answer)
                 if error is not None:
@@ -151,12 +155,6 @@ class Flights:
     async def _give_up(self, flight: Flight, queued: Queued, error: BerthError) -> Order | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
         order = flight.order
-        try:
-            if not await self._queue.withdraw(order.user_id, queued.frame):
-                return None
-        except RedisError:
-            self._log.warning("withdraw_failed", order=order.id, code=error.code)
-            return None
         late = isinstance(error, DeadlineExceeded)
         outcome = OrderOutcome(
             order_id=order.id,
@@ -164,11 +162,23 @@ class Flights:
             reason=f"{error.code}: {error.detail}",
         )
         answer = Answer(request_id=order.id, outcome=outcome, failure=Failure.of(error))
-        self._log.warning("order_withdrawn", order=order.id, code=error.code)
-        # First where all processes look, then for good.
         try:
-            await self._queue.leave_answer(order.user_id, answer)
+            if not await self._withdraw(order.user_id, queued, answer):
+                # Also when an earlier try did it and its reply was lost: then the answer is there.
+                await self._answers.read(order.user_id, order.id)
+                return None
         except RedisError:
-            self._log.warning("answer_not_left", order=order.id)
+            self._log.warning("withdraw_failed", order=order.id, code=error.code)
+            return None
+        self._log.warning("order_withdrawn", order=order.id, code=error.code)
         await self._settler.settle(Settlement(outcome, error.code))
         return moved_on(order, answer)
+
+    async def _withdraw(self, user_id: str, queued: Queued, answer: Answer) -> bool:
+        """Repeats what may have happened without our hearing of it: the script bears that."""
+        for _ in range(WITHDRAW_TRIES - 1):
+            try:
+                return await self._queue.withdraw(user_id, queued.frame, answer)
+            except RedisError:
+                await asyncio.sleep(WITHDRAW_PAUSE)
+        return await self._queue.withdraw(user_id, queued.frame, answer)

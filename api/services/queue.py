@@ -46,15 +46,16 @@ class RequestQueue:
         )
         return Queued(frame=parse(item), new=bool(new), marked=bool(mark))
 
-    async def withdraw(self, user_id: str, frame: Frame) -> bool:
-        """True if the request was still queued: it will never be executed."""
-        return bool(await valkey.run(self._client, scripts.WITHDRAW, [keys.requests(user_id)], [frame.raw]))
+    async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
+        """True if the request was still queued: it will never be executed, and `answer` says so to all."""
+        return bool(
+            await valkey.run(
+                self._client,
+                scripts.WITHDRAW,
+                [keys.requests(user_id), keys.response(user_id, frame.request_id)],
+                [frame.raw, encode(answer), keys.ANSWER_TTL],
+            )
+        )
 
     async def marked(self, user_id: str) -> bool:
         return bool(await self._client.exists(keys.mark(user_id)))
-
-    async def leave_answer(self, user_id: str, answer: Answer) -> None:
-        """Puts an answer of ours where a worker would put its own."""
-        await self._client.set(
-            keys.response(user_id, answer.request_id), encode(answer), ex=keys.ANSWER_TTL, nx=True
-        )

@@ -252,6 +252,15 @@ select (select array_agg(event_id) from noted) as fresh,
 _RANKS = {state.value: place for state, place in _RANK.items()}
 
 
+def _storable(value: Any) -> Any:
+    """Without NUL characters, which PostgreSQL refuses in text and in jsonb."""
+    if isinstance(value, str):
+        return value.replace("\x00", "")
+    if isinstance(value, dict):
+        return {name: _storable(inner) for name, inner in value.items()}
+    return value
+
+
 def _row_of(event: OrderEvent) -> dict[str, Any]:
     return {
         "event_id": event.event_id,
@@ -263,7 +272,7 @@ def _row_of(event: OrderEvent) -> dict[str, Any]:
         "filled_quantity": event.filled_quantity,
         "average_price": event.average_price,
         "reason": event.reason,
-        "data": event,
+        "data": msgspec.to_builtins(event),
     }
 
 
@@ -273,7 +282,7 @@ async def record_events(session: AsyncSession, events: Sequence[OrderEvent]) -> 
     Repeats change nothing. A late event is stored and changes nothing that is further along; a final state
     never changes. Raises `ValueError` for an order id that is none.
     """
-    encoded = msgspec.json.encode([_row_of(event) for event in events]).decode()
+    encoded = msgspec.json.encode([_storable(_row_of(event)) for event in events]).decode()
     row = (await session.execute(_RECORD, {"events": encoded, "ranks": _RANKS})).one()
     return Recorded(frozenset(row.fresh or ()), frozenset(row.unknown or ()))
 

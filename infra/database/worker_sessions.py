@@ -37,10 +37,11 @@ async def assign(session: AsyncSession, *, user_id: str, claim_id: str, pool: st
 async def set_worker(
     session: AsyncSession, *, claim_id: str, worker_id: str, task_id: str, warm: bool
 ) -> None:
-    """Notes which worker the claim got; the time stays that of the first call."""
+    """Notes which worker the claim got; the worker and the time stay those of the first call."""
     await session.execute(
         update(WorkerSession)
         .where(WorkerSession.claim_id == claim_id)
+        .where(WorkerSession.worker_id.is_(None) | (WorkerSession.worker_id == worker_id))
         .values(
             worker_id=worker_id,
             task_id=task_id,
@@ -48,6 +49,10 @@ async def set_worker(
             claimed_at=func.coalesce(WorkerSession.claimed_at, func.clock_timestamp()),
         )
     )
+
+
+async def of_claim(session: AsyncSession, claim_id: str) -> WorkerSession | None:
+    return await session.scalar(select(WorkerSession).where(WorkerSession.claim_id == claim_id))
 
 
 async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> None:

@@ -55,6 +55,10 @@ def answer(scripts: Scripts, request: str, item: str, text: str = "done") -> Any
     )
 
 
+def withdraw(scripts: Scripts, request: str, item: str) -> Any:
+    return scripts.run(WITHDRAW, [keys.requests(USER), keys.response(USER, request)], item, "withdrawn", 60)
+
+
 def mark(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
     return scripts.run(
         MARK, [keys.owner(USER), keys.mark(USER), keys.metadata(USER)], epoch, worker, 30_000, "task", "t"
@@ -141,9 +145,12 @@ def test_a_late_request_comes_out_with_no_time_left(scripts: Scripts) -> None:
 def test_a_withdrawn_request_is_never_popped_and_a_popped_one_cannot_be_withdrawn(scripts: Scripts) -> None:
     own(scripts)
     first, second = enqueue(scripts, "r0")[1], enqueue(scripts, "r1")[1]
-    assert scripts.run(WITHDRAW, [keys.requests(USER)], first) == 1
+    assert withdraw(scripts, "r0", first) == 1
+    assert scripts.client.get(keys.response(USER, "r0")) == b"withdrawn"
+    assert withdraw(scripts, "r0", first) == 0
     assert pop(scripts, 1)[1] == second
-    assert scripts.run(WITHDRAW, [keys.requests(USER)], second) == 0
+    assert withdraw(scripts, "r1", second) == 0
+    assert scripts.client.get(keys.response(USER, "r1")) is None
 
 
 def test_an_answer_ends_processing_and_may_be_repeated(scripts: Scripts) -> None:

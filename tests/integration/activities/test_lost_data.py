@@ -1,0 +1,96 @@
+"""Valkey loses what it knew, workers tell what PostgreSQL cannot store: nobody else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, date, datetime
+
+from activities.recorder import Recorder
+from activities.slot import ask
+from infra.database import accounts, orders
+from infra.database.models import Order
+from infra.launchers.port import Task
+from tests.integration.activities.conftest import Yard
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import OrderEvent, OrderState
+from workflows import messages as m
+
+
+async def test_a_claim_that_valkey_lost_takes_no_second_worker(yard: Yard) -> None:
+    """*one-owner*: the first worker may be logged in; it has to end before another one begins."""
+    user, worker = await yard.user(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    await yard.client.flushall()
+    other = await yard.worker()
+    again = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert again.status == m.ClaimStatus.GONE
+    assert again.worker is not None
+    assert again.worker.worker_id == worker.worker_id
+    assert await other.announce() == "ready"
+    assert not await ask(yard.client.exists(keys.owner(user)))
+
+
+async def test_a_claim_that_valkey_lost_is_stopped_by_its_claim_id_alone(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    await yard.client.flushall()
+    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool="p")
+    request = m.StopWorker(user_id=user, worker=unknown, reason="claim ran out", grace=0.0)
+    await yard.run(yard.stopping.stop_worker, request)
+    running: list[Task] = await yard.launcher.list()
+    assert worker.worker_id not in {task.worker_id for task in running}
+
+
+async def _accepted(yard: Yard, user: str, account: str) -> Order:
+    new = orders.NewOrder(
+        user_id=user,
+        account_id=account,
+        client_order_id=uuid.uuid4().hex,
+        fingerprint="f",
+        symbol="2330",
+        side="buy",
+        quantity=1,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        generation="g",
+        deadline_at=datetime.now(UTC),
+        trading_day=date(2026, 11, 23),
+    )
+    async with yard.database.session() as session:
+        return (await orders.accept(session, new)).order
+
+
+def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
+    return OrderEvent(
+        event_id=event_id,
+        order_id=order_id,
+        user_id="u",
+        epoch=1,
+        state=OrderState.SUBMITTED,
+        at_ms=1_000,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Yard) -> None:
+    user = await yard.user()
+    async with yard.database.session() as session:
+        [account] = [found.account_id for found in await accounts.of_user(session, user)]
+    strange, good = await _accepted(yard, user, account), await _accepted(yard, user, account)
+    await Recorder(yard.database).handle(
+        [
+            _told(str(strange.id), "nul", reason="a NUL \x00 in the broker's text"),
+            _told(str(strange.id), "x" * 500),
+            _told(str(good.id), "good", broker_order_id="b" * 500),
+            _told(str(good.id), "better"),
+        ]
+    )
+    async with yard.database.session() as session:
+        assert (await orders.get(session, strange.id)).reason == "a NUL  in the broker's text"
+        assert (await orders.get(session, good.id)).state == "submitted"
+        assert {event.event_id for event in await orders.events(session, good.id)} == {
+            f"{good.id}:accepted",
+            "better",
+        }
