@@ -1,0 +1,103 @@
+"""What `berth up` shows on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from infra.cli import progress, up
+from infra.local.main_job import JobResult
+from infra.local.steps import Progress, Status
+
+RESULT = JobResult(
+    "demo",
+    "the-key",
+    {
+        "id": "o-1",
+        "client_order_id": "demo-1",
+        "side": "buy",
+        "quantity": 1,
+        "symbol": "2330",
+        "state": "filled",
+        "average_price": "600.5",
+        "timeline": [
+            {"step": "accepted", "at": "2026-01-02T03:04:05Z", "elapsed_ms": 0.0},
+            {"step": "filled", "at": "2026-01-02T03:04:06Z", "elapsed_ms": 41.26},
+        ],
+    },
+    0.0412,
+)
+
+
+def _console(terminal: bool) -> tuple[Console, StringIO]:
+    written = StringIO()
+    return Console(force_terminal=terminal, file=written, width=100, color_system=None), written
+
+
+def _frames(written: StringIO) -> str:
+    """What was written, without the codes that move the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+
+
+def _row(text: str, title: str) -> str:
+    """The last drawn row of a step."""
+    return [line for line in text.splitlines() if title in line][-1]
+
+
+def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> None:
+    console, written = _console(terminal=True)
+    view = progress.view(console)
+    with view:
+        view.show(Progress("valkey", Status.STARTED))
+        view.show(Progress("postgres", Status.STARTED))
+        view.show(Progress("temporal", Status.STARTED))
+        view.show(Progress("valkey", Status.DONE, 0.34, "port 6379"))
+        view.show(Progress("postgres", Status.FAILED, 2.1, "postgres: no space [/] left"))
+    text = _frames(written)
+    assert re.search(r"✓ +Valkey +0\.3 s +port 6379", _row(text, "Valkey"))
+    assert re.search(r"✗ +PostgreSQL +2\.1 s +postgres: no space \[/\] left", _row(text, "PostgreSQL"))
+    started = _row(text, "Temporal")
+    assert "✓" not in started
+    assert "✗" not in started
+    assert " s " not in started
+    assert [line.split()[1] for line in text.splitlines()[-3:]] == ["Valkey", "PostgreSQL", "Temporal"]
+
+
+def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
+    console, written = _console(terminal=False)
+    view = progress.view(console)
+    with view:
+        view.show(Progress("valkey", Status.STARTED))
+        view.show(Progress("valkey", Status.DONE, 0.34, "port 6379"))
+        view.show(Progress("pool", Status.FAILED, 60.0))
+    first, second = written.getvalue().splitlines()
+    assert first.split() == ["ready", "Valkey", "0.3", "s", "(port", "6379)"]
+    assert second.split() == ["FAILED", "pool", "of", "warm", "workers", "60.0", "s"]
+
+
+def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
+    console, written = _console(terminal=True)
+    up.show_job(console, RESULT)
+    text = _frames(written)
+    assert "Order demo-1 of user demo: buy 1 2330 is filled at 600.5 after 41 ms over REST" in text
+    assert "ms since accepted" in text
+    assert re.search(r"│ filled +│ 2026-01-02T03:04:06Z │ +41\.3 │", text)
+
+
+def test_a_pipe_gets_the_orders_steps_as_lines() -> None:
+    console, written = _console(terminal=False)
+    up.show_job(console, RESULT)
+    assert [line.split() for line in written.getvalue().splitlines()[-2:]] == [
+        ["accepted", "0.0", "ms"],
+        ["filled", "41.3", "ms"],
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_users_key_is_not_part_of_what_the_job_shows(terminal: bool) -> None:
+    console, written = _console(terminal)
+    up.show_job(console, RESULT)
+    assert RESULT.api_key not in written.getvalue()
