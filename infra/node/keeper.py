@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from infra import tasks
 from infra.launchers.port import LaunchFailed, StopFailed, Task, TaskExit
 from infra.node import ends, processes, worker
 from infra.node.cgroup import MemoryGroup, MemoryGroups
@@ -322,9 +323,7 @@ class Keeper:
                 loop.remove_reader(one.pidfd)
         if self._background:
             await asyncio.wait(self._background, timeout=_LAST_WORK)  # ends under way are told rightly
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await tasks.end(*self._background)
 
 
 async def _set_within(event: asyncio.Event, timeout: float) -> bool:

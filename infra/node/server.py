@@ -11,6 +11,7 @@ import sqlite3
 import msgspec
 import structlog
 
+from infra import tasks
 from infra.node.keeper import Keeper
 from infra.node.protocol import (
     BEAT_PERIOD,
@@ -61,9 +62,7 @@ class NodeServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await tasks.end(*self._connections)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
