@@ -112,7 +112,7 @@ class ProcessLauncher:
     async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         try:
             with reachable(self._path) as short:
-                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_LINE)
+                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY)
                 reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
         except (OSError, TimeoutError) as error:
             raise self._unreachable(error) from None
@@ -131,7 +131,7 @@ class ProcessLauncher:
     async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.Reply:
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
-            return decode(line, protocol.Reply)
+            return decode(line, protocol.Reply, limit=protocol.MAX_REPLY)
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
             raise self._unreachable(error) from None
 

@@ -18,6 +18,7 @@ from infra.node.address import reachable
 from infra.node.protocol import (
     GRACE_MAX,
     KILL_CONFIRM,
+    MAX_REPLY,
     ListTasks,
     Ping,
     Pong,
@@ -128,7 +129,7 @@ class Node(Component):
                 link.connect(path)
                 link.sendall(encode(request) + b"\n")
                 with link.makefile("rb") as lines:
-                    return decode(lines.readline(), Reply)
+                    return decode(lines.readline(MAX_REPLY), Reply, limit=MAX_REPLY)
         except OSError as error:
             raise NodeSilent(f"node at {self.settings.node_socket}: {error}") from None
 

@@ -11,8 +11,10 @@ import msgspec
 from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
 from worker_runtime.protocol.launch import WorkerConfig
 
-#: Bytes of one line; a launch takes about 1 KiB.
+#: Bytes of a request's line; a launch takes about 1 KiB.
 MAX_LINE = 128 * 1024
+#: Bytes of a reply's line; a list takes about 140 for each worker.
+MAX_REPLY = 16 * 1024 * 1024
 #: Seconds between two signs of life on a connection that watches.
 BEAT_PERIOD = 5.0
 #: Seconds a node may take to confirm an end after SIGKILL.

@@ -291,13 +291,13 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | str, wanted: type[T] | Any) -> T:
-    """Reads one message of the `wanted` type (a class or a union of classes).
+def decode(data: bytes | str, wanted: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
+    """Reads one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
 
     Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version.
     """
-    if len(data) > MAX_MESSAGE:
-        raise MalformedMessage(f"{len(data)} bytes are more than {MAX_MESSAGE}")
+    if len(data) > limit:
+        raise MalformedMessage(f"{len(data)} bytes are more than {limit}")
     decoder = _decoders.get(wanted)
     if decoder is None:
         decoder = _decoders[wanted] = msgspec.json.Decoder(wanted)

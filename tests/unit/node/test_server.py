@@ -1,0 +1,108 @@
+"""The node's server and keeper in this process: very many workers, and tasks that are hard to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from infra.launchers.port import Task
+from infra.launchers.process import ProcessLauncher
+from infra.local.components import Node
+from infra.node.keeper import Keeper
+from infra.node.protocol import MAX_LINE, Stop, Tasks
+from infra.node.register import Register
+from infra.node.server import NodeServer
+from infra.settings import Settings
+from worker_runtime.protocol.messages import MAX_MESSAGE, encode
+
+MANY = [
+    Task(
+        task_id=f"task-{number:032}",
+        worker_id=f"w-{number:032}",
+        pool="default",
+        version="1",
+        launched_at=1.5,
+    )
+    for number in range(5000)
+]
+
+
+async def _swallow_one_cancellation(begun: asyncio.Event) -> None:
+    """As `asyncio.wait_for` of Python 3.11 may."""
+    with contextlib.suppress(asyncio.CancelledError):
+        begun.set()
+        await asyncio.Event().wait()
+    await asyncio.Event().wait()
+
+
+class CrowdedKeeper(Keeper):
+    """Has five thousand workers, and never finishes stopping one."""
+
+    def __init__(self, folder: Path, register: Register) -> None:
+        super().__init__(folder, register, None, ["false"])
+        self.begun = asyncio.Event()
+
+    def tasks(self) -> list[Task]:
+        return MANY
+
+    async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
+        await _swallow_one_cancellation(self.begun)
+        return 0
+
+    def work_in_the_background(self) -> None:
+        self._run(_swallow_one_cancellation(self.begun))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, node_socket=tmp_path / "node.sock")
+
+
+@asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, NodeServer]]:
+    register = Register(settings.data_dir / "state.db")
+    keeper = CrowdedKeeper(settings.data_dir, register)
+    server = NodeServer(keeper, register, limits="none")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(settings.node_socket))
+        listening.listen()
+        await server.start(listening)
+        try:
+            yield keeper, server
+        finally:
+            await server.close()
+            register.close()
+
+
+async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings) -> None:
+    assert len(encode(Tasks(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE)
+    async with serving(settings):
+        assert await ProcessLauncher(settings.node_socket).list() == MANY
+        node = Node(settings.data_dir, settings)
+        assert await asyncio.to_thread(node.tasks) == MANY
+
+
+async def test_a_request_that_swallows_a_cancellation_does_not_hold_up_the_node_s_end(
+    settings: Settings,
+) -> None:
+    async with serving(settings) as (keeper, server):
+        _, writer = await asyncio.open_unix_connection(str(settings.node_socket))
+        writer.write(encode(Stop(task_id="t", reason="test")) + b"\n")
+        await keeper.begun.wait()
+        await asyncio.wait_for(server.close(), 10)
+        writer.close()
+
+
+async def test_background_work_that_swallows_a_cancellation_does_not_hold_up_the_node_s_end(
+    settings: Settings,
+) -> None:
+    async with serving(settings) as (keeper, _):
+        keeper.work_in_the_background()
+        await keeper.begun.wait()
+        await asyncio.wait_for(keeper.close(), 10)
