@@ -20,6 +20,7 @@ from infra.database import worker_sessions
 from infra.local.servers import TemporalServer
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedWorker
+from worker_runtime.board import Board
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
@@ -128,6 +129,7 @@ async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Clien
 
 async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
     user = f"relay-{os.getpid()}"
+    board = Board()  # numbers the events, as it does in a worker
 
     def event(sequence: int, kind: WorkerEventKind) -> WorkerEvent:
         return WorkerEvent(
@@ -137,19 +139,19 @@ async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, tempo
     async with listening(temporal, names.user_worker_id(user)) as handle:
         await Relay(temporal).handle(
             [
-                event(1, WorkerEventKind.CONNECTED),
-                event(2, WorkerEventKind.RECONNECTING),
-                event(3, WorkerEventKind.CONNECTED),
-                event(4, WorkerEventKind.DEGRADED),
-                event(5, WorkerEventKind.OWNER_MISSING),
-                event(6, WorkerEventKind.CLOSED),
+                event(board.next_session_event(), WorkerEventKind.CONNECTED),
+                event(board.next_session_event(), WorkerEventKind.RECONNECTING),
+                event(board.next_session_event(), WorkerEventKind.CONNECTED),
+                event(board.next_session_event(), WorkerEventKind.DEGRADED),
+                event(board.next_supervisor_event(), WorkerEventKind.OWNER_MISSING),
+                event(board.next_session_event(), WorkerEventKind.CLOSED),
             ]
         )
         heard = await signals(handle, 3)
     assert [(name, said["kind"], said["sequence"]) for name, said in heard] == [
-        ("worker_event", "reconnecting", 2),
-        ("worker_event", "connected", 3),
-        ("worker_event", "owner_missing", 5),
+        ("worker_event", "reconnecting", 4),
+        ("worker_event", "connected", 6),
+        ("worker_event", "owner_missing", 9),
     ]
 
 
