@@ -95,39 +95,52 @@ def down(
     raise typer.Exit(run(data, quiet=quiet))
 
 
-def _exec(module: str, context: typer.Context) -> NoReturn:
+def _exec(module: str, *words: str) -> NoReturn:
     """Becomes `python -m module`: one process less, and signals reach it directly."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-m", module, *words])  # noqa: S606
 
 
-@app.command(context_settings=_PASS_ON)
-def api(context: typer.Context) -> None:
-    """Run the REST API (settings: BERTH_API_…)."""
-    _exec("api", context)
+@app.command()
+def api() -> None:
+    """Run the REST API until SIGTERM or Ctrl-C.
+
+    Settings: BERTH_API_HOST, BERTH_API_PORT, BERTH_API_PROCESSES, BERTH_DATABASE_URL, BERTH_VALKEY_URL,
+    BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_PUBLIC_FILE, BERTH_LOG_LEVEL; .env.example lists all.
+    """
+    _exec("api")
 
 
-@app.command(context_settings=_PASS_ON)
-def orchestrator(context: typer.Context) -> None:
-    """Run the orchestrator: workflows and activities (BERTH_TASK_QUEUES chooses which)."""
-    _exec("activities", context)
+@app.command()
+def orchestrator() -> None:
+    """Run the orchestrator (workflows and activities) until SIGTERM or Ctrl-C.
+
+    Settings: BERTH_TASK_QUEUES, BERTH_POOL_TARGET, BERTH_LAUNCHER, BERTH_NODE_SOCKET, BERTH_DATABASE_URL,
+    BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_KEY_FILE, BERTH_ORCHESTRATOR_KEY_FILE,
+    BERTH_LOG_LEVEL; .env.example lists all.
+    """
+    _exec("activities")
 
 
-@app.command(context_settings=_PASS_ON)
-def worker(context: typer.Context) -> None:
-    """Run one user worker; its launch configuration is read from standard input."""
-    _exec("worker_runtime", context)
+@app.command()
+def worker() -> None:
+    """Run one user worker; the orchestrator starts it, people seldom do.
+
+    It reads its launch configuration, one JSON document, from standard input and no BERTH_ setting: what the
+    orchestrator was given for workers (BERTH_MARK_TTL, BERTH_MARK_PERIOD, BERTH_LOG_LEVEL …) stands in there.
+    """
+    _exec("worker_runtime")
 
 
 @app.command(context_settings=_PASS_ON)
 def exchange(context: typer.Context) -> None:
     """Run the paper exchange."""
-    _exec("infra.exchange", context)
+    _exec("infra.exchange", *context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def node(context: typer.Context) -> None:
     """Run the node: it owns this host's worker processes."""
-    _exec("infra.node", context)
+    _exec("infra.node", *context.args)
 
 
 @keys_app.command("init")

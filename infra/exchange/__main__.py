@@ -20,7 +20,7 @@ from worker_runtime.protocol.errors import BerthError
 def _options(settings: Settings) -> ExchangeOptions:
     address = urlsplit(f"//{settings.exchange_address}")
     admin = urlsplit(settings.exchange_admin_url)
-    parser = argparse.ArgumentParser(prog="python -m infra.exchange", description=__doc__)
+    parser = argparse.ArgumentParser(prog="berth exchange", description="The paper exchange.")
     parser.add_argument(
         "--host", default=address.hostname or "127.0.0.1", help="private address to listen on"
     )

@@ -42,7 +42,9 @@ class _StandardError:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m infra.node", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="berth node", description="Keeps this host's workers until SIGTERM."
+    )
     data = Path(os.environ.get("BERTH_DATA_DIR", ".berth"))
     socket_path = Path(os.environ.get("BERTH_NODE_SOCKET", data / "node.sock"))
     parser.add_argument("--socket", type=Path, default=socket_path, help="Unix socket to serve")

@@ -23,7 +23,7 @@ def _berth(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     [
         *((), ("up",), ("down",), ("keys",), ("keys", "init")),
         *(("bench",), ("bench", "claim"), ("bench", "order"), ("bench", "memory"), ("bench", "all")),
-        *(("exchange",), ("node",)),
+        *(("exchange",), ("node",), ("api",), ("orchestrator",), ("worker",)),
     ],
 )
 def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
@@ -31,6 +31,16 @@ def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["exchange", "node", "api", "orchestrator", "worker"])
+def test_the_usage_of_a_server_is_what_one_types(name: str) -> None:
+    assert f"usage: berth {name}" in _berth(name, "--help").stdout.lower()
+
+
+@pytest.mark.parametrize("name", ["api", "orchestrator", "worker"])
+def test_a_server_without_options_refuses_a_word_too_many(name: str) -> None:
+    assert _berth(name, "--port").returncode == 2
 
 
 def test_the_help_names_every_part() -> None:
