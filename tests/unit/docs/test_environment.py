@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,21 @@ from infra.settings import LocalSettings, Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / ".env.example"
+#: The program that lists its environment.
+ENV = shutil.which("env") or "/usr/bin/env"
 
 
 def _variables() -> dict[str, str]:
-    """Name → value of the lines that set something."""
-    lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
-    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    """Name → value of what the recipe in the file itself sets, in an otherwise empty environment."""
+    done = subprocess.run(
+        ["/bin/sh", "-euc", 'set -a; . "$0"; exec "$1" -0', str(EXAMPLE), ENV],
+        capture_output=True,
+        check=True,
+        text=True,
+        env={},
+    )
+    assert done.stderr == ""
+    pairs = (entry.split("=", 1) for entry in done.stdout.split("\0") if entry.startswith("BERTH_"))
     return {name: value for name, value in pairs}
 
 
