@@ -108,7 +108,8 @@ class ShioajiBroker:
         self._on_order = on_order
         self._load = load
         self._log = Log(broker="shioaji", account=key.account_id)
-        self._book = OrderBook()
+        self._blank: mapping.Blank = str
+        self._book = OrderBook(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
         self._down: str | None = None
@@ -124,35 +125,36 @@ class ShioajiBroker:
         if self._down is not None:
             raise SessionDown(self._down)
         _check_keys(credentials)
+        self._blank = mapping.blank_of(credentials)
         if not self._uses_files:
             self._uses_files = True
             _files().session_opened()
         deadline = time.monotonic() + timeout
-        opened: list[Any] = []
 
         def open_session() -> tuple[Any, Any]:
             api = self._load().Shioaji(simulation=self._key.simulation)
-            opened.append(api)
-            accounts = api.login(credentials.api_key, credentials.secret_key)
-            # Only now: before the login, everything raises AuthError, which would pass for a refusal.
-            api.set_order_callback(self._happened)
-            api.set_session_down_callback(self._session_down)
-            account = self._choose(accounts)
-            if not self._key.simulation:
-                _activate_certificate(api, credentials)
-            left = max(1, int((deadline - time.monotonic()) * 1000))
-            api.contracts.preload(list(_SECURITY[self._key.broker_type]), timeout=left)
-            return api, account
+            try:
+                accounts = api.login(credentials.api_key, credentials.secret_key)
+                # Only now: before the login, everything raises AuthError, which would pass for a refusal.
+                api.set_order_callback(self._happened)
+                api.set_session_down_callback(self._session_down)
+                account = self._choose(accounts)
+                if not self._key.simulation:
+                    _activate_certificate(api, credentials)
+                left = max(1, int((deadline - time.monotonic()) * 1000))
+                api.contracts.preload(list(_SECURITY[self._key.broker_type]), timeout=left)
+                return api, account
+            except BaseException:  # the login itself may have succeeded; perhaps nobody waits any more
+                threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
+                raise
 
         try:
             self._api, self._account = within(timeout, open_session, lambda made: self._log_out(made[0]))
         except TookTooLong as error:
             raise BrokerUnreachable(f"login: {error}") from None
+        except BerthError:
+            raise
         except Exception as error:
-            for api in opened:  # the login itself may have succeeded before what failed
-                threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
-            if isinstance(error, BerthError):
-                raise
             raise mapping.login_error(error) from None
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
@@ -173,7 +175,7 @@ class ShioajiBroker:
         except BerthError:
             raise
         except Exception as error:
-            raise mapping.place_error(error) from None
+            raise mapping.place_error(error, self._blank) from None
 
     def orders(self, timeout: float) -> list[ExchangeOrder]:
         api, account = self._session()
@@ -279,7 +281,7 @@ class ShioajiBroker:
         except TookTooLong as error:
             raise BrokerUnreachable(str(error)) from None
         except Exception as error:
-            raise mapping.query_error(error) from None
+            raise mapping.query_error(error, self._blank) from None
 
     def _is_ours(self, trade: Any) -> bool:
         owner = trade.order.account

@@ -37,7 +37,9 @@ Event = Mapping[str, Any]
 class OrderBook:
     """Orders of one account by Shioaji's id. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, blank: mapping.Blank = str) -> None:
+        """`blank` takes secrets out of what the SDK says of an order."""
+        self._blank = blank
         self._lock = threading.Lock()
         self._orders: dict[str, ExchangeOrder] = {}
         #: Fills that an event named: the others came from a list.
@@ -149,7 +151,8 @@ class OrderBook:
         state = mapping.with_fills(told.state, sum(done.quantity for done in fills), told.quantity)
         if known is not None and known.state in FINAL_ORDER_STATES and state not in FINAL_ORDER_STATES:
             state = known.state
-        kept = replace(told, state=state, fills=fills)
+        reason = None if told.reason is None else self._blank(told.reason)
+        kept = replace(told, state=state, fills=fills, reason=reason)
         self._orders[told.broker_order_id] = kept
         return kept
 

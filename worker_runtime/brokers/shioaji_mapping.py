@@ -6,7 +6,8 @@ tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -20,8 +21,20 @@ from worker_runtime.protocol.errors import (
     SessionDown,
 )
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
-from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import (
+    Credentials,
+    Fill,
+    OrderState,
+    PriceType,
+    Side,
+    TimeInForce,
+)
 
+#: Takes secrets out of a text.
+Blank = Callable[[str], str]
+
+#: An HTTP status that stands alone.
+_STATUS = re.compile(r"(?<!\S)[45]\d\d(?![^\s:,.])")
 #: What the real broker keeps of our tag.
 MAX_TAG = 6
 
@@ -53,10 +66,28 @@ _STATES = {
 }
 
 
+def blank_of(credentials: Credentials) -> Blank:
+    """Puts `***` where a text quotes one of these credentials, in whatever case."""
+    secrets = {
+        credentials.api_key,
+        credentials.secret_key,
+        credentials.ca_password,
+        credentials.person_id,
+    } - {""}
+    # The longest first: a shorter one may be a part of it.
+    words = re.compile("|".join(map(re.escape, sorted(secrets, key=len, reverse=True))), re.IGNORECASE)
+    return lambda text: words.sub("***", text) if secrets else text
+
+
 def login_error(error: BaseException) -> BrokerError:
-    """What an error of the constructor, the login or the certificate means."""
-    names, text = _names(error), _text(error)
-    if "451" in text.split(" ") or "Too Many Connections" in text:
+    """What an error of the constructor, the login or the certificate means.
+
+    Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
+    """
+    names, said = _names(error), str(error)
+    status = _STATUS.search(said)
+    text = f"{type(error).__name__} {status.group()}" if status else type(error).__name__
+    if "451" in said.split() or "Too Many Connections" in said:
         return LoginLimited(text)  # the sixth connection of this person
     if "SystemMaintenance" in names:
         return LoginLimited(text)  # 503: maintenance, or the ban of a minute after too many calls
@@ -65,10 +96,10 @@ def login_error(error: BaseException) -> BrokerError:
     return BrokerUnreachable(text)
 
 
-def place_error(error: BaseException) -> BrokerError:
+def place_error(error: BaseException, blank: Blank = str) -> BrokerError:
     """What an error of `place_order` means. Whatever does not say for certain that no order came to be is
     `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and surprises."""
-    names, text = _names(error), _text(error)
+    names, text = _names(error), _text(error, blank)
     if "AuthError" in names:
         return SessionDown(text)  # not logged in (any more): the order was not taken
     if names & _REFUSES_ORDER:
@@ -76,9 +107,10 @@ def place_error(error: BaseException) -> BrokerError:
     return OutcomeUnknown(text)
 
 
-def query_error(error: BaseException) -> BrokerError:
+def query_error(error: BaseException, blank: Blank = str) -> BrokerError:
     """What an error of a call that changes nothing means."""
-    return SessionDown(_text(error)) if "AuthError" in _names(error) else BrokerUnreachable(_text(error))
+    text = _text(error, blank)
+    return SessionDown(text) if "AuthError" in _names(error) else BrokerUnreachable(text)
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
@@ -169,6 +201,6 @@ def _names(error: BaseException) -> frozenset[str]:
     return frozenset(cls.__name__ for cls in type(error).__mro__)
 
 
-def _text(error: BaseException) -> str:
-    # The SDK's messages name what failed, never a key; the length is bounded all the same.
-    return f"{type(error).__name__}: {str(error)[:200]}"
+def _text(error: BaseException, blank: Blank) -> str:
+    # Blanked before it is cut: a part of a secret would not be found.
+    return f"{type(error).__name__}: {blank(str(error))[:200]}"

@@ -16,6 +16,15 @@ KEYS = Credentials(api_key="A" * 44, secret_key="B" * 44)
 REAL = load_sdk()
 
 
+def fails(name: str, text: str = "text") -> Callable[..., Any]:
+    """A method that raises this error of the SDK."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise getattr(REAL, name)(text)
+
+    return fail
+
+
 class Client:
     """Stands in for the SDK's `Shioaji`; each method does what its test says, or succeeds."""
 

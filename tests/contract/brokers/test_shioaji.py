@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.contract.brokers.conftest import Heard, order, until
-from tests.contract.brokers.shioaji_client import KEYS, REAL, Setting
+from tests.contract.brokers.shioaji_client import KEYS, REAL, Setting, fails
 from tests.contract.brokers.test_shioaji_book import deal_event, order_event
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
@@ -45,13 +44,6 @@ WITH_CERTIFICATE = Credentials(
 @pytest.fixture
 def setting(heard: Heard) -> Setting:
     return Setting(heard)
-
-
-def fails(name: str, text: str = "text") -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise getattr(REAL, name)(text)
-
-    return fail
 
 
 # --- what needs no SDK at all ---------------------------------------------------------------------------
@@ -210,6 +202,24 @@ def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(sett
     until(lambda: "logout" in setting.client.names())
     with pytest.raises(SessionDown):
         setting.broker.ping(1.0)
+
+
+@pytest.mark.parametrize("fault", ["preload", "activate_ca", "choose"])
+def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: Heard, fault: str) -> None:
+    setting = Setting(heard, simulation=fault != "activate_ca")
+    release = threading.Event()
+
+    def late(*_: Any) -> Any:
+        assert release.wait(10)
+        return [] if fault == "choose" else setting.client.accounts
+
+    setting.client.does["login"] = late
+    setting.client.does[fault] = fails("ShioajiConnectionError")
+    with pytest.raises(BrokerUnreachable):
+        setting.broker.login(WITH_CERTIFICATE, 0.1)
+    release.set()
+    until(lambda: "logout" in setting.client.names())
+    assert setting.client.names().count("logout") == 1
 
 
 # --- orders -----------------------------------------------------------------------------------------------
