@@ -1,7 +1,8 @@
 """Takes the user's work out of Valkey with `pop.lua`, one piece at a time.
 
 Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server then
-returns the same piece: no order is lost between the queue and the session.
+returns the same piece: no order is lost between the queue and the session. A pop older than the last one
+takes nothing, so one that a broken connection delivers late loses none either.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MILLION = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What `pop.lua` returned. `kind`: control, request, empty, fenced or no_owner."""
+    """What `pop.lua` returned. `kind`: control, request, empty, stale, fenced or no_owner."""
 
     kind: str
     item: bytes

@@ -110,6 +110,30 @@ def test_a_lost_reply_is_repeated_and_gives_the_same_item(scripts: Scripts) -> N
     assert pop(scripts, 2)[1].split("|")[1] == "r1"
 
 
+def test_a_late_older_pop_takes_nothing(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r0")
+    pop(scripts, 2)
+    enqueue(scripts, "r1")
+    assert pop(scripts, 1) == ["stale", "", 0, "g"]
+    assert scripts.client.llen(keys.requests(USER)) == 1
+    assert pop(scripts, 10)[1].split("|")[1] == "r1"
+    assert pop(scripts, 9)[0] == "stale"  # by number, not by text
+    # Another session counts on its own.
+    assert pop(scripts, 1, session="next")[0] == "empty"
+
+
+def test_an_empty_pop_is_remembered_by_its_number_alone(scripts: Scripts) -> None:
+    own(scripts)
+    assert pop(scripts, 2)[0] == "empty"
+    assert pop(scripts, 2)[0] == "empty"
+    enqueue(scripts, "r")
+    assert pop(scripts, 1)[0] == "stale"
+    item = pop(scripts, 2)
+    assert item[0] == "request"
+    assert pop(scripts, 2)[1] == item[1]
+
+
 def test_control_messages_overtake_requests(scripts: Scripts) -> None:
     own(scripts)
     enqueue(scripts, "r")
@@ -203,6 +227,7 @@ class RequestQueue(RuleBasedStateMachine):
         self.processing: dict[str, str] = {}
         self.answered: set[str] = set()
         self.number = 0
+        #: Reply to the last pop; None while there was none.
         self.last: Any = None
 
     @rule(name=st.sampled_from([f"r{n}" for n in range(6)]))
@@ -216,28 +241,31 @@ class RequestQueue(RuleBasedStateMachine):
     def pop(self) -> None:
         self.number += 1
         reply = pop(self.scripts, self.number)
+        self.took_the_next(reply)
+
+    def took_the_next(self, reply: Any) -> None:
+        self.last = reply
         if not self.queued:
             assert reply[0] == "empty"
             return
         expected = self.queued.pop(0)
         assert reply[1].split("|")[1] == expected
         self.processing[expected] = reply[1]
-        self.last = reply
 
     @precondition(lambda self: self.last is not None)
     @rule()
     def repeat_the_last_pop(self) -> None:
         again = pop(self.scripts, self.number)
-        # An empty pop in between is not remembered: the repeat of its number may find a new item.
-        if again[1] == self.last[1]:
-            return
-        if again[0] == "empty":
-            assert not self.queued
-            return
-        expected = self.queued.pop(0)
-        assert again[1].split("|")[1] == expected
-        self.processing[expected] = again[1]
-        self.last = again
+        if self.last[0] == "empty":  # the repeat looks anew
+            self.took_the_next(again)
+        else:
+            assert again[1] == self.last[1]
+
+    @precondition(lambda self: self.number > 0)
+    @rule(data=st.data())
+    def an_older_pop_comes_late(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, self.number - 1))
+        assert pop(self.scripts, number) == ["stale", "", 0, "g"]
 
     @precondition(lambda self: bool(self.processing))
     @rule(data=st.data())

@@ -10,10 +10,12 @@
 -- ARGV[3] session id: another one after every restart of the session process
 -- ARGV[4] pop number, growing by one with each new pop
 --
--- A repeat with the same session and number returns the same item: a lost reply loses no order.
+-- A repeat with the same session and number returns the same item: a lost reply loses no order. (A repeat
+-- of an empty pop looks anew.) A pop older than the session's last one takes nothing: it was sent before a
+-- connection broke and came late, so nobody reads its reply.
 -- Returns {kind, item, remaining ms, generation}; kind is 'control', 'request' (then moved to the
--- processing list), 'empty', 'fenced' (another epoch owns the user) or 'no_owner'. For a request the
--- remaining time is negative when its deadline has passed.
+-- processing list), 'empty', 'stale' (an older pop), 'fenced' (another epoch owns the user) or 'no_owner'. For
+-- a request the remaining time is negative when its deadline has passed.
 local function remaining(item)
   local deadline = tonumber(string.match(item, '^(%d+)|'))
   if not deadline then return -1 end
@@ -27,7 +29,9 @@ if owner[1] ~= ARGV[1] or owner[2] ~= ARGV[2] then return {'fenced', '', 0, ''} 
 local generation = owner[3] or ''
 
 local last = redis.call('HMGET', KEYS[5], 'session', 'number', 'kind', 'item')
-if last[1] == ARGV[3] and last[2] == ARGV[4] then
+local repeated = last[1] == ARGV[3] and last[2] == ARGV[4]
+if last[1] == ARGV[3] and tonumber(last[2]) > tonumber(ARGV[4]) then return {'stale', '', 0, generation} end
+if repeated and last[3] ~= 'empty' then
   local left = 0
   if last[3] == 'request' then left = remaining(last[4]) end
   return {last[3], last[4], left, generation}
@@ -36,8 +40,13 @@ end
 local kind, item, left = 'control', redis.call('RPOP', KEYS[2]), 0
 if not item then
   kind, item = 'request', redis.call('LMOVE', KEYS[3], KEYS[4], 'RIGHT', 'LEFT')
-  if not item then return {'empty', '', 0, generation} end
-  left = remaining(item)
+  if item then
+    left = remaining(item)
+  elseif repeated then  -- its number is remembered already
+    return {'empty', '', 0, generation}
+  else
+    kind, item = 'empty', ''
+  end
 end
 redis.call('HSET', KEYS[5], 'session', ARGV[3], 'number', ARGV[4], 'kind', kind, 'item', item)
 redis.call('EXPIRE', KEYS[5], 3600)
