@@ -25,8 +25,8 @@ class Bell:
     """Elements of one list, as they come. After each `connected` the caller should look at the queue
     itself: an element that was popped while the connection broke is lost."""
 
-    def __init__(self, url: str, key: str, selector: selectors.BaseSelector, log: Log) -> None:
-        self._client = Valkey(url)
+    def __init__(self, client: Valkey, key: str, selector: selectors.BaseSelector, log: Log) -> None:
+        self._client = client  # the bell's own
         self._key = key
         self._selector = selector
         self._log = log

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from threading import Thread
 
 from worker_runtime.backoff import Backoff
 from worker_runtime.board import Board, State
@@ -184,11 +185,20 @@ class Connections:
             raise first
 
     def close_all(self) -> None:
-        """Closes every session; the board says so when none is left open."""
+        """Closes every session; the board says so when none is left open.
+
+        All at once: a broker that does not answer costs a second, and the lease's margin is the same for
+        one account and for ten.
+        """
+        closing: list[Thread] = []
         for place in self._connections.values():
             broker, place.broker = place.broker, None
             place.suspect = False
-            self._close(broker)
+            if broker is not None:
+                closing.append(Thread(target=self._close, args=(broker,), daemon=True))
+                closing[-1].start()
+        for thread in closing:
+            thread.join()
         self._board.broker_open = 0
 
     def _login(self, account: Account, timeout: float) -> Broker:

@@ -6,6 +6,8 @@ later moment; and it is checked in the thread that calls the broker.
 
 from __future__ import annotations
 
+import math
+
 from worker_runtime.board import Board
 from worker_runtime.boottime import SECOND, boot_ns
 
@@ -14,6 +16,8 @@ from worker_runtime.boottime import SECOND, boot_ns
 MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
+#: Seconds that a reply may take even when the lease is used up: there may be something left to tell.
+_SHORTEST_WAIT = 0.1
 
 
 def end_of(sent_ns: int, ttl: float) -> int:
@@ -31,6 +35,11 @@ class Lease:
         """Seconds until the lease ends; negative when it has."""
         end = max(self._board.lease_supervisor, self._board.lease_session)
         return (end - boot_ns()) / SECOND
+
+    def wait_limit(self) -> float:
+        """Seconds that the session may wait for Valkey. While a broker session is open that is no longer
+        than the lease is usable: a frozen Valkey must not keep the session from closing it in time."""
+        return max(_SHORTEST_WAIT, self.usable()) if self._board.broker_open else math.inf
 
     def usable(self) -> float:
         """Seconds that a broker call may take from now; zero or less: call nothing."""

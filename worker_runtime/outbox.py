@@ -100,14 +100,15 @@ class Outbox:
         self._put("RPUSH", key, encode(reply))
         self._put("EXPIRE", key, keys.CLAIM_TTL)
 
-    def flush(self) -> bool:
-        """Sends all that waits; true if nothing is left. A broken connection is replaced once."""
-        for last in (False, True):
+    def flush(self, *, attempts: int = 2) -> bool:
+        """Sends all that waits; true if nothing is left. A broken connection is replaced once, unless
+        there is one attempt only."""
+        for attempt in range(1, attempts + 1):
             try:
                 while self._waiting:
                     self._send_batch()
             except ValkeyUnreachable as error:
-                if last:
+                if attempt == attempts:
                     self._keep(error)
             except ValkeyRefused as error:
                 self._keep(error)
@@ -118,8 +119,9 @@ class Outbox:
         return False
 
     def flush_if_due(self) -> None:
+        """One attempt, if the last failure is long enough ago."""
         if self._waiting and self._backoff.due():
-            self.flush()
+            self.flush(attempts=1)
 
     def _put(self, *command: Argument) -> None:
         if len(self._waiting) >= LIMIT:

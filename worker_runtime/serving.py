@@ -96,12 +96,10 @@ class Serving:
 
     def step(self) -> None:
         """Does all that is due. Raises `WorkerEnds` when this worker has to go."""
+        self._heed_lease()  # before anything that may wait for Valkey
         self._take_changes()
         self._outbox.flush_if_due()
-        if self._board.fenced:
-            raise WorkerEnds(ExitCode.FENCED, "another epoch owns the user")
-        if self._lease.usable() <= 0:
-            self._park()
+        if not self._heed_lease():
             return
         if self._parked:
             self._parked = False
@@ -158,6 +156,8 @@ class Serving:
         elif piece.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
             self._retry.failed()
             return False
+        elif piece.kind == "stale":  # not to be expected of the newest pop; the next number is newer
+            self._log.warning("stale_pop")
         else:
             self._hungry = False
             return False
@@ -169,6 +169,15 @@ class Serving:
             self._desk.give_up(item)
         self._outbox.flush()
         self._cleared = True
+
+    def _heed_lease(self) -> bool:
+        """Whether the lease lets this session act; if not, its broker sessions are closed."""
+        if self._board.fenced:
+            raise WorkerEnds(ExitCode.FENCED, "another epoch owns the user")
+        if self._lease.usable() > 0:
+            return True
+        self._park()
+        return False
 
     def _park(self) -> None:
         if self._parked:
@@ -193,4 +202,4 @@ class Serving:
                 self._ledger.changed(key, change)
             except Exception as error:  # one odd report must not end the session
                 self._log.crash("order_change_crashed", error)
-        self._outbox.flush()
+        self._outbox.flush_if_due()

@@ -17,6 +17,7 @@ from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.claiming import Claiming
 from worker_runtime.credentials import Opener
 from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.lease import Lease
 from worker_runtime.log import Log
 from worker_runtime.mark import Mark
 from worker_runtime.outbox import Outbox
@@ -48,7 +49,8 @@ class Session:
         self._selector = selectors.DefaultSelector()
         self._wake = WakePipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._client = Valkey(config.valkey_url)
+        self._lease = Lease(board)
+        self._client = self._valkey()
         self._mark = Mark(config, board)
         self._outbox = Outbox(self._client, config, board, log)
         key = new_worker_key()
@@ -150,7 +152,10 @@ class Session:
         return self._factory
 
     def _bell(self, key: str) -> Bell:
-        return Bell(self._config.valkey_url, key, self._selector, self._log)
+        return Bell(self._valkey(), key, self._selector, self._log)
+
+    def _valkey(self) -> Valkey:
+        return Valkey(self._config.valkey_url, limit=self._lease.wait_limit)
 
     def _stop(self) -> None:
         self._stopping = True

@@ -8,6 +8,7 @@ command; the next call connects anew.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -85,7 +86,16 @@ class Address:
 class Valkey:
     """One connection, opened when it is first needed. Not for use by several threads. Times in seconds."""
 
-    def __init__(self, url: str, *, connect_timeout: float = 1.0, timeout: float = 2.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout: float = 1.0,
+        timeout: float = 2.0,
+        limit: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """`limit` is asked before each wait: no wait takes longer than it says, whatever the timeouts."""
+        self._limit = limit
         self._address = Address(url)
         self._connect_timeout = connect_timeout
         self.timeout = timeout
@@ -111,10 +121,11 @@ class Valkey:
             if isinstance(target, str):
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket = link
-                link.settimeout(self._connect_timeout)
+                link.settimeout(min(self._connect_timeout, self._limit()))
                 link.connect(target)
             else:
-                link = socket.create_connection(target, timeout=self._connect_timeout)
+                wait = min(self._connect_timeout, self._limit())
+                link = socket.create_connection(target, timeout=wait)
                 self._socket = link
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
@@ -139,8 +150,8 @@ class Valkey:
 
     def receive(self, timeout: float | None = None) -> Any:
         """Waits for one reply; an error reply is returned, not raised."""
-        limit = self.timeout if timeout is None else timeout
-        until = time.monotonic() + limit
+        wait = self.timeout if timeout is None else timeout
+        until = time.monotonic() + min(wait, self._limit())
         while True:
             reply = self._parse()
             if reply is not NOTHING:
@@ -187,7 +198,7 @@ class Valkey:
         pack = cast(Callable[[Command], bytes], hiredis.pack_command)
         data = b"".join(pack(command) for command in commands)
         try:
-            link.settimeout(self.timeout)
+            link.settimeout(min(self.timeout, self._limit()))
             link.sendall(data)
         except OSError as error:
             self.close()

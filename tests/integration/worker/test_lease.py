@@ -104,6 +104,31 @@ def test_a_session_that_keeps_its_connections_past_the_lease_is_killed(stage: St
     assert not alive(session)
 
 
+def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_none(
+    own_stage: Stage, own_server: ValkeyServer
+) -> None:
+    stage = own_stage
+    # The attempt to send the answer begins with 10 s left: two waits of 4 s end inside the kill margin.
+    worker = stage.active({"a1": "good", "a2": "good"}, mark_ttl=10.0, mark_period=0.3)
+    order = stage.order(symbol="SLOW")
+    stage.enqueue(order)
+    eventually(worker.placed, "the order is at the broker")
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        worker.tell_broker("gate")
+        eventually(lambda: len(worker.ledger("close")) == 2, "both broker sessions are closed")
+        assert worker.logged("lease_ending")[0]["left"] > 4.0
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    assert stage.answer(order.request_id).failure is None
+    # The server had taken what it did not answer: events may come twice, readers know them by their ids.
+    states = list(dict.fromkeys(stage.states(order.order_id)))
+    assert states == ["submitting", "submitted", "filled"]
+    assert stage.send().failure is None
+    assert worker.logged("session_killed") == []
+    assert worker.process.poll() is None
+
+
 def test_a_restarted_server_is_found_again_and_served(own_stage: Stage, own_server: ValkeyServer) -> None:
     stage = own_stage
     worker = stage.active(mark_period=0.2)

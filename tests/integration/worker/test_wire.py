@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(stage: Stage, wire: Wi
     assert stage.processing() == 1
     assert inlet.pop().item == items[1]
     assert inlet.pop().kind == "empty"
+
+
+def test_a_client_waits_no_longer_than_its_limit(wire: Wire) -> None:
+    client = Valkey(wire.url, timeout=10.0, limit=lambda: 0.1)
+    client.connect()
+    wire.hold = 1.0
+    before = time.monotonic()
+    with pytest.raises(ValkeyUnreachable):
+        client.execute("PING")
+    assert time.monotonic() - before < 0.9
+    client.close()
 
 
 def test_a_lost_reply_costs_no_answer_and_no_event(stage: Stage, wire: Wire, client: Valkey) -> None:
