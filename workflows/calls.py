@@ -1,7 +1,9 @@
 """Every activity call of the workflows, once: queue, timeouts, retries, and the reason for each number.
 
-Activities are named by strings: this room must not import theirs. All of them are safe to run twice.
-Durations are seconds. No call retries for ever: what a time limit ends, the workflow's state shows.
+A call that failed raises a `FailureError`: `ActivityError` around the cause for a regular activity, the
+cause itself for a local one. Activities are named by strings: this room must not import theirs. All of
+them are safe to run twice. Durations are seconds. No call retries for ever: what a time limit ends, the
+workflow's state shows.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from datetime import timedelta
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import messages as m
@@ -202,7 +204,7 @@ async def shrink_pool(request: m.StopPoolWorkers) -> int:
     return result
 
 
-def cause(error: ActivityError) -> str:
+def cause(error: FailureError) -> str:
     """What went wrong in an activity, in one short line."""
     root: BaseException = error
     while root.__cause__ is not None:

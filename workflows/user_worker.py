@@ -6,11 +6,12 @@ means and what may follow it stands in `user_worker_state.py`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import NoReturn
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
@@ -48,10 +49,13 @@ class UserWorkerWorkflow:
     async def run(self, given: m.UserWorkerInput) -> None:
         life = self._life
         while not life.state.ended:
-            if not self._something_to_do():
-                life.show()
-                await self._sleep()
-            await self._step()
+            try:
+                if not self._something_to_do():
+                    life.show()
+                    await self._sleep()
+                await self._step()
+            except asyncio.CancelledError:  # `temporal workflow cancel`: the worker must not be left alone
+                life.shutdown = "cancelled"
         life.show()
         await workflow.wait_condition(lambda: workflow.all_handlers_finished() and life.settled)
 
@@ -255,7 +259,7 @@ class UserWorkerWorkflow:
             return None
         try:
             return await calls.check_worker(m.CheckWorker(user_id=state.user_id, worker=state.worker))
-        except ActivityError:
+        except FailureError:
             return None
 
     async def _reload_now(self, ticket: Ticket[m.ReloadResult]) -> None:
@@ -267,8 +271,8 @@ class UserWorkerWorkflow:
         request = m.ReloadRequest(user_id=state.user_id, worker=state.worker, reload_id=str(workflow.uuid4()))
         try:
             result = await self._life.unless_interrupted(calls.reload_credentials(request))
-        except (ActivityError, Gone, StartFailed) as error:
-            why = cause(error) if isinstance(error, ActivityError) else str(error)
+        except (FailureError, Gone, StartFailed) as error:
+            why = cause(error) if isinstance(error, FailureError) else str(error)
             code = errors.WorkerUnavailable.code
             result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
         ticket.succeed(result)

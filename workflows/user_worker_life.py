@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import Generic, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError, FailureError
+from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
@@ -163,7 +163,7 @@ class Life:
             try:
                 stopped = await calls.stop_worker(request)
                 break
-            except ActivityError as error:
+            except FailureError as error:
                 why = f"the end of the worker is not confirmed: {cause(error)}"
                 self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
                 self.state = self.state.postponed(self.now() + pause)

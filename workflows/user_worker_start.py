@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
@@ -50,7 +50,7 @@ async def _claim(life: Life) -> m.ClaimResult:
         )
         try:
             await life.unless_interrupted(calls.launch_for_claim(launch))
-        except ActivityError as error:
+        except FailureError as error:
             raise Gone(f"launch: {cause(error)}") from error
         result = await _try_claim(life)
     if result.worker is not None:
@@ -72,7 +72,7 @@ async def _try_claim(life: Life) -> m.ClaimResult:
     )
     try:
         return await calls.claim_worker(request, state.settings.claim_timeout)
-    except ActivityError as error:
+    except FailureError as error:
         why = f"claim: {cause(error)}"
         raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
 
@@ -95,7 +95,7 @@ async def _connect(life: Life, result: m.ClaimResult) -> m.ClaimResult:
             life.state = life.state.connecting(attempt, life.now())
             life.show()
             result = await life.unless_interrupted(calls.connect_again(_attempt(life, attempt)))
-    except ActivityError as error:
+    except FailureError as error:
         raise Gone(f"connect: {cause(error)}") from error
     return result
 

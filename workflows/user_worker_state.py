@@ -36,7 +36,7 @@ ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
     S.ACTIVE: frozenset({S.RECONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
     S.RECONNECTING: frozenset({S.ACTIVE, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
     S.IDLE_TIMEOUT: frozenset({S.DRAINING}),
-    S.DRAINING: frozenset({S.TERMINATED, S.POOL_IDLE}),
+    S.DRAINING: frozenset({S.DRAINING, S.TERMINATED, S.POOL_IDLE}),
     S.PARKED: frozenset({S.POOL_IDLE, S.DRAINING}),
     S.TERMINATED: frozenset(),
 }

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from temporalio import workflow
 from temporalio.common import SearchAttributeKey
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import messages as m
@@ -164,7 +164,7 @@ class WorkerPoolWorkflow:
         )
         try:
             count = await calls.count_pool(request)
-        except ActivityError as error:  # nothing is known: nothing is launched
+        except FailureError as error:  # nothing is known: nothing is launched
             self._uncounted += 1
             self._state = replace(self._state, last_failure=f"count: {cause(error)}")
             return
@@ -194,7 +194,7 @@ class WorkerPoolWorkflow:
         try:
             await calls.launch_pool_worker(request)
             self._state = self._state.launched()
-        except ActivityError as error:
+        except FailureError as error:
             self._state = self._state.failed(cause(error), workflow.time())
         finally:
             del self._in_flight[token]
@@ -208,7 +208,7 @@ class WorkerPoolWorkflow:
             await calls.shrink_pool(
                 m.StopPoolWorkers(pool=self._given.pool, count=count, token=self._token())
             )
-        except ActivityError as error:
+        except FailureError as error:
             self._state = replace(self._state, last_failure=f"shrink: {cause(error)}")
 
     def _nap(self) -> float:

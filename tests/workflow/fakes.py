@@ -36,6 +36,8 @@ class FakeFleet:
         self.claim_script: list[str] = []
         self.connect_script: list[m.ClaimResult] = []
         self.launch_failures = 0
+        self.claim_failures = 0
+        self.check_failures = 0
         self.stop_failures = 0
         self.waiting_orders = 0
         self.health: list[m.WorkerHealth] = []
@@ -62,6 +64,9 @@ class FakeFleet:
         self.claims.append(request.claim_id)
         self.claim_started.set()
         await self.hold_claim.wait()
+        if self.claim_failures:
+            self.claim_failures -= 1
+            raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
         status = self.claim_script.pop(0) if self.claim_script else m.ClaimStatus.ACTIVE
         warm = request.claim_id not in self.launches
         worker = None if status == m.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
@@ -109,6 +114,9 @@ class FakeFleet:
     @activity.defn
     async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
         self.checks += 1
+        if self.check_failures:
+            self.check_failures -= 1
+            raise ApplicationError("no valkey", non_retryable=True)
         return self.health.pop(0) if self.health else m.WorkerHealth(marked=True, running=True)
 
     @activity.defn
@@ -215,6 +223,7 @@ async def until_state(client: Client, user_id: str, *states: str) -> m.UserWorke
         view = await handle(client, user_id).query(UserWorkerWorkflow.view)
         if view.state in states:
             return view
+        assert view.state != m.WorkerState.TERMINATED, view.reason
         await asyncio.sleep(0.02)
 
 

@@ -93,6 +93,41 @@ async def test_a_shutdown_without_payload_ends_worker_and_run(
     assert [(stop.reason, stop.grace) for stop in fleet.stops] == [("requested", 30.0)]
 
 
+async def test_a_cancelled_workflow_ends_its_worker(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").cancel()
+        await finished(skipping, "u1")
+    assert [stop.reason for stop in fleet.stops] == ["cancelled"]
+
+
+async def test_a_workflow_cancelled_while_it_drains_still_confirms_the_end(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.stop_failures = 2
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal("shutdown")
+
+        async def waits_for_the_next_try() -> bool:
+            view = await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
+            return view.deadline is not None and view.deadline - view.since < 10
+
+        await until(waits_for_the_next_try)
+        await handle(skipping.client, "u1").cancel()
+        await finished(skipping, "u1")
+    assert len(fleet.stops) == 1
+
+
+async def test_a_check_that_fails_keeps_the_worker(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    fleet.check_failures = 1
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        active = await ensure_active(skipping.client, "u1", mark_missing=True)
+    assert active.worker.worker_id == "w1"
+    assert not fleet.stops
+
+
 async def test_a_draining_worker_refuses_until_it_has_ended(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:

@@ -144,6 +144,19 @@ async def test_the_next_call_after_a_failed_start_begins_a_new_run(
     assert active.worker.worker_id == "w2"
 
 
+async def test_a_claim_that_nobody_can_carry_out_fails_and_leaves_no_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    """Nobody knows whether the claim got a worker: it is stopped by the claim's id."""
+    fleet.claim_failures = 1
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await finished(skipping, "u1")
+    assert code_of(failed.value) == "WORKER_UNAVAILABLE"
+    assert [(stop.worker.worker_id, stop.worker.claim_id) for stop in fleet.stops] == [("", fleet.claims[0])]
+
+
 async def test_callers_at_the_same_time_share_one_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
@@ -199,8 +212,8 @@ async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         assert code_of(failed.value) == "WORKER_UNAVAILABLE"
-        async with skipped(skipping):
-            view = await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
+        await skipping.sleep(10)  # longer than the pauses between two tries, shorter than the idle timeout
+        view = await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
     assert view.worker is not None
     assert view.worker.worker_id == "w2"
     assert fleet.stop_failures == 0
