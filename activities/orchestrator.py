@@ -168,7 +168,7 @@ async def ensure_pool(temporal: Client, settings: Settings) -> None:
 async def open_parts(settings: Settings) -> AsyncIterator[Parts]:
     """Keys are read first: an orchestrator without them is of no use and says so at once."""
     keys = orchestrator_keys.load(settings.orchestrator_key_file)
-    unwrapper = master_key.load_ring(settings.master_key_file)
+    unwrapper = master_key.MasterKeyFiles(settings.master_key_file, *settings.master_key_retired)
     async with AsyncExitStack() as stack:
         client = valkey.connect(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
         stack.push_async_callback(client.aclose)
