@@ -39,6 +39,8 @@ class Settings(BaseSettings):
     master_key_file: Path = Path(".berth/keys/master.key")
     #: Public half: enough for the API to encrypt.
     master_public_file: Path = Path(".berth/keys/master.pub")
+    #: Private halves of earlier master keys, which a rotation left: the orchestrator decrypts with them, too.
+    master_key_retired: tuple[Path, ...] = ()
     #: Ed25519 key and launch secret of the orchestrator.
     orchestrator_key_file: Path = Path(".berth/keys/orchestrator.key")
 

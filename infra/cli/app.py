@@ -164,6 +164,22 @@ def keys_init() -> None:
         typer.echo("all key files are there")
 
 
+@keys_app.command("rotate")
+def keys_rotate(
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder of a running `berth up`: rotate its key.")
+    ] = None,
+) -> None:
+    """Make a new master key, rewrap all stored credentials, and say what to do next.
+
+    Safe to interrupt and to run again; while an old key file is kept, it only goes on rewrapping. Without
+    --data: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_MASTER_KEY_RETIRED, BERTH_DATABASE_URL.
+    """
+    from infra.cli.rotate import run
+
+    raise typer.Exit(run(data))
+
+
 Rate = Annotated[float, typer.Option(min=0.1, help="Claims per second, from a full pool.")]
 RefillRate = Annotated[float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")]
 

@@ -60,7 +60,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return json.dumps(list(value))
+        return json.dumps([str(one.absolute()) if isinstance(one, Path) else one for one in value])
     if isinstance(value, Path):
         return str(value.absolute())
     return str(value)

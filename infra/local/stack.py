@@ -23,6 +23,7 @@ from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_p
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.local.steps import OnProgress, Progress, Status, Step
 from infra.settings import LocalSettings, Settings
+from infra.vault.rotation import kept_files
 from worker_runtime.protocol import keys
 
 #: The same as `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
@@ -265,10 +266,16 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
         "exchange_admin_url": f"http://{HOST}:{ports.exchange_admin_port}",
         "master_key_file": folder.keys / "master.key",
         "master_public_file": folder.keys / "master.pub",
+        "master_key_retired": kept_files(folder.keys / "master.key"),
         "orchestrator_key_file": folder.keys / "orchestrator.key",
         "api_host": HOST,
     }
     return Settings(**{**fixed, **overrides})
+
+
+def local_settings(directory: Path) -> Settings:
+    """The settings of the `berth up` of this folder, with the ports of the environment."""
+    return _settings(DataFolder(directory), LocalSettings(), {})
 
 
 def end_leftovers(directory: Path) -> list[str]:

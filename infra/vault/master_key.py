@@ -79,6 +79,9 @@ class MasterKeyRing:
         self._keys = {_key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)}
         self.public = PublicMasterKey(present.public_key().public_bytes_raw())
 
+    def holds(self, key_id: str) -> bool:
+        return key_id in self._keys
+
     async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
         key = self._keys.get(key_id)
         if key is None:
@@ -89,13 +92,49 @@ class MasterKeyRing:
             raise UnwrapFailed from None
 
 
+class MasterKeyFiles:
+    """A ring that reads its files again when it meets a key it does not know.
+
+    So a running orchestrator follows a rotation: rows are rewrapped under a new key before it is restarted.
+    Keys once read are kept, because rows under the old one are still about.
+    """
+
+    def __init__(self, present: Path, *retired: Path) -> None:
+        """Raises what `load_ring` does."""
+        self._paths = (present, *retired)
+        self._rings = [load_ring(*self._paths)]
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        """Raises `UnwrapFailed` or `UnknownMasterKey`."""
+        for ring in self._rings:
+            if ring.holds(key_id):
+                return await ring.unwrap(wrapped, context, key_id)
+        try:
+            ring = load_ring(*self._paths)
+        except (BerthError, OSError) as error:
+            raise UnknownMasterKey(f"no master key {key_id} here, and {error}") from None
+        if not ring.holds(key_id):
+            raise UnknownMasterKey(f"no master key {key_id} here")
+        self._rings.append(ring)
+        return await ring.unwrap(wrapped, context, key_id)
+
+
 def create_master_key(private_file: Path, public_file: Path) -> PublicMasterKey:
     """Makes a new pair of files; the private one gets mode 0600. Existing files are replaced."""
+    key = create_private_key(private_file)
+    write_public(key, public_file)
+    return key
+
+
+def create_private_key(path: Path) -> PublicMasterKey:
+    """The private half alone, with mode 0600; an existing file is replaced. Returns the public half."""
     key = X25519PrivateKey.generate()
-    public = key.public_key().public_bytes_raw()
-    key_file.write(private_file, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
-    key_file.write(public_file, _PUBLIC + public.hex().encode() + b"\n", private=False)
-    return PublicMasterKey(public)
+    key_file.write(path, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
+    return PublicMasterKey(key.public_key().public_bytes_raw())
+
+
+def write_public(key: PublicMasterKey, path: Path) -> None:
+    key_file.write(path, _PUBLIC + key.public.hex().encode() + b"\n", private=False)
 
 
 def _parse(data: bytes, header: bytes, path: Path) -> bytes:

@@ -11,7 +11,7 @@ import os
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
 from infra.database.accounts import Encrypted
 from infra.database.engine import Database
@@ -75,6 +75,17 @@ async def rewrap(
         wrapped_key=await wrapper.wrap(data_key, binding),
         master_key_id=wrapper.key_id,
     )
+
+
+async def count_under_other_keys(database: Database, key_id: str) -> int:
+    """How many stored credentials another master key than `key_id` wraps."""
+    async with database.session() as session:
+        count = await session.scalar(
+            select(func.count())
+            .select_from(StoredCredentials)
+            .where(StoredCredentials.master_key_id != key_id)
+        )
+    return int(count or 0)
 
 
 async def rewrap_all(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:

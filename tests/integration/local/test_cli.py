@@ -21,7 +21,7 @@ def _berth(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        *((), ("up",), ("down",), ("keys",), ("keys", "init")),
+        *((), ("up",), ("down",), ("keys",), ("keys", "init"), ("keys", "rotate")),
         *(("bench",), ("bench", "claim"), ("bench", "order"), ("bench", "memory"), ("bench", "all")),
         *(("exchange",), ("node",), ("api",), ("orchestrator",), ("worker",)),
     ],
