@@ -56,7 +56,7 @@ def _told(done: Rotation, *, local: bool) -> list[str]:
         lines += [
             "1. Until the old key goes, start every orchestrator with",
             f"     BERTH_MASTER_KEY_RETIRED='{json.dumps(files)}'",
-            "   Restart the orchestrators with it first, then the API, which still encrypts under the old key.",
+            "   Restart the orchestrators with it first, then the API: it still uses the old key.",
         ]
     lines += [
         "2. Run `berth keys rotate` again: it makes no further key, it rewraps what was stored meanwhile.",
