@@ -59,6 +59,12 @@ class LedgerInUse(BerthError):
     code = "LEDGER_IN_USE"
 
 
+class LedgerDamaged(BerthError):
+    """The ledger file cannot be read."""
+
+    code = "LEDGER_DAMAGED"
+
+
 class Ledger:
     """One open ledger file. Each method commits before it returns, unless it runs inside `transaction`."""
 
@@ -76,6 +82,9 @@ class Ledger:
             if "locked" in str(error):
                 raise LedgerInUse(str(path)) from None
             raise
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise LedgerDamaged(f"the ledger {path} cannot be read: {error}") from None
         self._next_order = self._count("orders")
         self._next_session = self._count("sessions")
         self._next_fill = int(self._db.execute("SELECT count(*) FROM fills").fetchone()[0])
