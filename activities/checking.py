@@ -10,10 +10,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from temporalio import activity
 
+from activities import slot
 from activities.slot import ask
-from infra import valkey
+from infra import switching, valkey
+from infra.database import switches
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.launchers.port import Launcher, LauncherUnreachable
-from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol import keys
 from workflows import messages as m
 
 log = structlog.get_logger()
@@ -22,8 +25,9 @@ log = structlog.get_logger()
 class Checking:
     """Activity `check_worker`."""
 
-    def __init__(self, client: Redis, launcher: Launcher) -> None:
+    def __init__(self, client: Redis, database: Database, launcher: Launcher) -> None:
         self._client = client
+        self._database = database
         self._launcher = launcher
 
     @activity.defn
@@ -31,7 +35,8 @@ class Checking:
         """Looks at mark, metadata and the launcher's list; puts a missing owner key back.
 
         Only the orchestrator writes that key. A flushed Valkey lost it, and the worker takes no order
-        until it is there again, under the new generation.
+        until it is there again, under the new generation. What it means that a worker runs and has no
+        mark is for the workflow to say.
         """
         running = await self._running(request.worker)
         if running is not False:
@@ -39,12 +44,16 @@ class Checking:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.get(keys.mark(request.user_id))
             pipe.hgetall(keys.metadata(request.user_id))
-            mark, metadata = await pipe.execute()
+            pipe.get(keys.GENERATION)
+            mark, metadata, generation = await pipe.execute()
         expected = f"{request.worker.epoch}:{request.worker.worker_id}".encode()
+        told = metadata if mark == expected else {}
         return m.WorkerHealth(
             marked=mark == expected,
             running=running,
-            last_activity=_last_activity(metadata) if mark == expected else 0.0,
+            last_activity=_last_activity(told),
+            generation=_text(generation),
+            worker_state=_text(told.get(b"state")),
         )
 
     async def _running(self, worker: m.WorkerRef) -> bool | None:
@@ -59,12 +68,17 @@ class Checking:
         try:
             if await ask(self._client.exists(owner)):
                 return
-            generation = await valkey.ensure_generation(self._client, uuid.uuid4().hex)
-            worker = request.worker
-            await valkey.run(self._client, scripts.OWN, [owner], [worker.epoch, worker.worker_id, generation])
-            log.warning("owner_key_restored", user_id=request.user_id, epoch=worker.epoch)
-        except RedisError as error:
+            generation, server = await valkey.standing(self._client, uuid.uuid4().hex)
+            async with self._database.session(autocommit=True) as session:
+                switch = switching.told_to(await switches.of_user(session, request.user_id), server)
+            await slot.own(self._client, request.user_id, request.worker, generation, switch)
+            log.warning("owner_key_restored", user_id=request.user_id, epoch=request.worker.epoch)
+        except (RedisError, DatabaseUnavailable) as error:  # the watcher's next look does it
             log.warning("owner_key_not_restored", user_id=request.user_id, reason=str(error))
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")
 
 
 def _last_activity(metadata: dict[bytes, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass, field
 
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -15,22 +16,39 @@ from activities.launching import COLD_PREFIX
 from activities.replies import Replies
 from activities.seals import sealed_accounts
 from activities.slot import ask
-from infra import valkey
-from infra.database import accounts as accounts_table
-from infra.database import worker_sessions
+from activities.trial import Trials
+from infra import switching, valkey
+from infra.database import open_orders as open_orders_table
+from infra.database import switches, worker_sessions
 from infra.database.accounts import Account
 from infra.database.engine import Database
 from infra.database.users import UserNotFound
 from infra.vault.master_key import KeyUnwrapper
 from infra.vault.orchestrator_keys import OrchestratorKeys
-from worker_runtime.protocol import errors, keys, scripts, sealing
-from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message
+from worker_runtime.protocol import errors, keys, sealing
+from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message, PlaceOrder
+from worker_runtime.protocol.switches import UserSwitch
 from workflows import messages as m
+from workflows.user_worker_state import CRASH_WINDOW
 
 #: Seconds of one blocking wait: below Valkey's socket timeout (5 s), and a heartbeat in between.
 WAIT_SLICE = 1.0
 
+#: Recent crashes from which on a start is held back: the first one is answered by a new worker at once.
+BACK_OFF_FROM = 2
+
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """What one transaction gave to a claim."""
+
+    found: slot.Slot
+    worker: m.WorkerRef
+    accounts: list[Account] = field(default_factory=list)
+    open_orders: list[PlaceOrder] = field(default_factory=list)
+    crashes: tuple[float, ...] = ()
 
 
 class Claiming:
@@ -47,28 +65,35 @@ class Claiming:
         self._database = database
         self._unwrapper = unwrapper
         self._keys = orchestrator_keys
+        self._trials = Trials(client)
 
     @activity.defn
     async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
-        """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials."""
-        found, worker, accounts = await self._assign(request)
+        """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials.
+
+        With `heed_crashes`, a user whose workers crashed of late gets `back_off` instead, and nothing is
+        assigned; a repeat of a claim that was assigned goes on with that. A user whom a worker of a version
+        on trial failed gets none of it again.
+        """
+        if request.failed:
+            await self._trials.failed(request.pool, request.failed[-1], request.user_id)
+        taken = await self._assign(request)
+        found, worker = taken.found, taken.worker
+        if taken.crashes and not worker.epoch:
+            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=taken.crashes)
         if found.status == "empty":
             return m.ClaimResult(status=m.ClaimStatus.EMPTY)
-        if found.status == "refused" or not accounts:
-            return _no_account(request, worker)
         if found.status == "gone":
             return _gone(worker, "the claimed worker is gone")
+        if found.status == "refused":
+            return _no_account(request, worker)
         if not found.proven(self._keys):
             log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
             return _gone(worker, "the worker's public key is not proven to be its own")
-        generation = await valkey.ensure_generation(self._client, uuid.uuid4().hex)
-        owned = await valkey.run(
-            self._client,
-            scripts.OWN,
-            [keys.owner(request.user_id)],
-            [worker.epoch, worker.worker_id, generation],
-        )
-        if owned != b"ok":
+        # The switch is read after the commit of the assignment, so that none falls between (`in_reach`).
+        generation, server = await valkey.standing(self._client, uuid.uuid4().hex)
+        switch = switching.told_to(await self._switch(request.user_id), server)
+        if not await slot.own(self._client, request.user_id, worker, generation, switch):
             return _gone(worker, "a later assignment owns the user")
         replies = Replies(self._client, request.pool, request.claim_id)
         reply = None if found.status == "claimed" else await replies.present(worker.worker_id, 1)
@@ -76,39 +101,52 @@ class Claiming:
             inbox = keys.pool_inbox(request.pool, worker.worker_id)
             # Once, unless it was lost on the way: a worker answers a repeated claim again.
             if found.status == "claimed" or not await ask(self._client.llen(inbox)):
-                claim = await self._claim_message(request, worker, found.public_key, generation, accounts)
+                claim = await self._claim_message(request, taken, generation)
                 await push(self._client, inbox, claim, self._keys.signing_key)
             reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
-        return _result(worker, reply)
+        return await self._result(worker, reply)
 
-    async def _assign(self, request: m.ClaimRequest) -> tuple[slot.Slot, m.WorkerRef, list[Account]]:
+    async def _result(self, worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+        result = _result(worker, reply)
+        if result.status == m.ClaimStatus.ACTIVE:
+            await self._trials.served(worker.pool, worker.version)
+        return result
+
+    async def _assign(self, request: m.ClaimRequest) -> _Taken:
         """Epoch, worker and accounts, with one commit on the path that a person waits for.
 
         The worker is taken inside the transaction: if that fails, a repeat of the claim id takes the same
         one. Nobody has been told anything before the commit.
         """
+        avoid = await self._trials.to_avoid(request.pool, request.failed)
         async with self._database.session() as session:
             try:
-                epoch = await worker_sessions.assign(
-                    session, user_id=request.user_id, claim_id=request.claim_id, pool=request.pool
-                )
-            except UserNotFound:
-                epoch = 0
-            accounts = await accounts_table.of_user(session, request.user_id) if epoch else []
-            before = await worker_sessions.of_claim(session, request.claim_id)
-            if before is not None and before.worker_id and await self._lost_claim(request, before.worker_id):
-                # Valkey lost this claim. Its worker may be logged in: it has to end before another begins.
-                lost = m.WorkerRef(
-                    worker_id=before.worker_id,
-                    task_id=before.task_id or "",
-                    epoch=epoch,
+                assigned = await worker_sessions.assign(
+                    session,
+                    user_id=request.user_id,
                     claim_id=request.claim_id,
                     pool=request.pool,
+                    crash_limit=BACK_OFF_FROM if request.heed_crashes else 0,
+                    crash_window=CRASH_WINDOW,
                 )
-                return slot.Slot(status="gone", worker_id=before.worker_id), lost, accounts
+            except UserNotFound:
+                assigned = worker_sessions.Assigned(epoch=0)
+            epoch = assigned.epoch
+            gone = await self._to_end_first(request, assigned)
+            if gone is not None:
+                return _Taken(found=slot.Slot(status="gone", worker_id=gone.worker_id), worker=gone)
+            accounts, open_orders = (
+                await open_orders_table.with_accounts(session, request.user_id) if epoch else ([], [])
+            )
             if accounts:
-                found = await slot.claim(self._client, request.pool, request.claim_id)
-            else:  # nothing to log in with: no worker is spent on it
+                found = await slot.claim(
+                    self._client,
+                    request.pool,
+                    request.claim_id,
+                    request.user_id,
+                    avoid=avoid.version if avoid else "",
+                )
+            else:  # nothing to log in with, or too many crashes: no worker is spent on it
                 found = slot.Slot(status="refused")
             worker = m.WorkerRef(
                 worker_id=found.worker_id,
@@ -128,7 +166,45 @@ class Claiming:
                     task_id=worker.task_id,
                     warm=worker.warm,
                 )
-        return found, worker, accounts
+        return _Taken(
+            found=found,
+            worker=worker,
+            accounts=accounts,
+            open_orders=open_orders,
+            crashes=assigned.crashes,
+        )
+
+    async def _to_end_first(
+        self, request: m.ClaimRequest, assigned: worker_sessions.Assigned
+    ) -> m.WorkerRef | None:
+        """The worker that may be logged in, and has to end before another begins (one-owner)."""
+        other = assigned.unended
+        if other is not None:
+            log.error("claim_beside_another", user_id=request.user_id, worker_id=other.worker_id)
+            return m.WorkerRef(
+                worker_id=other.worker_id or "",
+                task_id=other.task_id or "",
+                epoch=other.epoch,
+                claim_id=other.claim_id,
+                pool=other.pool,
+                warm=False,
+            )
+        own = assigned.worker_id
+        lost = bool(own) and await self._lost_claim(request, own)  # by Valkey
+        if not lost and not assigned.ended:
+            return None
+        return m.WorkerRef(
+            worker_id=own,
+            task_id=assigned.task_id,
+            epoch=assigned.epoch,
+            claim_id=request.claim_id,
+            pool=request.pool,
+            warm=bool(own),
+        )
+
+    async def _switch(self, user_id: str) -> UserSwitch:
+        async with self._database.session(autocommit=True) as session:
+            return await switches.of_user(session, user_id)
 
     async def _lost_claim(self, request: m.ClaimRequest, worker_id: str) -> bool:
         return await slot.claimed_worker(self._client, request.pool, request.claim_id) != worker_id
@@ -136,11 +212,10 @@ class Claiming:
     async def _claim_message(
         self,
         request: m.ClaimRequest,
-        worker: m.WorkerRef,
-        public_key: bytes,
+        taken: _Taken,
         generation: str,
-        accounts: list[Account],
     ) -> Claim:
+        worker = taken.worker
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,
@@ -148,10 +223,11 @@ class Claiming:
             epoch=worker.epoch,
             generation=generation,
             connect_timeout=request.connect_timeout,
+            open_orders=taken.open_orders,
             accounts=await sealed_accounts(
-                accounts,
+                taken.accounts,
                 self._unwrapper,
-                public_key,
+                taken.found.public_key,
                 epoch=worker.epoch,
                 claim_id=request.claim_id,
                 worker_id=worker.worker_id,
@@ -166,7 +242,7 @@ class Claiming:
         while (left := deadline - time.monotonic()) > 0:
             reply = await replies.wait(worker.worker_id, request.attempt, min(left, WAIT_SLICE))
             if reply is not None:
-                return _result(worker, reply)
+                return await self._result(worker, reply)
             activity.heartbeat()
             if not await slot.alive(
                 self._client, worker.pool, worker.worker_id, request.user_id, worker.epoch
@@ -228,6 +304,9 @@ def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
         )
     if failure.code == errors.ClaimRefused.code:
         return _gone(worker, "the worker refused the claim")
+    if failure.code == errors.InvalidSeal.code:
+        # Sealed to the key of a session that was replaced meanwhile: no fault of the user's credentials.
+        return _gone(worker, "the worker's session was replaced during the claim")
     return m.ClaimResult(
         status=m.ClaimStatus.FAILED,
         worker=worker,

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import structlog
+from temporalio import workflow
 
 
 def configure(level: str) -> None:
@@ -30,7 +31,9 @@ def configure(level: str) -> None:
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.JSONRenderer(),
             ],
-            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
         )
     )
     logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
+    # The event's name stays constant; which workflow it was stands in the fields.
+    workflow.logger.workflow_info_on_message = False

@@ -7,84 +7,104 @@ beside each other; none of them is a worker's parent, and stopping one stops no 
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import structlog
-from redis.asyncio import Redis
-from temporalio.client import Client
-from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import RPCError
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.workflow import NondeterminismError
 
+from activities import build, stop
+from activities.asking import Asking
+from activities.background import Loop, background, unless
 from activities.checking import Checking
 from activities.claiming import Claiming
+from activities.cleaning import Cleaning
+from activities.deployment import Deployment
+from activities.ensuring import Ensuring
 from activities.event_stream import RECORDER_GROUP, RELAY_GROUP, EventStream
 from activities.exit_watch import ExitWatch
+from activities.host_keeping import HostKeeping
 from activities.launching import Launching
+from activities.maintenance import Maintenance
+from activities.morning import Morning
+from activities.mover import Mover
+from activities.order_sweeper import OrderSweeper
+from activities.order_verifying import OrderVerifying
+from activities.parts import Parts, open_parts
 from activities.pool import Pool
+from activities.pool_situation import PoolSituation
+from activities.pool_start import ANSWERS, LONGEST, ensure_pool
+from activities.promotion import Promotion
 from activities.recorder import Recorder
 from activities.relay import Relay
+from activities.releases import Releases
 from activities.reloading import Reloading
+from activities.rollout import Rollout
+from activities.schedules import Schedules
+from activities.statements import Statements
 from activities.stopping import Stopping
-from infra import tasks, valkey
-from infra.database.engine import Database
-from infra.launchers.port import Launcher
-from infra.launchers.registry import create_launcher
-from infra.settings import Settings
-from infra.vault import master_key, orchestrator_keys
-from infra.vault.master_key import KeyUnwrapper
-from infra.vault.orchestrator_keys import OrchestratorKeys
-from workflows import messages as m
+from activities.survey import Survey
+from activities.timeline import Timeline
+from activities.watcher import Watcher
+from infra.job_desk import JobDesk
+from infra.settings import EcsSettings, Settings
 from workflows import names
+from workflows.maintenance import MaintenanceBatchWorkflow, MaintenanceWorkflow
+from workflows.morning import MorningWorkflow
+from workflows.order import OrderWorkflow
+from workflows.rollout import RolloutWorkflow
 from workflows.sandbox import workflow_runner
+from workflows.statements import StatementsWorkflow
 from workflows.user_worker import UserWorkerWorkflow
 from workflows.worker_pool import WorkerPoolWorkflow
 
 #: Seconds that running activities get after SIGTERM: above the longest one that must not be repeated
 #: blindly (none today), below a container's usual 30 s.
 GRACE = 10.0
+#: Seconds for the whole of a graceful stop; below the 15 s after which `berth up` kills.
+STOP_LIMIT = GRACE + 3.0
 #: Workflows kept in memory. One of ours takes about 60 kB; past this number each update replays its
 #: history (measured: 34 ms became 312 ms), so it lies above the users one host can serve.
 MAX_CACHED_WORKFLOWS = 4000
+#: Orders that are followed at the same time; each wakes at the most every two seconds.
+MAX_CACHED_ORDERS = 1000
+#: Passes of maintenance, and the children of one.
+MAX_CACHED_PASSES = 50
+#: A run that no replay gets through fails, and whoever needs it starts it anew: the pool at the next look of
+#: an orchestrator, a user's worker with the next order, an order's verification by the sweeper. Left alone
+#: it would stand still for ever. (No release does this to runs of another one: versions are pinned.)
+RATHER_FAILED = [NondeterminismError]
+#: Launches under way at the same time. Each waits until its worker is ready, up to a minute where a host has
+#: to start first, and costs a coroutine.
+MAX_LAUNCHES = 2000
+#: The SDK passes on a beat at the most so often; its own choice, four fifths of the timeout, would leave an
+#: activity of ours one second of standstill out of five.
+HEARTBEATS = timedelta(seconds=2)
+#: How long a workflow waits for the orchestrator that has it in memory before any other may replay it: so
+#: long its user waits when that one was killed. The SDK's own choice is 10 s.
+STICKY = timedelta(seconds=5)
 #: Seconds between two tries to reach Temporal at start.
 RETRY = 0.5
 #: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes crashed at
 #: exit (sdk-python issue 300).
 CORE_SETTLES = 0.1
-#: The pool of Valkey connections: each waiting claim holds one for up to 1.5 s.
-VALKEY_CONNECTIONS = 256
-
-READY_FILE = "orchestrator.ready"
-
-T = TypeVar("T")
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Everything the activities get in their constructors."""
-
-    settings: Settings
-    client: Redis
-    database: Database
-    launcher: Launcher
-    unwrapper: KeyUnwrapper
-    keys: OrchestratorKeys
 
 
 def lifecycle_activities(parts: Parts) -> list[Callable[..., Any]]:
     claiming = Claiming(parts.client, parts.database, parts.unwrapper, parts.keys)
     stopping = Stopping(parts.client, parts.database, parts.launcher, parts.keys)
-    checking = Checking(parts.client, parts.launcher)
+    checking = Checking(parts.client, parts.database, parts.launcher)
     reloading = Reloading(parts.client, parts.database, parts.unwrapper, parts.keys)
-    pool = Pool(parts.client, parts.database, parts.launcher)
+    pool = Pool(parts.client, parts.database, parts.launcher, PoolSituation(parts.database, parts.calendar))
     return [
         claiming.claim_worker,
         claiming.await_connected,
@@ -92,18 +112,52 @@ def lifecycle_activities(parts: Parts) -> list[Callable[..., Any]]:
         stopping.stop_worker,
         checking.check_worker,
         reloading.reload_credentials,
+        Timeline(parts.database).record_timeline,
         pool.count_pool,
         pool.shrink_pool,
     ]
 
 
-def launch_activities(parts: Parts) -> list[Callable[..., Any]]:
-    launching = Launching(parts.client, parts.launcher, parts.settings, parts.keys)
+def launch_activities(temporal: Client, parts: Parts) -> list[Callable[..., Any]]:
+    launching = Launching(
+        parts.client, parts.database, parts.launcher, parts.settings, parts.keys, Releases(temporal)
+    )
     return [launching.launch_for_claim, launching.launch_pool_worker]
 
 
-def workers(temporal: Client, parts: Parts) -> list[Worker]:
-    """One Temporal worker for each of the configured task queues that has work today."""
+def order_activities(parts: Parts, ensuring: Ensuring) -> list[Callable[..., Any]]:
+    verifying = OrderVerifying(parts.client, parts.database, Asking(parts.client, ensuring))
+    return [verifying.verify_order, verifying.settle_absent, verifying.demand_attention]
+
+
+def bulk_activities(temporal: Client, parts: Parts) -> list[Callable[..., Any]]:
+    survey = Survey(parts.client, parts.database, parts.launcher, pool=parts.settings.pool)
+    cleaning = Cleaning(parts.client, parts.database, parts.launcher, temporal)
+    maintenance = Maintenance(survey, cleaning, parts.database, parts.settings)
+    morning = Morning(parts.database, parts.calendar, Ensuring(temporal, parts.settings))
+    rollout = Rollout(parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings)
+    statements = Statements(parts.database, JobDesk(parts.client), parts.calendar, parts.settings)
+    return [
+        maintenance.scan_fleet,
+        maintenance.clean_up,
+        maintenance.finish_pass,
+        morning.plan_morning,
+        morning.recent_users,
+        morning.connect_user,
+        rollout.look_at_release,
+        rollout.retire_workers,
+        rollout.ask_to_move,
+        rollout.tell_rollout,
+        statements.plan_statements,
+        statements.enqueue_statements,
+    ]
+
+
+def workers(temporal: Client, parts: Parts, deployment: Deployment) -> list[Worker]:
+    """One Temporal worker for each of the configured task queues that has work today.
+
+    Those with workflows are versioned; one that has activities only takes them from every version.
+    """
     wanted = {f"berth-{name}" for name in parts.settings.task_queues}
     grace = timedelta(seconds=GRACE)
     made = []
@@ -115,10 +169,14 @@ def workers(temporal: Client, parts: Parts) -> list[Worker]:
                 workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
                 activities=lifecycle_activities(parts),
                 workflow_runner=workflow_runner(),
+                workflow_failure_exception_types=RATHER_FAILED,
+                deployment_config=deployment.config,
+                sticky_queue_schedule_to_start_timeout=STICKY,
                 max_cached_workflows=MAX_CACHED_WORKFLOWS,
                 workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
                 activity_task_poller_behavior=PollerBehaviorAutoscaling(),
                 graceful_shutdown_timeout=grace,
+                max_heartbeat_throttle_interval=HEARTBEATS,
             )
         )
     if names.LAUNCH_QUEUE in wanted:
@@ -126,13 +184,66 @@ def workers(temporal: Client, parts: Parts) -> list[Worker]:
             Worker(
                 temporal,
                 task_queue=names.LAUNCH_QUEUE,
-                activities=launch_activities(parts),
+                activities=launch_activities(temporal, parts),
                 activity_task_poller_behavior=PollerBehaviorAutoscaling(),
-                max_task_queue_activities_per_second=parts.settings.launch_rate,
+                # The rate is the launcher's: here it would keep a small pool waiting behind a large one.
+                max_concurrent_activities=MAX_LAUNCHES,
                 graceful_shutdown_timeout=grace,
+                max_heartbeat_throttle_interval=HEARTBEATS,
+            )
+        )
+    if names.ORDERS_QUEUE in wanted:
+        made.append(
+            Worker(
+                temporal,
+                task_queue=names.ORDERS_QUEUE,
+                workflows=[OrderWorkflow],
+                activities=order_activities(parts, Ensuring(temporal, parts.settings)),
+                workflow_runner=workflow_runner(),
+                workflow_failure_exception_types=RATHER_FAILED,
+                deployment_config=deployment.config,
+                sticky_queue_schedule_to_start_timeout=STICKY,
+                max_cached_workflows=MAX_CACHED_ORDERS,
+                workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+                activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+                graceful_shutdown_timeout=grace,
+                max_heartbeat_throttle_interval=HEARTBEATS,
+            )
+        )
+    if names.BULK_QUEUE in wanted:
+        made.append(
+            Worker(
+                temporal,
+                task_queue=names.BULK_QUEUE,
+                workflows=[
+                    MaintenanceWorkflow,
+                    MaintenanceBatchWorkflow,
+                    MorningWorkflow,
+                    RolloutWorkflow,
+                    StatementsWorkflow,
+                ],
+                activities=bulk_activities(temporal, parts),
+                workflow_runner=workflow_runner(),
+                workflow_failure_exception_types=RATHER_FAILED,
+                deployment_config=deployment.config,
+                sticky_queue_schedule_to_start_timeout=STICKY,
+                max_cached_workflows=MAX_CACHED_PASSES,
+                workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+                activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+                graceful_shutdown_timeout=grace,
+                max_heartbeat_throttle_interval=HEARTBEATS,
             )
         )
     return made
+
+
+def versioned_queues(hosted: Sequence[Worker]) -> list[str]:
+    """The task queues with workflows, whose tasks go to workers of one version."""
+    return [
+        config["task_queue"]
+        for config in (worker.config() for worker in hosted)
+        if config.get("deployment_config") is not None
+    ]
 
 
 async def connect_temporal(settings: Settings) -> Client:
@@ -148,127 +259,106 @@ async def connect_temporal(settings: Settings) -> Client:
             await asyncio.sleep(RETRY)
 
 
-async def ensure_pool(temporal: Client, settings: Settings) -> None:
-    """Starts the pool's workflow, or tells the running one the target of the settings."""
-    handle = await temporal.start_workflow(
-        WorkerPoolWorkflow.run,
-        m.PoolInput(pool=settings.pool, target=settings.pool_target),
-        id=names.worker_pool_id(settings.pool),
-        task_queue=names.LIFECYCLE_QUEUE,
-        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-        static_summary=f"keeps {settings.pool_target} workers ready",
-    )
-    view = await handle.query(WorkerPoolWorkflow.view)
-    if view.target != settings.pool_target:
-        await handle.execute_update(WorkerPoolWorkflow.set_target, m.SetTarget(target=settings.pool_target))
-        log.info("pool_target_changed", pool=settings.pool, target=settings.pool_target)
+def ready_file(settings: Settings) -> Path:
+    """Exists while this orchestrator serves; one for each, by its name.
 
-
-@asynccontextmanager
-async def open_parts(settings: Settings) -> AsyncIterator[Parts]:
-    """Keys are read first: an orchestrator without them is of no use and says so at once."""
-    keys = orchestrator_keys.load(settings.orchestrator_key_file)
-    unwrapper = master_key.MasterKeyFiles(settings.master_key_file, *settings.master_key_retired)
-    async with AsyncExitStack() as stack:
-        client = valkey.connect(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
-        stack.push_async_callback(client.aclose)
-        database = Database(
-            settings.database_url,
-            pool_size=settings.database_pool,
-            pool_wait=settings.database_pool_wait,
-        )
-        stack.push_async_callback(database.close)
-        launcher = create_launcher(settings)
-        stack.push_async_callback(launcher.close)
-        yield Parts(
-            settings=settings,
-            client=client,
-            database=database,
-            launcher=launcher,
-            unwrapper=unwrapper,
-            keys=keys,
-        )
+    In it stands how many free workers there will be at the least: `berth up` waits for them.
+    """
+    return settings.data_dir / f"{settings.orchestrator_name}.ready"
 
 
 async def run(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    ready_file = settings.data_dir / READY_FILE
-    ready_file.unlink(missing_ok=True)
+    """Until SIGTERM or SIGINT; then it polls no more and gives what is in hand `GRACE` seconds."""
+    ready = ready_file(settings)
+    stopping = stop.on_signals(lambda: ready.unlink(missing_ok=True), limit=STOP_LIMIT)
+    ready.unlink(missing_ok=True)
     try:
         async with open_parts(settings) as parts:
-            temporal = await _unless(stopping, connect_temporal(settings))
+            temporal = await unless(stopping, connect_temporal(settings))
             if temporal is not None:
                 await _serve(temporal, parts, stopping)
     finally:
-        ready_file.unlink(missing_ok=True)
+        ready.unlink(missing_ok=True)
         await asyncio.sleep(CORE_SETTLES)
     log.info("stopped")
 
 
 async def _serve(temporal: Client, parts: Parts, stopping: asyncio.Event) -> None:
     settings = parts.settings
+    deployment = Deployment(
+        temporal, name=settings.deployment_name, build=settings.build_id or build.build_id()
+    )
+    hosted = workers(temporal, parts, deployment)
+    promotion = Promotion(deployment, wanted=settings.promote, queues=versioned_queues(hosted))
+    mover = Mover(parts.database, deployment, promotion, rate=settings.move_rate)
+    loops = _loops(temporal, parts)
+    if _hosts_workflows(settings):
+        loops = [*loops, mover.run]
     async with AsyncExitStack() as stack:
-        for worker in workers(temporal, parts):
+        for worker in hosted:
             await stack.enter_async_context(worker)
-        async with _background(_loops(temporal, parts)):
-            await _unless(stopping, _ready(temporal, settings))
+        async with background(loops):
+            await unless(stopping, _ready(temporal, settings, promotion))
             await stopping.wait()
             log.info("stopping")
+            ready_file(settings).unlink(missing_ok=True)
+        # Beside each other: one after the other would take the sum of their graces.
+        await asyncio.gather(*(worker.shutdown() for worker in hosted))
 
 
-async def _ready(temporal: Client, settings: Settings) -> None:
-    """When the pool's workflow has answered, our workers poll, and say so to `berth up`."""
-    if "lifecycle" in settings.task_queues:
+def _hosts_workflows(settings: Settings) -> bool:
+    return "lifecycle" in settings.task_queues
+
+
+async def _ready(temporal: Client, settings: Settings, promotion: Promotion) -> None:
+    """When the pool's workflow has answered, somebody serves the current version, and we say so."""
+    surely = 0
+    if _hosts_workflows(settings):
+        await promotion.run()
+        patience = ANSWERS
         while True:
             try:
-                await ensure_pool(temporal, settings)
+                surely = await ensure_pool(temporal, settings, patience)
                 break
-            except RPCError as error:
+            except (RPCError, WorkflowUpdateFailedError) as error:
                 log.warning("pool_not_started", reason=str(error)[:200])
+                patience = min(patience * 2, LONGEST)
                 await asyncio.sleep(RETRY)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    (settings.data_dir / READY_FILE).write_text("ready\n", encoding="utf-8")
+    ready_file(settings).write_text(f"{surely}\n", encoding="utf-8")
     log.info("ready", task_queues=list(settings.task_queues), pool=settings.pool)
 
 
-def _loops(temporal: Client, parts: Parts) -> Sequence[Callable[[], Any]]:
+def _loops(temporal: Client, parts: Parts) -> Sequence[Loop]:
     watch = ExitWatch(parts.client, parts.database, parts.launcher, temporal, pool=parts.settings.pool)
+    swept: Sequence[Loop] = ()
+    if "orders" in parts.settings.task_queues:
+        ensuring = Ensuring(temporal, parts.settings)
+        swept = (OrderSweeper(parts.client, parts.database, temporal, ensuring, parts.settings).run,)
+    recorder = Recorder(parts.database, differences_block=parts.settings.differences_block)
+    timed: Sequence[Loop] = ()
+    if "bulk" in parts.settings.task_queues:
+        timed = (Schedules(temporal, parts.settings).run, *_host_loops(temporal, parts))
     return (
-        EventStream(parts.client, RECORDER_GROUP, Recorder(parts.database)).run,
+        *swept,
+        *timed,
+        EventStream(parts.client, RECORDER_GROUP, recorder).run,
         EventStream(parts.client, RELAY_GROUP, Relay(temporal)).run,
         watch.run,
+        Watcher(parts.client, temporal, parts.settings).run,
     )
 
 
-@asynccontextmanager
-async def _background(loops: Sequence[Callable[[], Any]]) -> AsyncIterator[None]:
-    """Runs loops that never end by themselves; one that does is logged and started again."""
-    running = [asyncio.create_task(_forever(loop)) for loop in loops]
-    try:
-        yield
-    finally:
-        await tasks.end(*running)
-
-
-async def _forever(loop: Callable[[], Any]) -> None:
-    while True:
-        try:
-            await loop()
-        except Exception as error:  # a loop's boundary: the others must go on, and this one come back
-            log.exception("background_loop_failed", loop=loop.__qualname__, error=type(error).__name__)
-        await asyncio.sleep(RETRY)
-
-
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when the process is asked to stop first."""
-    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
-    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-    await tasks.end(stop)
-    if task.done():
-        return task.result()
-    await tasks.end(task)
-    return None
+def _host_loops(temporal: Client, parts: Parts) -> Sequence[Loop]:
+    if parts.hosts is None:
+        return ()
+    ecs = EcsSettings()
+    keeping = HostKeeping(
+        parts.hosts,
+        parts.launcher,
+        Releases(temporal),
+        pool=parts.settings.pool,
+        warm=ecs.hosts_warm,
+        rate=ecs.hosts_rate,
+    )
+    return (keeping.run,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import structlog
@@ -9,13 +10,14 @@ from redis.asyncio import Redis
 from temporalio import activity
 
 from activities import slot
-from activities.launching import POOL_PREFIX, worker_id_of
+from activities.launching import POOL_PREFIX, SLICE, worker_id_of
+from activities.pool_situation import PoolSituation
 from activities.slot import ask
 from infra.database import worker_sessions
 from infra.database.engine import Database
 from infra.launchers.port import Launcher
 from worker_runtime.protocol import keys
-from workflows import messages as m
+from workflows import pool_messages as pm
 
 log = structlog.get_logger()
 
@@ -23,15 +25,18 @@ log = structlog.get_logger()
 class Pool:
     """Activities `count_pool`, `shrink_pool`."""
 
-    def __init__(self, client: Redis, database: Database, launcher: Launcher) -> None:
+    def __init__(
+        self, client: Redis, database: Database, launcher: Launcher, situation: PoolSituation
+    ) -> None:
         self._client = client
         self._database = database
         self._launcher = launcher
+        self._situation = situation
         #: When each running worker without an entry was first seen so (monotonic seconds).
         self._silent_since: dict[str, float] = {}
 
     @activity.defn
-    async def count_pool(self, request: m.CountPool) -> m.PoolCount:
+    async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
         """Free workers, and those that run and have not announced themselves yet.
 
         The launcher is asked before Valkey: a worker that becomes ready in between is counted once. One
@@ -40,11 +45,11 @@ class Pool:
         silence means that it hangs: it is stopped, since it holds nothing yet.
         """
         launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
-        tasks = {
-            task.worker_id: task
-            for task in await self._launcher.list()
-            if task.pool == request.pool and task.worker_id.startswith(POOL_PREFIX)
-        }
+        listed, (claims, window) = await asyncio.gather(
+            self._launcher.list(), self._situation.look(request.pool, request.policy)
+        )
+        ours = {task.worker_id: task for task in listed if task.pool == request.pool}
+        tasks = {worker: task for worker, task in ours.items() if worker.startswith(POOL_PREFIX)}
         ready, announced = await self._announced(request.pool, list(tasks))
         dead = ready - announced.keys()
         if dead:
@@ -57,7 +62,13 @@ class Pool:
         for worker_id in hanging:
             log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
             await self._launcher.stop(tasks[worker_id].task_id, "announced nothing")
-        return m.PoolCount(ready=len(free), starting=len(silent - hanging))
+        return pm.PoolCount(
+            ready=len(free),
+            starting=len(silent - hanging),
+            in_use=len(ours.keys() - free - launching - silent),
+            claims=claims,
+            window=window,
+        )
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
         """The ready list, and the state of each worker (listed or running) that has an entry."""
@@ -74,7 +85,7 @@ class Pool:
         if not workers:
             return set()
         async with self._database.session() as session:
-            return {worker for worker in sorted(workers) if await worker_sessions.of_worker(session, worker)}
+            return await worker_sessions.assigned(session, workers)
 
     def _hanging(self, silent: set[str], launch_timeout: float) -> set[str]:
         now = time.monotonic()
@@ -82,17 +93,22 @@ class Pool:
         return {worker for worker, since in self._silent_since.items() if now - since > launch_timeout}
 
     @activity.defn
-    async def shrink_pool(self, request: m.StopPoolWorkers) -> int:
+    async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
         """Stops free workers; returns how many. Each is claimed first, so that no user can get it."""
-        stopped = 0
+        taken = []
         for number in range(request.count):
-            activity.heartbeat()
-            claim_id = f"shrink-{request.token}-{number}"
-            found = await slot.claim(self._client, request.pool, claim_id)
+            found = await slot.claim(self._client, request.pool, f"shrink-{request.token}-{number}")
             if found.status == "empty":
                 break
-            if found.task_id:
-                await self._launcher.stop(found.task_id, "the pool shrinks")
-            await slot.forget(self._client, request.pool, found.worker_id)
-            stopped += 1
-        return stopped
+            taken.append(found)
+        # Beside each other: each may take its grace. The call may be repeated, and ends the rest.
+        stopping = asyncio.gather(*(self._stop(request.pool, found) for found in taken))
+        while not (await asyncio.wait({stopping}, timeout=SLICE))[0]:
+            activity.heartbeat()
+        await stopping
+        return len(taken)
+
+    async def _stop(self, pool: str, found: slot.Slot) -> None:
+        if found.task_id:
+            await self._launcher.stop(found.task_id, "the pool shrinks")
+        await slot.forget(self._client, pool, found.worker_id)

@@ -12,9 +12,11 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from activities import reconciling
+from activities.once import Once
 from infra.database import orders, worker_sessions
 from infra.database.engine import Database
-from worker_runtime.protocol.messages import Event, OrderEvent, WorkerEvent, WorkerEventKind
+from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent, WorkerEvent, WorkerEventKind
 
 #: How an assignment's end reads that the worker itself reported, and nobody asked for here.
 CLOSED_BY_WORKER = "worker closed: "
@@ -25,8 +27,11 @@ log = structlog.get_logger()
 class Recorder:
     """The handler of the group `recorder`; one transaction a batch."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, differences_block: bool = False) -> None:
+        """`differences_block`: an account whose books differ from the broker's takes no orders."""
         self._database = database
+        self._differences_block = differences_block
+        self._unknown = Once()
 
     async def handle(self, events: Sequence[Event]) -> None:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
@@ -50,12 +55,16 @@ class Recorder:
             for event in events:
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
+                elif isinstance(event, AccountReported):
+                    await reconciling.compare(session, event, blocks=self._differences_block)
 
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return
         row = await worker_sessions.of_worker(session, event.worker_id)
         if row is None or row.epoch != event.epoch:
+            if self._unknown.new((event.worker_id, event.epoch)):
+                log.info("event_of_no_open_assignment", worker_id=event.worker_id[:64], kind=str(event.kind))
             return
         if event.kind == WorkerEventKind.CONNECTED:
             await worker_sessions.set_connected(session, claim_id=row.claim_id, at=event.at_ms / 1000)

@@ -6,18 +6,35 @@ Only changes that a workflow acts on: Temporal's load follows them, not the numb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import structlog
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
+from activities.once import Once
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import messages as m
 from workflows import names
 
-#: A session's first event (its sequences are even); the first connect is told by the claim's reply already.
+#: A worker's first event; the first connect is told by the claim's reply already.
 FIRST_SEQUENCE = 2
+#: What a workflow acts on beside a connect.
+RELAYED = frozenset(
+    {
+        WorkerEventKind.RECONNECTING,
+        WorkerEventKind.DEGRADED,
+        WorkerEventKind.SESSION_REPLACED,
+        WorkerEventKind.FAILED,
+        WorkerEventKind.OWNER_MISSING,
+        WorkerEventKind.FENCED,
+    }
+)
+#: Temporal's answers that no repetition changes: no such workflow, or one that cannot even be.
+REFUSED = frozenset({RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT})
+#: What one signal may take; a Temporal that does not answer is found out by it.
+SIGNAL_TIMEOUT = timedelta(seconds=5)
 
 log = structlog.get_logger()
 
@@ -34,6 +51,7 @@ class Relay:
 
     def __init__(self, temporal: Client) -> None:
         self._temporal = temporal
+        self._unheard = Once()
 
     async def handle(self, events: Sequence[Event]) -> None:
         """Raises `TemporalUnreachable`: then the batch comes again; workflows drop repeats by sequence."""
@@ -52,14 +70,20 @@ class Relay:
             detail=event.detail[:200],
         )
         try:
-            await workflow.signal("worker_event", message)
+            await workflow.signal("worker_event", message, rpc_timeout=SIGNAL_TIMEOUT)
         except RPCError as error:
-            if error.status != RPCStatusCode.NOT_FOUND:
+            if error.status not in REFUSED:
                 raise TemporalUnreachable(error.message) from error
-            log.info("event_of_no_workflow", user_id=event.user_id, kind=str(event.kind))
+            if self._unheard.new((event.user_id, event.worker_id)):
+                log.warning(
+                    "event_of_no_workflow",
+                    user_id=event.user_id[:64],
+                    worker_id=event.worker_id[:64],
+                    kind=str(event.kind),
+                )
 
 
 def _matters(event: WorkerEvent) -> bool:
     if event.kind == WorkerEventKind.CONNECTED:
         return event.sequence > FIRST_SEQUENCE
-    return event.kind in (WorkerEventKind.RECONNECTING, WorkerEventKind.OWNER_MISSING)
+    return event.kind in RELAYED

@@ -8,9 +8,12 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
+from activities.waiting_line import PATIENCE
 from infra import valkey
 from infra.vault.orchestrator_keys import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.switches import UserSwitch
+from workflows import messages as m
 
 
 async def ask(command: Awaitable[Any] | Any) -> Any:
@@ -42,14 +45,19 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-async def claim(client: Redis, pool: str, claim_id: str) -> Slot:
-    """Takes the longest-ready worker for this claim; a repeat returns the same one."""
-    found = await valkey.run(
-        client,
-        scripts.CLAIM,
-        [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)],
-        [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL],
-    )
+async def claim(client: Redis, pool: str, claim_id: str, user_id: str = "", *, avoid: str = "") -> Slot:
+    """Takes the longest-ready worker for this claim; a repeat returns the same one.
+
+    With `user_id`, those of the version `avoid` are left where they are.
+
+    A user gets none while others wait in line before him for all that are ready.
+    """
+    named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
+    given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
+    if user_id:
+        named += [keys.pool_line(pool), keys.pool_asked(pool)]
+        given += [user_id, int(PATIENCE * 1000), avoid]
+    found = await valkey.run(client, scripts.CLAIM, named, given)
     status = _text(found[0])
     if status == "empty":
         return Slot(status=status)
@@ -63,6 +71,17 @@ async def claim(client: Redis, pool: str, claim_id: str) -> Slot:
         task_id=_text(found[4]),
         version=_text(found[5]),
     )
+
+
+async def own(client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: UserSwitch) -> bool:
+    """Makes the worker the user's owner, and writes his switch beside it; False if a later one owns him."""
+    owned = await valkey.run(
+        client,
+        scripts.OWN,
+        [keys.owner(user_id), keys.switch(user_id)],
+        [worker.epoch, worker.worker_id, generation, *switch.words()],
+    )
+    return _text(owned) == "ok"
 
 
 async def release(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:

@@ -11,18 +11,24 @@ from temporalio import activity
 
 from activities import slot
 from activities.claiming import push
+from activities.heartbeat import Heartbeat
 from activities.slot import ask
 from infra import valkey
 from infra.database import worker_sessions
 from infra.database.engine import Database
 from infra.launchers.port import Launcher, Task
 from infra.vault.orchestrator_keys import OrchestratorKeys
-from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol import job_keys, keys, scripts, sealing
+from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import Release, Shutdown
 from workflows import messages as m
 
 #: Seconds between two looks whether an asked worker has ended by itself: it takes 0.1 s and more.
 LOOK = 0.1
+
+#: Seconds that a worker gets which is to be stopped at once: one that still can logs out meanwhile. One that
+#: lost its mark is to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
+AT_ONCE = 1.0
 
 log = structlog.get_logger()
 
@@ -49,7 +55,7 @@ class Stopping:
         Works by claim id too, when nobody knows whether the claim got a worker.
         """
         asked = request.worker
-        worker_id = asked.worker_id or await self._worker_of(asked)
+        known = worker_id = asked.worker_id or await self._worker_of(asked)
         if worker_id and await self._serves_another(asked, worker_id):
             log.warning("worker_serves_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
             worker_id = ""
@@ -57,9 +63,11 @@ class Stopping:
             marked = await self._ask_to_end(request, worker_id)
             if request.grace > 0:
                 await self._wait_for_end(worker_id, request.grace)
-            async with _Heartbeat():
+            async with Heartbeat():
                 for task in await self._tasks(worker_id, asked.task_id):
-                    await self._launcher.stop(task.task_id, request.reason)
+                    await self._launcher.stop(
+                        task.task_id, request.reason, grace=None if request.grace > 0 else AT_ONCE
+                    )
             await self._clean_up(request, worker_id)
             log.info(
                 "worker_stopped",
@@ -68,8 +76,26 @@ class Stopping:
                 reason=request.reason,
                 was_marked=marked,
             )
-        await self._end(asked.claim_id, request.reason)
-        return m.Stopped(waiting=int(await ask(self._client.llen(keys.requests(request.user_id)))))
+        late = await self._end(asked.claim_id, request.reason, crashed=request.crashed)
+        if late not in ("", known):
+            raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
+        return m.Stopped(waiting=await self._waiting(request.user_id))
+
+    async def _waiting(self, user_id: str) -> int:
+        """What needs another worker: orders queued, those that the ended one had in hand, and jobs.
+
+        Orders in hand are reported as UNKNOWN by the next worker, which empties the list before it takes its
+        first order. So they make a worker start once, not again and again. Jobs count as one for each of:
+        some wait, some are delayed, a runner did not sign off (the next one takes its jobs back). Whoever
+        asks for a job finds the mark of a worker that is about to end, and leaves the job to it.
+        """
+        tag = job_keys.of_user(user_id)
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.llen(keys.requests(user_id))
+            pipe.llen(keys.processing(user_id))
+            pipe.exists(job_keys.ready(tag), job_keys.delayed(tag), job_keys.beats(tag))
+            queued, in_hand, jobs = await pipe.execute()
+        return int(queued) + int(in_hand) + int(jobs)
 
     async def _worker_of(self, asked: m.WorkerRef) -> str:
         """The worker of a claim: as Valkey knows it, or, if it lost that, as the assignment's row does."""
@@ -135,21 +161,7 @@ class Stopping:
             [worker.epoch, worker_id],
         )
 
-    async def _end(self, claim_id: str, reason: str) -> None:
+    async def _end(self, claim_id: str, reason: str, *, crashed: bool) -> str:
+        """Returns the assignment's worker, as `worker_sessions.end` does."""
         async with self._database.session() as session:
-            await worker_sessions.end(session, claim_id=claim_id, reason=reason[:200])
-
-
-class _Heartbeat:
-    """Beats once a second around a call that takes long."""
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._beat())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            activity.heartbeat()
-            await asyncio.sleep(1.0)
+            return await worker_sessions.end(session, claim_id=claim_id, reason=reason[:200], crashed=crashed)

@@ -31,6 +31,7 @@ def main() -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # X-Forwarded-For counts by our own setting only (BERTH_TRUSTED_PROXIES)
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=GRACE,
         timeout_worker_healthcheck=HEALTHCHECK_TIMEOUT,

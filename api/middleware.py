@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import log
 from api.errors import BodyTooLarge
-from api.problems import response_of
+from api.problems import response_of, shown
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes. An order takes 300, credentials with a certificate about 8,000.
@@ -49,7 +49,7 @@ class RequestFrame:
 
         async def fail(error: BerthError) -> None:
             scope["berth.code"] = error.code
-            response = response_of(error, instance=scope["path"], request_id=request_id)
+            response = response_of(error, instance=shown(scope["path"]), request_id=request_id)
             await response(scope, receive, send_with_id)
 
         try:
@@ -59,7 +59,7 @@ class RequestFrame:
             else:
                 await self.app(scope, body, send_with_id)
         except Exception:  # the boundary of a request: whatever happened, the caller gets a problem
-            self.log.exception("request_failed", request_id=request_id, path=scope["path"])
+            self.log.exception("request_failed", request_id=request_id, path=shown(scope["path"]))
             if status:
                 raise  # the answer has begun: only cutting the connection tells the caller
             await fail(BerthError("an error on our side; the log has it under this request id"))
@@ -68,7 +68,7 @@ class RequestFrame:
                 "request",
                 request_id=request_id,
                 method=scope["method"],
-                path=scope["path"],
+                path=shown(scope["path"]),
                 status=status,
                 ms=round((time.perf_counter() - began) * 1000, 2),
                 **_caller(scope),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,14 +13,20 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from api import errors
+from infra.database.attention import OrderSettled, ResolutionInvalid
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import OrderNotFound
+from infra.database.reconciliations import ReconciliationNotFound
 from infra.database.users import UserExists, UserNotFound
+from infra.job_desk import JobIdReused
+from infra.market.windows import ZoneUnknown
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.job_work import TooManyOrders
+from workflows.pool_policy import PoolPolicyInvalid
 
 MEDIA_TYPE = "application/problem+json"
-#: Seconds, sent as `Retry-After` with every problem that may pass by itself.
+#: Seconds, sent as `Retry-After` with every problem that may pass by itself, unless it is known when.
 RETRY_AFTER = 1
 
 #: HTTP status by error class; a subclass has its parent's unless it stands here itself.
@@ -33,14 +40,46 @@ _STATUS: dict[type[BerthError], int] = {
     UserExists: 409,
     UserNotFound: 404,
     OrderNotFound: 404,
+    ReconciliationNotFound: 404,
+    OrderSettled: 409,
+    ResolutionInvalid: 422,
     protocol.Parked: 409,
+    errors.PoolChanged: 409,
+    errors.RolloutUnderWay: 409,
+    errors.RolloutInvalid: 422,
+    PoolPolicyInvalid: 422,
+    ZoneUnknown: 422,
     errors.ClientOrderIdReused: 409,
+    errors.RequestIdReused: 409,
+    errors.NotAtBroker: 409,
+    errors.NoPosition: 409,
+    errors.PositionBusy: 409,
+    errors.CloseNotFilled: 409,
+    errors.IntentExpired: 409,
+    errors.OrderUnknown: 409,
+    protocol.SymbolBlocked: 409,
+    protocol.AccountBlocked: 409,
     errors.InvalidRequest: 422,
+    errors.ReplaceInvalid: 422,
+    errors.CloseInvalid: 422,
     protocol.UnknownAccount: 422,
     protocol.LoginRejected: 422,
     protocol.OrderRejected: 422,
     protocol.DeadlineExceeded: 422,
+    protocol.CheckFailed: 422,
+    protocol.DuplicateOrder: 409,
+    protocol.DailyOrderLimit: 429,
+    protocol.TradingHalted: 423,
+    protocol.ReducingOnly: 423,
     protocol.LoginLimited: 429,
+    protocol.RateLimited: 429,
+    errors.TooManyStreams: 429,
+    errors.TooManyJobs: 429,
+    JobIdReused: 409,
+    TooManyOrders: 422,
+    errors.AlertOutdated: 422,
+    errors.WebhookBusy: 429,
+    errors.NoAnswer: 504,
 }
 
 
@@ -94,11 +133,17 @@ def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **me
     return found | members
 
 
+def shown(path: str) -> str:
+    """A path as logs and problems may show it: the one of a webhook has its token in it."""
+    return "/v1/webhooks/…" if path.startswith("/v1/webhooks/") else path
+
+
 def response_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> Response:
     body = body_of(error, instance=instance, request_id=request_id, **members)
     headers = {}
     if error.retryable:
-        headers["Retry-After"] = str(RETRY_AFTER)
+        known = error.retry_after
+        headers["Retry-After"] = str(RETRY_AFTER if known is None else max(1, math.ceil(known)))
     if body["status"] == 401:
         headers["WWW-Authenticate"] = "ApiKey"
     return Response(json.dumps(body, default=str), body["status"], headers, MEDIA_TYPE)
@@ -107,7 +152,7 @@ def response_of(error: BerthError, *, instance: str = "", request_id: str = "", 
 def _answer(request: Request, error: BerthError, **members: Any) -> Response:
     request_id = request.scope.get("state", {}).get("request_id", "")
     request.scope["berth.code"] = error.code  # for the access log
-    return response_of(error, instance=request.url.path, request_id=request_id, **members)
+    return response_of(error, instance=shown(request.url.path), request_id=request_id, **members)
 
 
 def _of_validation(failure: RequestValidationError) -> errors.InvalidRequest:
@@ -203,6 +248,11 @@ SCHEMA: dict[str, Any] = {
             "$ref": "#/components/schemas/Order",
             "description": "The order that exists nevertheless. Repeat with the same client order id to learn"
             " its outcome; take a new one to try again.",
+        },
+        "legs": {
+            "type": "array",
+            "items": {"$ref": "#/components/schemas/Order"},
+            "description": "The orders of an intent that exist nevertheless.",
         },
     },
 }

@@ -7,10 +7,15 @@ in the environment.
 
 from __future__ import annotations
 
+from datetime import time
+from decimal import Decimal
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from worker_runtime.protocol.limits import Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each.
 _SECRETS = Path("/run/secrets")
@@ -34,6 +39,15 @@ class Settings(BaseSettings):
     exchange_address: str = "127.0.0.1:7500"
     exchange_admin_url: str = "http://127.0.0.1:7501"
 
+    # Paper exchange: limits of one person, beyond which it bans (the defaults are the real broker's)
+    exchange_connections: int = Field(default=5, ge=0)
+    exchange_logins_per_day: int = Field(default=1000, ge=0)
+    #: Place, replace and cancel together.
+    exchange_orders_per_10s: int = Field(default=250, ge=0)
+    exchange_queries_per_5s: int = Field(default=25, ge=0)
+    #: Time of day in Taipei at which its lists of orders begin anew, as the real broker's do at midnight.
+    exchange_day_begins: time = time()
+
     # Keys (files with mode 0600; made by `berth keys init`)
     #: Private half of the master key: the orchestrator alone reads it.
     master_key_file: Path = Path(".berth/keys/master.key")
@@ -52,31 +66,186 @@ class Settings(BaseSettings):
     order_wait: float = 10.0
     #: Default time to live of an order request until the broker call.
     order_deadline: float = 30.0
+    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
+    #: `account`, or nothing (`off`).
+    unknown_blocks: Literal["symbol", "account", "off"] = "symbol"
     #: How long a verified API key is trusted without asking the database again.
     api_key_cache: float = 10.0
+    #: Calls of one webhook in a minute.
+    webhook_rate: int = Field(default=60, ge=1)
+    #: Addresses or networks of proxies before the API: as far as these wrote it, X-Forwarded-For is believed.
+    trusted_proxies: tuple[str, ...] = ()
+
+    #: Jobs of one user that may wait at a time.
+    jobs_waiting: int = Field(default=100, ge=1)
+
+    # Fleet of job runners (docs/jobs.md)
+    #: The runner's name, which lasts across restarts; empty: `berth up` starts none.
+    jobs_runner: str = "fleet"
+    #: Queues it serves; `*` means all.
+    jobs_queues: tuple[str, ...] = ("*",)
+    #: Jobs that run at once, and jobs that one child process runs.
+    jobs_slots: int = Field(default=1, ge=1, le=256)
+    jobs_recycle: int = Field(default=1, ge=1)
+    #: How long a silent runner counts as alive.
+    jobs_lease: float = Field(default=5.0, ge=1, le=300)
+    #: Files (mode 0600) with keys that sign webhooks, 32 bytes or more: the present one first. Empty: the
+    #: fleet delivers none.
+    webhook_key_files: tuple[Path, ...] = ()
+    #: Whether webhooks may go to private addresses, and in clear to this machine itself.
+    webhook_allow_private: bool = False
+    #: The server that takes mails; empty: the fleet sends none. The password comes from a file (mode 0600).
+    mail_host: str = ""
+    mail_port: int = 587
+    mail_security: Literal["starttls", "tls", "none"] = "starttls"
+    mail_sender: str = ""
+    mail_username: str = ""
+    mail_password_file: str = ""
+
+    # Daily statements (docs/jobs.md)
+    #: `auto`: sent where a mail server or keys for webhooks are set; `on`: both ways, whatever this process
+    #: knows of them; `off`: none.
+    statements: Literal["auto", "on", "off"] = "auto"
+    #: When they are sent, `HH:MM` in a time zone of the IANA's list: those of the last day whose orders have
+    #: ended (`trading_day_end`).
+    statements_at: str = Field(default="06:30", pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
+    statements_zone: str = "Asia/Taipei"
+    #: Users a second.
+    statements_rate: float = Field(default=5.0, gt=0)
+
+    # Pre-trade checks; an account's own limits go before these
+    #: Lots of one order; TWSE takes no more than 499.
+    check_max_quantity: int = Field(default=499, ge=1)
+    #: TWD of one order; 0: without a limit.
+    check_max_notional: Decimal = Field(default=Decimal(0), ge=0)
+    #: A market order, when no price of its symbol is known: the limit of value cannot be held.
+    check_unpriced: Literal["refuse", "allow"] = "refuse"
+    #: Orders of an account in a day.
+    check_daily_orders: int = Field(default=10_000, ge=0)
+    #: How long a second order for the same counts as a mistake; 0: never.
+    check_duplicate_window: float = Field(default=0.0, ge=0)
+    #: Whether symbols must be known and the market open: `real` leaves out the paper broker.
+    check_symbols: Literal["off", "real", "all"] = "real"
+    check_market_open: Literal["off", "real", "all"] = "real"
+    #: CSV of all symbols, with the columns `symbol` and `lot` (TWD of one lot at a price of 1).
+    symbols_file: str = ""
+    #: JSON of days that differ from the exchanges' calendar: `closed`, or hours such as `09:00-11:00`.
+    calendar_file: str = ""
 
     # Database
-    database_pool: int = Field(default=8, ge=1)
+    #: A close holds one connection, and needs a second one.
+    database_pool: int = Field(default=8, ge=2)
     database_pool_wait: float = 2.0
 
     # Orchestrator
     #: Task queues that this orchestrator serves.
     task_queues: tuple[str, ...] = ("lifecycle", "launch", "orders", "bulk")
+    #: Tells orchestrators that share a data folder apart: the name of the ready file.
+    orchestrator_name: str = "orchestrator"
+    #: Temporal's worker deployment, and our version in it; empty: release and hash of the workflows' code.
+    deployment_name: str = "berth"
+    build_id: str = ""
+    #: Whether this orchestrator makes its version the current one when it is the newer.
+    promote: bool = True
+    #: Workflows a second that are brought to a new version, at the most.
+    move_rate: float = Field(default=20.0, gt=0)
+    #: An account whose books differ from the broker's after a login takes no orders until somebody looked.
+    differences_block: bool = False
+    #: How often the sweeper looks for orders that are not final a while after their acceptance.
+    sweep_period: float = Field(default=0.5, gt=0)
+    #: An order that is followed is looked at after this pause, which doubles up to the longest.
+    verify_pause: float = Field(default=2.0, gt=0)
+    verify_longest_pause: float = Field(default=60.0, gt=0)
+    #: How long nobody may have been able to submit an order before the broker's listings prove that it was
+    #: never there. Twice as long when the worker that may have submitted it lives on.
+    absent_after: float = Field(default=60.0, ge=0)
+    #: How long the broker may be out of reach before a person is told of an order.
+    verify_patience: float = 900.0
+    #: When a trading day's orders have ended, in seconds after its midnight (Taiwan): 05:30 of the next day,
+    #: after TAIFEX's night session.
+    trading_day_end: float = 106_200.0
     launcher: str = "process"
-    launch_rate: float = 20.0
+    #: Launches a second of all orchestrators in the long run, and at once after a rest; Fargate's by default.
+    launch_rate: float = Field(default=20.0, gt=0)
+    launch_burst: int = Field(default=100, ge=1)
+    #: Docker's socket, the workers' image, and the network from which they reach Valkey and the brokers.
+    docker_socket: Path = Path("/var/run/docker.sock")
+    docker_image: str = "berth-worker:0.1.0"
+    docker_network: str = "bridge"
+    #: Tells the workers of several installations on one daemon apart.
+    docker_fleet: str = "berth"
 
     # Workers
+    #: Valkey as workers reach it, when that is another address than ours (Docker, a proxy); empty: the same.
+    worker_valkey_url: str = ""
     pool: str = "default"
+    #: The pool's policy at its first start, and whenever one of these changes; between, operators set it
+    #: (docs/pool.md). Free workers to keep; the least and the most ever wanted (0: without a limit).
     pool_target: int = Field(default=4, ge=0)
+    pool_minimum: int = Field(default=0, ge=0)
+    pool_maximum: int = Field(default=0, ge=0)
+    #: Free workers on top: `3`, or `20%` of those in use.
+    pool_buffer: str = "0"
+    #: At least as many as were claimed within the last so many minutes; 0: demand is not looked at.
+    pool_demand_minutes: float = Field(default=0.0, ge=0)
+    #: Workers in all, free and in use; 0: without a limit.
+    pool_limit: int = Field(default=0, ge=0)
+    #: How long there may be more free workers than wanted.
+    pool_shrink_after: float = Field(default=300.0, ge=0)
+    #: How long a launched worker may take to be ready, its host's start included (a cold one on ECS: 48 to
+    #: 63 s); read when the pool's workflow begins.
+    pool_launch_timeout: float = Field(default=30.0, gt=0)
+    #: Hours with a target of their own.
+    pool_windows: tuple[dict[str, Any], ...] = ()
     worker_version: str = "0.1.0"
+    #: When the morning begins on weekdays in Taiwan, `HH:MM`; empty: never. Users with orders in the last so
+    #: many trading days are connected over the window before the exchanges take orders: so many logins a
+    #: second at the most, and so many at the same time (docs/rollout.md).
+    morning_at: str = Field(default="08:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d)?$")
+    morning_days: int = Field(default=5, ge=1, le=30)
+    morning_window: float = Field(default=1200.0, gt=0)
+    morning_rate: float = Field(default=5.0, gt=0)
+    morning_abreast: int = Field(default=10, ge=1)
     mark_ttl: float = 30.0
     mark_period: float = 5.0
+    #: How long a worker's session may show no life before it is replaced in place.
+    pulse_timeout: float = 10.0
+    #: How long a broker connection may be idle before it is pinged.
+    health_period: float = 60.0
+    #: How often the watcher looks at all marks, and how long one must be missing before it acts.
+    watch_period: float = 2.0
+    watch_confirm: float = 5.0
+    #: How often maintenance looks at all workers, tasks and marks; 0: never. What is odd has to be so again
+    #: in a look at least `maintenance_confirm` later before anything is done.
+    maintenance_period: float = Field(default=60.0, ge=0)
+    maintenance_confirm: float = Field(default=40.0, ge=0)
+    #: The part of a broker's limits that workers use: the rest is a margin.
+    budget_share: float = Field(default=0.9, gt=0, le=1)
+    #: The address from which brokers see the workers' calls; empty: these are counted by person only. All
+    #: calls behind one address together may be those of so many persons.
+    egress_address: str = ""
+    egress_persons: int = Field(default=10, ge=1)
     idle_timeout: float = 1800.0
     connect_attempts: int = Field(default=3, ge=1)
     connect_timeout: float = 20.0
     claim_timeout: float = 30.0
 
     log_level: str = "INFO"
+
+    def allowance(self) -> Allowance:
+        """How workers keep the limits of brokers."""
+        paper = BrokerLimits(
+            connections=self.exchange_connections,
+            logins_per_day=self.exchange_logins_per_day,
+            orders_per_10s=self.exchange_orders_per_10s,
+            queries_per_5s=self.exchange_queries_per_5s,
+        )
+        return Allowance(
+            share=self.budget_share,
+            egress=self.egress_address,
+            egress_persons=self.egress_persons,
+            paper=paper,
+        )
 
 
 class LocalSettings(BaseSettings):
@@ -91,3 +260,34 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+
+
+class EcsSettings(BaseSettings):
+    """The ECS launcher, for `BERTH_LAUNCHER=ecs` (docs/operations.md says what has to be there)."""
+
+    model_config = SettingsConfigDict(env_prefix="BERTH_ECS_", extra="ignore", frozen=True)
+
+    #: Empty: as the AWS SDK finds it.
+    region: str = ""
+    cluster: str = "berth"
+    #: `family`, `family:revision` or an ARN, and the worker's container in it.
+    task_definition: str = "berth-worker"
+    container: str = "worker"
+    #: Capacity provider → weight; empty: the cluster's default strategy.
+    capacity_providers: dict[str, int] = {}
+    #: The provider whose number of hosts we set (empty: none, as on Fargate), hosts to keep ahead, and the
+    #: workers a second that must find room while a cold host starts.
+    host_provider: str = ""
+    hosts_warm: int = Field(default=1, ge=0)
+    hosts_rate: float = Field(default=0.0, ge=0)
+    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS has no say (Fargate).
+    placement: Literal["spread", "binpack", "none"] = "binpack"
+    #: For tasks with network interfaces of their own (awsvpc).
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+    #: SQS queue of task state changes: one for each orchestrator, since a message is heard once.
+    queue_url: str = ""
+    #: Between two full listings, while events come.
+    listing_period: float = Field(default=600.0, gt=0)
+    #: 64 bytes in base64, with which launch documents are encrypted.
+    launch_key_file: Path = Path(".berth/keys/launch.key")

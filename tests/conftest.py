@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 
 from infra import valkey
+from infra.exchange.hours import half_a_day_off
+from infra.images.worker import PackagesAbsent
+from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
+from tests.databases import MigratedDatabases
 from workflows.names import SEARCH_ATTRIBUTES
 
 _numbers = itertools.count(1)
+
+#: Seconds for what a failed test leaves to be ended.
+CLEAN_UP = 180.0
+
+# An example that falls into a moment in which the machine stands still is no slow one: 200 ms by default, and
+# 1 s for all draws of the first ten. The time limit of the test holds.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_new_day() -> Iterator[None]:
+    """At no time of day do lists of orders begin anew, or does a morning come, while the tests run.
+
+    Else an order of a minute before midnight in Taipei is on no list any more, and a person has to decide.
+    """
+    begins = half_a_day_off(time.time_ns() // 1_000_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BERTH_EXCHANGE_DAY_BEGINS", begins.isoformat("minutes"))
+        patch.setenv("BERTH_MORNING_AT", "")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +89,27 @@ def postgres_server(server_directory: Path) -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def empty_database(postgres_server: PostgresServer) -> str:
-    """URL of a new, empty database."""
-    return postgres_server.create_database(f"test_{os.getpid()}_{next(_numbers)}")
+def empty_database(postgres_server: PostgresServer) -> Iterator[str]:
+    """URL of a new, empty database, which is dropped: a thousand of them are 8 GB to delete at the end."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    yield postgres_server.create_database(name)
+    postgres_server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def migrated_databases(postgres_server: PostgresServer) -> Iterator[MigratedDatabases]:
+    with MigratedDatabases(postgres_server) as databases:
+        yield databases
+
+
+@pytest.fixture
+def migrated_database(
+    postgres_server: PostgresServer, migrated_databases: MigratedDatabases
+) -> Iterator[str]:
+    """URL of a database with all tables and no rows."""
+    name = migrated_databases.take()
+    yield postgres_server.url(name)
+    migrated_databases.give_back(name)
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +118,33 @@ def temporal_server(server_directory: Path) -> Iterator[TemporalServer]:
         server_directory / "temporal", durable=False, search_attributes=SEARCH_ATTRIBUTES
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def docker_house() -> Iterator[DockerHouse]:
+    """A Docker daemon with the worker's image; where there can be none, its tests are skipped and say why."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no real containers here: {reason}")
+    with contextlib.ExitStack() as stack:
+        try:
+            house = stack.enter_context(open_docker_house())
+        except (PackagesAbsent, ServerFailed) as error:
+            pytest.skip(f"no real containers here: {error}")
+        yield house
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact() -> None:
+    """A failed test has a limit for its clean-up, too: pytest takes its own away with the first error.
+
+    The limit of the next test takes this one's place.
+    """
+    faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test with real containers pays for the daemon and the image: 90 s without any cache."""
+    for item in items:
+        if "docker_house" in getattr(item, "fixturenames", ()) or "docker" in item.name.partition("[")[2]:
+            item.add_marker(pytest.mark.timeout(240))

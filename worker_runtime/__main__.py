@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
 from worker_runtime.config import BadConfig, read
-from worker_runtime.exits import ExitCode
 from worker_runtime.log import Log
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.zygote import Zygote
 

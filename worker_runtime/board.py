@@ -8,9 +8,14 @@ before the number that announces them.
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
+from worker_runtime.boottime import SECOND
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.submissions import Submissions
 
 _SIZE = 4096
 _KEY = 1024
@@ -63,7 +68,7 @@ class Board:
     key_session = _Number(4)  # session; number of the session whose public key stands here
     pulse = _Number(5)  # session; monotonic ns of its last sign of life
     state = _Number(6)  # session; a `State`
-    last_activity_ms = _Number(7)  # session; Unix ms of the last order or control message
+    last_activity_ms = _Number(7)  # session, supervisor; Unix ms of the last order, control message, job
     assigned = _Number(8)  # session; 1 from the moment a claim was confirmed
     claiming = _Number(9)  # session; 1 from the moment it acts on a claim
     epoch = _Number(10)  # session
@@ -74,10 +79,37 @@ class Board:
     lease_supervisor = _Number(15)  # supervisor; boot ns, end of the lease by its renewals
     fenced = _Number(16)  # supervisor, session; 1 for good
     supervisor_events = _Number(17)  # supervisor; last sequence it used (odd)
+    busy_until = _Number(18)  # session; monotonic ns until which a broker call may keep it from pulsing
+    connected = _Number(19)  # session; 1 from the first time that all accounts were connected
+    session_end = _Number(20)  # zygote; how the last session ended: exit code, or minus the signal
+    killed_for = _Number(21)  # supervisor; session number * 16 + `KillReason`
+    condition = _Number(22)  # session; a `Condition` of `health.py`
+    trouble = _Number(23)  # session; number of an error code in `health.py`
+    accounts = _Number(24)  # session; how many there are
+    accounts_connected = _Number(25)  # session; how many of them have a broker session
+    claimed_session = _Number(27)  # session; number of the session that was claimed
+    owner_missing = _Number(26)  # supervisor; how often it found the owner key missing: Valkey lost its data
+
+    assigned_ns = _Number(31)  # session; monotonic ns of the claim: whoever served the user before had ended
+
+    jobs_pid = _Number(28)  # zygote; the job runner, 0 while there is none
+    jobs_number = _Number(29)  # zygote; grows with every fork of a job runner
+    jobs_not_before = _Number(30)  # zygote; monotonic ns before which there is no other job runner
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.numbers = memoryview(self._memory).cast("q")
+        self.submissions = Submissions()
+
+    @contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """Around a broker call that may take `seconds`: so long, a missing pulse says nothing."""
+        self.busy_until = time.monotonic_ns() + int(seconds * SECOND)
+        try:
+            yield
+        finally:
+            self.pulse = time.monotonic_ns()
+            self.busy_until = 0
 
     def publish_key(self, public_key: bytes) -> None:
         """Puts up the public key (32 bytes) of the present session."""
@@ -95,6 +127,8 @@ class Board:
         self._write_text(_USER, user_id)
         self._write_text(_CLAIM, claim_id)
         self.epoch = epoch
+        self.claimed_session = self.session_number
+        self.assigned_ns = time.monotonic_ns()
         self.assigned = 1
 
     @property

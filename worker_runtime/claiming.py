@@ -6,6 +6,7 @@ has released it. The same claim twice is answered twice and carried out once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from worker_runtime.board import Board, State
 from worker_runtime.boottime import wall_ms
 from worker_runtime.credentials import Opener
-from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.exits import WorkerEnds
 from worker_runtime.log import Log
 from worker_runtime.mark import Mark
 from worker_runtime.outbox import Outbox
@@ -26,6 +27,7 @@ from worker_runtime.protocol.errors import (
     UnknownAccount,
     WorkerUnavailable,
 )
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
     Claim,
@@ -35,13 +37,12 @@ from worker_runtime.protocol.messages import (
     InboxMessage,
     Release,
     SealedAccount,
-    WorkerEventKind,
     decode,
 )
 from worker_runtime.protocol.scripts import SETTLE
 from worker_runtime.protocol.sealing import verify
 from worker_runtime.serving import Serving
-from worker_runtime.valkey import Valkey, ValkeyFailed
+from worker_runtime.valkey import Valkey, ValkeyFailed, ValkeyUnreachable
 
 #: Seconds a claimed worker waits for `Connect` or `Release` after a failed connect: more than the
 #: orchestrator's longest backoff between attempts; every state has a deadline.
@@ -104,10 +105,14 @@ class Claiming:
         else:
             self._on_release(message)
 
-    def check_deadline(self) -> None:
+    def tend(self) -> None:
         """Ends a worker that was claimed, failed to connect and has been forgotten."""
         if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
             raise WorkerEnds(ExitCode.CLAIM_REFUSED, "claimed, not connected, and told nothing more")
+
+    def left(self) -> float:
+        """Seconds until `tend` may have something to do."""
+        return max(0.0, self._give_up_at - time.monotonic()) if self._claim and not self.active else math.inf
 
     def _on_claim(self, claim: Claim) -> None:
         if self._claim is not None:
@@ -132,6 +137,7 @@ class Claiming:
         self._board.state = State.Connecting
         self._own(claim)
         self.serving = self._open_service()
+        self.serving.prime(claim.open_orders)
         self._connect(claim.accounts, claim.attempt, claim.connect_timeout)
 
     def _on_connect(self, message: Connect) -> None:
@@ -164,7 +170,7 @@ class Claiming:
     def _own(self, claim: Claim) -> None:
         """Takes the first lease; without one nothing may be connected."""
         try:
-            outcome, lease_end = self._mark.renew(self._client)
+            outcome, lease_end = self._renewed()
         except ValkeyFailed as error:
             # The supervisor goes on trying; the login refuses by itself while there is no lease.
             self._log.warning("mark_failed", code=error.code, reason=error.detail)
@@ -181,7 +187,6 @@ class Claiming:
         if claim is None or serving is None:
             return
         self._board.state = State.Connecting
-        self._board.pulse = time.monotonic_ns()
         failure: BerthError | None = None
         try:
             if not sealed:
@@ -192,9 +197,10 @@ class Claiming:
             failure = error
         if failure is None:
             self.active = True
+            self._board.connected = 1
             self._board.state = State.Active
+            serving.health.look(serving.connections.places(), f"attempt {attempt}")
             self._show()
-            self._outbox.tell(WorkerEventKind.CONNECTED, f"attempt {attempt}")
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
             serving.connections.close_all()
@@ -204,12 +210,19 @@ class Claiming:
     def _show(self) -> None:
         """Puts the new state up at once, so that it stands there when the reply is read."""
         try:
-            outcome, lease_end = self._mark.renew(self._client)
+            outcome, lease_end = self._renewed()
         except ValkeyFailed as error:
             self._log.warning("mark_failed", code=error.code, reason=error.detail)
         else:
             if outcome == "ok":
                 self._board.lease_session = lease_end
+
+    def _renewed(self) -> tuple[str, int]:
+        """Once more over a new connection if there was no answer: without a lease a claim fails."""
+        try:
+            return self._mark.renew(self._client)
+        except ValkeyUnreachable:
+            return self._mark.renew(self._client)
 
     def _reply(self, claim: Claim, *, attempt: int, failure: BerthError | None = None) -> None:
         reply = ClaimReply(

@@ -1,4 +1,4 @@
-"""Reads the worker's configuration: one JSON `WorkerConfig` on standard input."""
+"""Reads the worker's configuration: one JSON `WorkerConfig`, from standard input or `container_launch`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 
 import msgspec
 
+from worker_runtime import container_launch
 from worker_runtime.lease import MARGIN
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunchKey
 from worker_runtime.valkey import Address, BadAddress
 
 #: Bytes. A configuration has about 600.
@@ -42,6 +44,8 @@ def parse(data: bytes) -> WorkerConfig:
 
 def read(descriptor: int = 0) -> WorkerConfig:
     """Reads the configuration to its end and leaves /dev/null in the descriptor's place."""
+    if container_launch.is_given(os.environ):
+        return _of_container()
     data = b""
     while chunk := os.read(descriptor, _MAX_SIZE):
         data += chunk
@@ -51,3 +55,12 @@ def read(descriptor: int = 0) -> WorkerConfig:
     os.dup2(null, descriptor)
     os.close(null)
     return parse(data)
+
+
+def _of_container() -> WorkerConfig:
+    try:
+        config = parse(container_launch.document(os.environ))
+        task_id = container_launch.task_id(os.environ)
+    except (BadLaunchDocument, BadLaunchKey) as error:
+        raise BadConfig(error.detail) from None
+    return msgspec.structs.replace(config, task_id=task_id or config.task_id)

@@ -1,19 +1,21 @@
 """The user's broker connections, kept under their `ConnectionKey` (requirement C1).
 
 Everything here runs in the session's main thread, so that the lease is checked in the thread that calls.
-No call may outlast the lease less its margin.
+No call may outlast the lease less its margin, and each says on the board how long it may take.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
 from threading import Thread
 
-from worker_runtime.backoff import Backoff
 from worker_runtime.board import Board, State
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
+from worker_runtime.budget import Budget, Patience, What
+from worker_runtime.connection import Account, Connection
+from worker_runtime.health import Health
 from worker_runtime.lease import Lease
 from worker_runtime.log import Log
 from worker_runtime.protocol.errors import (
@@ -21,42 +23,17 @@ from worker_runtime.protocol.errors import (
     BrokerError,
     BrokerUnreachable,
     LeaseLost,
+    LoginLimited,
     LoginRejected,
+    RateLimited,
     UnknownAccount,
 )
 from worker_runtime.protocol.exchange import OrderChanged
-from worker_runtime.protocol.messages import Credentials, SealedAccount, WorkerEventKind
 
 #: Seconds that a health ping may take.
 PING_TIMEOUT = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """One account with its credentials in clear."""
-
-    key: ConnectionKey
-    version: int
-    credentials: Credentials = field(repr=False)
-
-    @classmethod
-    def of(cls, sealed: SealedAccount, credentials: Credentials) -> Account:
-        key = ConnectionKey(sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id)
-        return cls(key, sealed.version, credentials)
-
-
-class _Connection:
-    """One account's place: with a live broker session, or without."""
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.broker: Broker | None = None
-        self.used_at = time.monotonic()
-        #: A call ended without a clear answer: ping before the next use.
-        self.suspect = False
-        #: The broker refused these credentials: trying again could get the person banned.
-        self.refused: LoginRejected | None = None
-        self.backoff = Backoff(2.0, 60.0)
+#: Seconds that one listing of orders and positions may take.
+LISTING_TIMEOUT = 5.0
 
 
 class Connections:
@@ -69,120 +46,191 @@ class Connections:
         client: str,
         lease: Lease,
         board: Board,
+        health: Health,
+        budget: Budget,
         on_order: Callable[[ConnectionKey, OrderChanged], None],
-        tell: Callable[[WorkerEventKind, str], None],
+        reconcile: Callable[[ConnectionKey, Broker, float], None],
         log: Log,
     ) -> None:
         self._load_factory = load_factory
         self._client = client
         self._lease = lease
         self._board = board
+        self._health = health
+        self._budget = budget
         self._on_order = on_order
-        self._tell = tell
+        self._reconcile = reconcile
         self._log = log
-        self._connections: dict[str, _Connection] = {}
+        self._places: dict[str, Connection] = {}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are credentials: a fresh session has none until the orchestrator sends them."""
+        return bool(self._places)
+
+    def serves(self, account_id: str) -> bool:
+        """Whether this account has a session, with its orders listed."""
+        place = self._places.get(account_id)
+        return place is not None and place.broker is not None and place.listed
+
+    def others_open(self, account_id: str) -> bool:
+        """Whether another account has a session."""
+        return any(place.broker is not None for place in self.places() if place.name != account_id)
+
+    def refused(self, account_id: str) -> bool:
+        """Whether the broker refused this account's login: it is not tried again."""
+        place = self._places.get(account_id)
+        return place is not None and place.refused is not None
+
+    def places(self) -> Collection[Connection]:
+        return self._places.values()
 
     def load(self, accounts: Iterable[Account]) -> None:
         """Takes over the accounts of a claim, unconnected."""
-        self._connections = {account.key.account_id: _Connection(account) for account in accounts}
+        self._places = {account.key.account_id: Connection(account) for account in accounts}
 
     def versions(self) -> dict[str, int]:
         """Version of the credentials in use, by account."""
-        return {name: place.account.version for name, place in self._connections.items()}
+        return {name: place.account.version for name, place in self._places.items()}
 
     def connect_all(self, timeout: float) -> None:
-        """Logs in wherever there is no session yet; the first error ends the attempt."""
+        """Logs in wherever there is no session yet; the first error ends the attempt. A listing that fails
+        does not: it is tried again before the first request."""
         until = time.monotonic() + timeout
-        for place in self._connections.values():
+        for place in self._places.values():
             if place.broker is None:
-                place.broker = self._login(place.account, until - time.monotonic())
-                place.used_at = time.monotonic()
+                place.opened(self._login(place.account, until - time.monotonic()))
+                self._list(place, until - time.monotonic())
 
-    def ready(self, account_id: str, timeout: float) -> Broker:
-        """A live session of this account, rebuilt first if need be.
+    def ready(
+        self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
+    ) -> Broker:
+        """A live session of this account, rebuilt first if need be, with its orders listed if `listed`.
 
-        Raises `UnknownAccount`, `LeaseLost`, or the login's error: nothing has been sent then.
+        Waits up to `timeout` for room within the broker's limits; a login takes `at_most` then. Raises
+        `UnknownAccount`, `LeaseLost`, `RateLimited`, or the login's error: nothing has been sent then.
         """
-        place = self._connections.get(account_id)
+        place = self._places.get(account_id)
         if place is None:
             raise UnknownAccount
         until = time.monotonic() + timeout
-        if place.suspect and place.broker is not None:
-            self._ping(place, until - time.monotonic())
+        self.notice(place)
+        if place.suspect:
+            self.ping(place, until - time.monotonic())
         if place.broker is None:
-            self._rebuild(place, until - time.monotonic())
+            self.rebuild(place, until - time.monotonic(), at_most)
+        if listed:
+            self._await_listing(place, until, at_most)
         if place.broker is None:
             raise BrokerUnreachable
         place.used_at = time.monotonic()
         return place.broker
 
+    def relist(self, place: Connection, timeout: float) -> BerthError | None:
+        """Another try to list the orders of a live session; returns what it failed with."""
+        error = self._list(place, timeout)
+        self._health.look(self.places(), place.name)
+        return error
+
+    def account_of(self, account_id: str) -> Account:
+        return self._places[account_id].account
+
+    def key_of(self, account_id: str) -> ConnectionKey:
+        return self._places[account_id].account.key
+
+    def keep(self) -> None:
+        """Renews the leases of the person's connections, when due."""
+        self._budget.tend([place.account for place in self.places() if place.broker is not None])
+
     def suspect(self, account_id: str) -> None:
         """Marks a session whose last call had no clear answer: it is pinged before it is used again."""
-        self._connections[account_id].suspect = True
+        self._places[account_id].suspect = True
 
     def invalidate(self, account_id: str, reason: str) -> None:
         """Closes a session that the broker has ended: the next need rebuilds it (requirement C2)."""
-        self._drop(self._connections[account_id], reason)
+        self._drop(self._places[account_id], reason)
 
-    def tend(self, period: float) -> None:
-        """Pings sessions that were idle for `period`, rebuilds dead ones. One account a call, so that an
-        order waits for one ping at the most."""
-        now = time.monotonic()
-        for place in self._connections.values():
-            if place.broker is None:
-                if place.refused is None and place.backoff.due():
-                    self._recover(place)
-                    return
-            elif place.suspect or now - place.used_at >= period:
-                self._board.state = State.HealthCheck
-                self._ping(place, PING_TIMEOUT)
-                if place.broker is None:
-                    self._recover(place)
-                self._board.state = self.state()
-                return
+    def notice(self, place: Connection) -> None:
+        """Drops a session of which its adapter knows already that it has ended."""
+        if place.broker is not None and not place.broker.alive():
+            self._drop(place, "the broker ended the session")
 
-    def left(self, period: float) -> float | None:
-        """Seconds until `tend` has something to do; None if never."""
-        now = time.monotonic()
-        waits = []
-        for place in self._connections.values():
-            if place.broker is None:
-                if place.refused is None:
-                    waits.append(place.backoff.left())
-            elif place.suspect:
-                waits.append(0.0)
-            else:
-                waits.append(max(0.0, place.used_at + period - now))
-        return min(waits, default=None)
+    def ping(self, place: Connection, timeout: float) -> None:
+        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
+        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+            return
+        until = time.monotonic() + timeout
+        self._budget.spend(place.account, What.QUERY, self._patience(timeout))
+        limit = min(until - time.monotonic(), PING_TIMEOUT, self._lease.usable())
+        if limit <= 0:
+            return
+        try:
+            with self._board.busy(limit):
+                place.broker.ping(limit)
+        except Exception as error:  # whatever it is: the session is not to be trusted
+            self._drop(place, type(error).__name__)
+            return
+        place.suspect = False
+        place.used_at = time.monotonic()
+
+    def rebuild(self, place: Connection, timeout: float, at_most: float = math.inf) -> None:
+        """One login of at most `at_most` seconds, after the wait for its budget. Raises its error, or at once
+        the last one where another try would do harm."""
+        if place.refused is not None:
+            raise place.refused
+        if place.limited and place.error is not None:
+            raise LoginLimited(place.error.detail, retry_after=place.wait())
+        until = time.monotonic() + timeout
+        try:
+            place.opened(self._login(place.account, timeout, at_most))
+            self._list(place, min(until - time.monotonic(), at_most))
+        except BerthError as error:
+            place.failed(error)
+            raise
+        finally:
+            self._health.look(self.places(), place.name)
 
     def state(self) -> State:
-        """`Active` if every account has a session, else `Reconnecting`."""
-        whole = all(place.broker is not None for place in self._connections.values())
+        """`Active` unless an account that could have a session is without one."""
+        missing = [place for place in self.places() if place.broker is None]
+        whole = all(place.refused for place in missing) and len(missing) < len(self._places)
         return State.Active if whole else State.Reconnecting
 
-    def replace(self, accounts: Iterable[Account], timeout: float) -> None:
+    def replace(self, accounts: Collection[Account], timeout: float) -> None:
         """New credentials: each is proven by a login before the old session is closed.
 
-        Only accounts whose version changed are touched. After an error the old session of that account
-        stays as it was; the first error is raised when all have been tried.
+        Only accounts whose version changed are touched, and those without a session. After an error the old
+        session of that account stays as it was; the first error is raised when all have been tried.
+
+        To a fresh session all accounts are new, and the worker goes on with those that it can have: an error
+        is raised if it is a passing one (it is tried again), or if there is no session at all.
         """
         until = time.monotonic() + timeout
-        first: BerthError | None = None
+        errors: list[BerthError] = []
+        tried: set[str] = set()
+        fresh = not self._places
+        if fresh:  # whatever becomes of the logins, these are its accounts
+            self.load(accounts)
+            accounts = ()
         for account in accounts:
-            old = self._connections.get(account.key.account_id)
-            if old is not None and old.account.version == account.version:
-                continue
+            tried.add(account.key.account_id)
             try:
-                broker = self._login(account, until - time.monotonic())
+                self._renew(account, until - time.monotonic())
             except BerthError as error:
-                first = first or error
-                continue
-            self._close(old.broker if old else None)
-            new = _Connection(account)
-            new.broker = broker
-            self._connections[account.key.account_id] = new
-        if first is not None:
-            raise first
+                errors.append(error)
+        for place in self.places():
+            if place.broker is None and place.name not in tried:
+                try:
+                    self.rebuild(place, until - time.monotonic())
+                except BerthError as error:
+                    errors.append(error)
+        self._health.look(self.places(), "new credentials")
+        if fresh:
+            passing = [error for error in errors if error.retryable]
+            some = any(place.broker for place in self.places())
+            errors = passing or ([] if some else errors)
+        if errors:
+            raise errors[0]
 
     def close_all(self) -> None:
         """Closes every session; the board says so when none is left open.
@@ -191,85 +239,124 @@ class Connections:
         one account and for ten.
         """
         closing: list[Thread] = []
-        for place in self._connections.values():
-            broker, place.broker = place.broker, None
-            place.suspect = False
-            if broker is not None:
+        closed: list[Account] = []
+        for place in self._places.values():
+            if (broker := place.lost("closed")) is not None:
+                closed.append(place.account)
                 closing.append(Thread(target=self._close, args=(broker,), daemon=True))
                 closing[-1].start()
         for thread in closing:
             thread.join()
         self._board.broker_open = 0
+        self._budget.disconnected(closed)
 
-    def _login(self, account: Account, timeout: float) -> Broker:
-        limit = min(timeout, self._lease.usable())
+    def _renew(self, account: Account, timeout: float) -> None:
+        name = account.key.account_id
+        old = self._places.get(name)
+        if old is not None and old.account.version == account.version:
+            return
+        new = Connection(account)
+        until = time.monotonic() + timeout
+        try:
+            new.opened(self._login(account, timeout))
+        except LoginRejected:
+            raise
+        except BerthError as error:
+            if old is not None and old.broker is None:  # nothing to keep: the newer ones are tried again
+                new.failed(error)
+                self._places[name] = new
+            raise
+        if old is not None and old.broker is not None:
+            self._end(old.broker, old.account)
+        self._places[name] = new
+        self._list(new, until - time.monotonic())
+
+    def _login(self, account: Account, timeout: float, at_most: float = math.inf) -> Broker:
         if self._lease.usable() <= 0:
             raise LeaseLost
-        if limit <= 0:
+        if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
+        until = time.monotonic() + timeout
+        self._budget.connect(account, self._patience(timeout))
+        limit = min(until - time.monotonic(), self._lease.usable(), at_most)
+        if limit <= 0:
+            self._budget.disconnected([account])
+            raise LoginLimited("no time was left to connect after the wait for the budget")
         key = account.key
         broker: Broker | None = None
         self._board.broker_open = 1  # before the attempt: it may succeed on the broker's side alone
         try:
-            broker = self._load_factory()(key, self._client, lambda change: self._on_order(key, change))
-            broker.login(account.credentials, limit)
+            with self._board.busy(limit):
+                broker = self._load_factory()(key, self._client, lambda change: self._on_order(key, change))
+                broker.login(account.credentials, limit)
         except BerthError:
-            self._close(broker)
+            self._end(broker, account)
             raise
         except Exception as error:  # an adapter's surprise must not end the session
-            self._close(broker)
+            self._end(broker, account)
             self._log.crash("login_crashed", error)
             raise BrokerError(f"the adapter failed with {type(error).__name__}") from None
         return broker
 
-    def _ping(self, place: _Connection, timeout: float) -> None:
-        """Checks a session; closes it if it is dead."""
-        limit = min(timeout, PING_TIMEOUT, self._lease.usable())
-        if place.broker is None or limit <= 0:
-            return
-        try:
-            place.broker.ping(limit)
-        except Exception as error:  # whatever it is: the session is not to be trusted
-            self._drop(place, type(error).__name__)
-            return
-        place.suspect = False
-        place.used_at = time.monotonic()
+    def _await_listing(self, place: Connection, until: float, at_most: float) -> None:
+        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed; raises
+        `BrokerUnreachable` then, `RateLimited` at once if there is no room in time: another question would
+        only make it worse."""
+        last_try = min(until, time.monotonic() + at_most)
+        while place.broker is not None and not place.listed:
+            left = last_try - time.monotonic()
+            if left <= 0:
+                raise BrokerUnreachable(f"the orders at the broker are not known yet: {place.listing_error}")
+            wait = min(left, place.listing_wait())
+            if wait > 0:
+                with self._board.busy(wait):
+                    time.sleep(wait)
+            if place.suspect:
+                self.ping(place, until - time.monotonic())
+            error = self.relist(place, until - time.monotonic())
+            if isinstance(error, RateLimited):
+                raise error
 
-    def _drop(self, place: _Connection, reason: str) -> None:
-        broker, place.broker = place.broker, None
-        place.suspect = False
-        if broker is None:
-            return
-        self._close(broker)
-        self._tell(WorkerEventKind.DEGRADED, f"{place.account.key.account_id}: {reason}")
-
-    def _rebuild(self, place: _Connection, timeout: float) -> None:
-        if place.refused is not None:
-            raise place.refused
-        name = place.account.key.account_id
-        self._tell(WorkerEventKind.RECONNECTING, name)
+    def _list(self, place: Connection, timeout: float) -> BerthError | None:
+        """One listing; what it fails with is kept, logged and returned. Only a ping says that a session is
+        dead."""
+        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+            return None
+        until = time.monotonic() + timeout
         try:
-            place.broker = self._login(place.account, timeout)
-        except LoginRejected as error:
-            place.refused = error
-            raise
-        except BerthError:
-            place.backoff.failed()
-            raise
-        place.backoff.reset()
-        place.used_at = time.monotonic()
-        self._tell(WorkerEventKind.CONNECTED, name)
-
-    def _recover(self, place: _Connection) -> None:
-        """Rebuilds without anyone waiting for it: an unreachable broker is logged and tried again (W6)."""
-        self._board.state = State.Reconnecting
-        try:
-            self._rebuild(place, PING_TIMEOUT)
+            self._budget.spend(place.account, What.QUERY, self._patience(timeout), cost=2)
         except BerthError as error:
-            self._log.warning("reconnect_failed", code=error.code, account=place.account.key.account_id)
-            if not isinstance(error, LoginRejected):
-                place.backoff.failed()
-        self._board.state = self.state()
+            self._log.warning("listing_postponed", account=place.name, code=error.code)
+            place.listing_failed(error.code)
+            return error
+        limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
+        try:
+            with self._board.busy(limit):
+                self._reconcile(place.account.key, place.broker, limit)
+        except Exception as error:  # an adapter's surprise must not end the session
+            code = error.code if isinstance(error, BerthError) else type(error).__name__
+            self._log.warning("listing_failed", account=place.name, code=code)
+            place.listing_failed(code)
+            place.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
+            return error if isinstance(error, BerthError) else None
+        place.listing_succeeded()
+        return None
+
+    def _drop(self, place: Connection, reason: str) -> None:
+        broker = place.lost(reason)
+        if broker is not None:
+            self._end(broker, place.account)
+            self._log.warning("broker_session_lost", account=place.name, reason=reason)
+            self._health.look(self.places())
+
+    def _patience(self, seconds: float) -> Patience:
+        """How long a call may wait for its budget, from now on, as long as the lease is being renewed."""
+        until = time.monotonic() + seconds
+        return lambda: until - time.monotonic() if self._lease.usable() > 0 else 0.0
+
+    def _end(self, broker: Broker | None, account: Account) -> None:
+        self._close(broker)
+        self._budget.disconnected([account])
 
     def _close(self, broker: Broker | None) -> None:
         if broker is None:

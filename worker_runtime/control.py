@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from worker_runtime.board import Board
 from worker_runtime.boottime import wall_ms
 from worker_runtime.connections import Connections
 from worker_runtime.credentials import Opener
-from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.exits import WorkerEnds
 from worker_runtime.log import Log
 from worker_runtime.outbox import Outbox
-from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.errors import BerthError, UnknownAccount
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.messages import (
     ClaimReply,
     ControlMessage,
     Failure,
+    PlaceOrder,
     ReloadCredentials,
     Shutdown,
     decode,
 )
 from worker_runtime.protocol.sealing import verify
+from worker_runtime.recovery import Recovery
 
-#: Seconds that the logins of one credential reload may take together.
-RELOAD_TIMEOUT = 20.0
+#: Seconds that the logins of one credential reload may take together: less than the orchestrator waits for
+#: the answer (20 s).
+RELOAD_TIMEOUT = 15.0
 
 
 class Control:
@@ -32,6 +38,8 @@ class Control:
     def __init__(
         self,
         connections: Connections,
+        recovery: Recovery,
+        prime: Callable[[Sequence[PlaceOrder]], None],
         *,
         orchestrator_key: bytes,
         opener: Opener,
@@ -41,6 +49,8 @@ class Control:
         log: Log,
     ) -> None:
         self._connections = connections
+        self._recovery = recovery
+        self._prime = prime
         self._orchestrator_key = Ed25519PublicKey.from_public_bytes(orchestrator_key)
         self._opener = opener
         self._outbox = outbox
@@ -51,7 +61,7 @@ class Control:
     def handle(self, item: bytes) -> None:
         """Carries out one message; what is forged, garbled or meant for another is logged and dropped.
 
-        Raises `WorkerEnds` for a `Shutdown`.
+        Raises `WorkerEnds` for a `Shutdown`, and when the credentials of a fresh session are of no use.
         """
         try:
             message: ControlMessage = decode(verify(item, self._orchestrator_key), ControlMessage)
@@ -74,6 +84,9 @@ class Control:
         versions = self._connections.versions()
         changed = [one for one in message.accounts if versions.get(one.account_id) != one.version]
         try:
+            if not message.accounts:
+                raise UnknownAccount("the user has no broker account")
+            self._prime(message.open_orders)
             accounts = self._opener.open(changed, claim_id=message.reload_id)
             self._connections.replace(accounts, RELOAD_TIMEOUT)
         except BerthError as error:
@@ -91,3 +104,4 @@ class Control:
             )
         )
         self._outbox.flush()
+        self._recovery.judge()  # after the answer: it may be this worker's last word

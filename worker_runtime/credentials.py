@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from worker_runtime.board import Board
-from worker_runtime.connections import Account
+from worker_runtime.connection import Account
 from worker_runtime.protocol.errors import InvalidSeal, MalformedMessage
 from worker_runtime.protocol.messages import Credentials, SealedAccount, decode
 from worker_runtime.protocol.sealing import unseal

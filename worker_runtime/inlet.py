@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from worker_runtime.board import Board
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import POP
+from worker_runtime.protocol.scripts import POP, PUT_BACK
+from worker_runtime.protocol.switches import HALTED, SERVER, UserSwitch, switch_of
 from worker_runtime.valkey import Valkey
 
 _MILLION = 1_000_000
@@ -28,6 +29,13 @@ class Piece:
     deadline_ns: int
     #: Generation of Valkey, as the owner key holds it.
     generation: str
+    #: Who may trade, as it stood when a request was popped; a switch that is missing says halted.
+    switch: UserSwitch = HALTED
+    #: The switch is a copy from another server's time: it says nothing, and so the request is to wait.
+    unbound: bool = False
+    #: CLOCK_MONOTONIC ns since which Valkey's server is known: what was queued before may be a copy out of
+    #: another server's time. 0 if nobody has noted it.
+    server_since_ns: int = 0
 
 
 class Inlet:
@@ -39,17 +47,50 @@ class Inlet:
         self._worker_id = worker_id
         self._session = f"{worker_id}:{board.session_number}"
         self._answered = True
+        #: The server whose switch this is known to be.
+        self._bound_to = ""
+        self._since_ns = 0
 
-    def pop(self) -> Piece:
-        """The next piece of work. Raises `ValkeyFailed`; then call again, for the same piece."""
+    def bound(self) -> bool:
+        """Whether the switch was told to the very server that answers now. If not, it may be older than the
+        last one, and requests are to be left in their queue until the watcher has told it anew.
+
+        Raises `ValkeyFailed`.
+        """
+        server = self._client.server()
+        if server != self._bound_to:
+            told = self._client.execute("HGET", keys.switch(self._board.user_id), SERVER)
+            if told and told.decode("utf-8", "replace") != server:
+                return False
+            self._since_ns = self._known_since(server)
+            self._bound_to = server
+        return True
+
+    def _known_since(self, server: str) -> int:
+        """Since when this server is known, on CLOCK_MONOTONIC; now if all that is noted is of another one."""
+        noted, at_ms = self._client.execute("HMGET", keys.SINCE, "server", "at_ms")
+        if noted is None:
+            return 0
+        if noted.decode("utf-8", "replace") != server or not (at_ms or b"").isdigit():
+            return time.monotonic_ns()
+        seconds, micros = self._client.execute("TIME")
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        return time.monotonic_ns() - (now_ms - int(at_ms)) * _MILLION
+
+    def pop(self, *, control_only: bool = False) -> Piece:
+        """The next piece of work, or the next control message with the requests left where they are.
+
+        Raises `ValkeyFailed`; then call again, for the same piece.
+        """
         board = self._board
         if self._answered:
             board.pop_number += 1
             self._answered = False
         user_id = board.user_id
+        server = self._client.server()
         # The remaining time is counted from before the question: the network's share goes against it.
         asked = time.monotonic_ns()
-        kind, item, remaining_ms, generation = self._client.run(
+        kind, item, remaining_ms, generation, *switch = self._client.run(
             POP,
             [
                 keys.owner(user_id),
@@ -57,11 +98,41 @@ class Inlet:
                 keys.requests(user_id),
                 keys.processing(user_id),
                 keys.pop(user_id),
+                keys.switch(user_id),
             ],
-            [board.epoch, self._worker_id, self._session, board.pop_number],
+            [
+                *(board.epoch, self._worker_id, self._session, board.pop_number),
+                "control" if control_only else "",
+            ],
         )
         self._answered = True
-        return Piece(kind.decode(), item, asked + remaining_ms * _MILLION, generation.decode())
+        held = switch_of(switch[0] if switch else [])
+        # A pop that is repeated after its reply was lost may bring a request from an unbound server.
+        unbound = not held.holds_at(server)
+        if unbound:
+            self._bound_to = ""
+        return Piece(
+            kind.decode(),
+            item,
+            asked + remaining_ms * _MILLION,
+            generation.decode(),
+            HALTED if unbound else held,
+            unbound,
+            self._since_ns if server == self._bound_to else asked,
+        )
+
+    def put_back(self, item: bytes, order_id: str) -> str:
+        """Returns what the last pop gave, and nobody has begun, to its place in the queue. What became of it,
+        in the words of `put_back.lua`: queued, gone or left. Raises `ValkeyFailed`; then call again."""
+        board = self._board
+        user_id = board.user_id
+        names = [
+            *(keys.owner(user_id), keys.requests(user_id), keys.processing(user_id)),
+            *(keys.journal(user_id, order_id), keys.pop(user_id)),
+        ]
+        caller = (board.epoch, self._worker_id, self._session, board.pop_number)
+        became: bytes = self._client.run(PUT_BACK, names, [*caller, item])
+        return became.decode()
 
     def left_behind(self) -> list[bytes]:
         """Items that a former worker of this user popped and never answered."""

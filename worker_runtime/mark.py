@@ -6,8 +6,9 @@ would cost time: when it is ready, at the claim, and when it is connected.
 
 from __future__ import annotations
 
+from worker_runtime import health
 from worker_runtime.board import Board, State
-from worker_runtime.boottime import boot_ns
+from worker_runtime.boottime import boot_ns, wall_ms
 from worker_runtime.lease import end_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
@@ -52,7 +53,11 @@ class Mark:
     def renew(self, client: Valkey) -> tuple[str, int]:
         """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
         config, board = self._config, self._board
+        if board.jobs_pid:  # jobs are use, too; without any, their runner goes
+            board.last_activity_ms = wall_ms()
         user_id = board.user_id
+        public_key = board.public_key()  # empty while a fresh session has not made its own
+        proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         sent = boot_ns()
         outcome: bytes = client.run(
             MARK,
@@ -64,8 +69,11 @@ class Mark:
                 *("task", config.task_id, "worker", config.worker_id, "epoch", board.epoch),
                 *("version", config.version, "state", State(board.state).name),
                 *("launched_at", board.launched_at_ms, "last_activity_ms", board.last_activity_ms),
-                *("session", board.session_number, "public_key", board.public_key().hex()),
+                *("session", board.session_number),
+                *("public_key", public_key.hex(), "proof", proof.hex()),
                 *("pid", board.session_pid, "claim", board.claim_id),
+                *("health", health.text(board)),
+                *("connected", f"{board.accounts_connected}/{board.accounts}"),
             ],
         )
         if outcome != b"ok":

@@ -1,138 +1,102 @@
-"""Executes one order request: at most one submission, and always an answer.
+"""Executes one order: at most one submission, and always an outcome.
 
 Invariants: *submit-once* (nothing here repeats a submission; what may have reached the broker is unknown),
-*one-owner* (lease and deadline are checked in this thread right before the call), *nothing-lost* (events
-first, then the answer).
+*nothing-lost* (the journal and the event SUBMITTING are in Valkey before the broker is called).
 """
 
 from __future__ import annotations
 
 import time
 
-import msgspec
-
-from worker_runtime.board import Board, State
+from worker_runtime.board import Board
 from worker_runtime.boottime import SECOND, wall_ms
-from worker_runtime.connections import Connections
+from worker_runtime.brokers.port import Broker
+from worker_runtime.budget import Uncounted, What
+from worker_runtime.calls import Calls
 from worker_runtime.fills import Ledger
 from worker_runtime.inlet import Piece
-from worker_runtime.lease import Lease
 from worker_runtime.log import Log
 from worker_runtime.outbox import Outbox
 from worker_runtime.protocol.errors import (
     BerthError,
+    BrokerMaintenance,
+    BrokerUnreachable,
     DeadlineExceeded,
-    Fenced,
     LeaseLost,
     LoginLimited,
-    LoginRejected,
-    MalformedMessage,
-    OrderRejected,
     OutcomeUnknown,
-    SessionDown,
     WorkerUnavailable,
 )
-from worker_runtime.protocol.frames import Frame, parse
-from worker_runtime.protocol.messages import (
-    Answer,
-    Failure,
-    OrderEvent,
-    OrderOutcome,
-    OrderState,
-    PlaceOrder,
-    Request,
-    decode,
-)
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
+from worker_runtime.switch import heed
+from worker_runtime.unsettled import Unsettled
 
-#: Errors of `Broker.place` after which the order was certainly not accepted (see `brokers/port.py`).
-_NOT_PLACED = (OrderRejected, SessionDown, LoginRejected, LoginLimited)
+#: Reasons for which there is no broker session now and may be one in a moment. (Maintenance takes its time.)
+_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost)
+#: Nanoseconds by which the clocks of two Valkey servers may differ: a deadline is set by one and read by the
+#: other.
+_CLOCKS = SECOND
+#: Seconds that an order in hand waits until a Valkey that has just come is told who may trade. The watcher
+#: looks every two seconds.
+SWITCH_PATIENCE = 10.0
+#: Deadlines are whole milliseconds.
+_ROUNDED = SECOND // 100
 
 
-class OrderDesk:
-    """Handles the requests of one user."""
+class Placing:
+    """Carries out `PlaceOrder` for one user."""
 
     def __init__(
         self,
-        connections: Connections,
-        *,
+        calls: Calls,
         ledger: Ledger,
-        lease: Lease,
+        unsettled: Unsettled,
+        *,
         outbox: Outbox,
         board: Board,
-        broker_timeout: float,
         log: Log,
+        switch_patience: float = SWITCH_PATIENCE,
     ) -> None:
-        self._connections = connections
+        self._calls = calls
         self._ledger = ledger
-        self._lease = lease
+        self._unsettled = unsettled
         self._outbox = outbox
         self._board = board
-        self._broker_timeout = broker_timeout
         self._log = log
+        self._switch_patience = switch_patience
 
-    def handle(self, piece: Piece) -> None:
-        """Executes one popped request and queues its events and its answer. Never raises."""
-        try:
-            frame = parse(piece.item)
-        except MalformedMessage:
-            self._log.error("request_unreadable", size=len(piece.item))
-            self._outbox.discard(piece.item)
-            return
-        try:
-            order = self._read(frame)
-        except MalformedMessage as error:
-            self._log.error("request_malformed", request_id=frame.request_id, code=error.code)
-            answer = Answer(request_id=frame.request_id, failure=Failure.of(error))
-            self._outbox.answer(frame.raw, answer, _reply_channel(frame.payload))
-            return
-        outcome, failure = self._execute(order, piece)
-        self._log.info(
-            "order_answered",
-            order_id=order.order_id,
-            state=outcome.state.value,
-            code=failure.code if failure else "",
-        )
-        answer = Answer(request_id=order.request_id, outcome=outcome, failure=failure)
-        self._outbox.answer(frame.raw, answer, order.reply_to)
-
-    def give_up(self, item: bytes) -> None:
-        """Answers an item that a former worker popped and left: it may have been submitted, or not."""
-        try:
-            frame = parse(item)
-            order: PlaceOrder = decode(frame.payload, Request)
-        except MalformedMessage:
-            self._log.error("leftover_unreadable", size=len(item))
-            self._outbox.discard(item)
-            return
-        self._log.warning("order_left_behind", order_id=order.order_id)
-        error = OutcomeUnknown("the worker that had taken the order was lost")
-        outcome = self._settle(order, OrderState.UNKNOWN, error)
-        answer = Answer(request_id=order.request_id, outcome=outcome, failure=Failure.of(error))
-        self._outbox.answer(item, answer, order.reply_to)
-
-    def _read(self, frame: Frame) -> PlaceOrder:
-        order: PlaceOrder = decode(frame.payload, Request)
-        if order.request_id != frame.request_id:
-            raise MalformedMessage("the request id of the frame is not the order's")
-        if order.user_id != self._board.user_id:
-            raise MalformedMessage("the order belongs to another user")
-        return order
-
-    def _execute(self, order: PlaceOrder, piece: Piece) -> tuple[OrderOutcome, Failure | None]:
+    def execute(self, order: PlaceOrder, piece: Piece) -> tuple[OrderOutcome, Failure | None] | None:
+        """What became of it; None: there is time left and no broker session to be had, no switch that says
+        anything or no Valkey that counts, and nothing was begun, so the order can wait in its queue. Never
+        raises."""
         known = self._ledger.answer_of(order.order_id)
-        if known is not None:  # submit-once: this session has taken the same order before
+        if known is not None:  # submit-once: it was taken before, by this session or a former one
             return known
-        self._board.state = State.Processing
         try:
-            return self._submit(order, piece), None
+            if order.order_id in self._board.submissions:
+                raise OutcomeUnknown("an earlier session process had begun to submit the order")
+            if not self._admit(order, piece):
+                return None
+            broker = self._broker(order, piece)
+            if broker is None:
+                return None
+            known = self._ledger.answer_of(order.order_id)
+            if known is not None:  # the wait for the session brought the broker's list, and it has the order
+                return known
+            self._unsettled.heed(order, piece)  # after the list, which may have settled what was unknown
+            if not self._affords(order, piece):
+                return None
+            outcome = self._submit(order, piece, broker)
+            if outcome.state is OrderState.UNKNOWN:
+                self._unsettled.note(order)
+            return outcome, None
         except BerthError as error:
             reason = error
         except Exception as error:  # the boundary of one request: it is answered whatever happens
             self._log.crash("order_crashed", error)
             taken = self._ledger.answer_of(order.order_id) is not None
             reason = OutcomeUnknown("the worker failed") if taken else BerthError("the worker failed")
-        finally:
-            self._board.state = self._connections.state()
         state = OrderState.REJECTED
         if isinstance(reason, OutcomeUnknown):
             state = OrderState.UNKNOWN
@@ -140,49 +104,114 @@ class OrderDesk:
             state = OrderState.EXPIRED
         return self._settle(order, state, reason), Failure.of(reason)
 
-    def _submit(self, order: PlaceOrder, piece: Piece) -> OrderOutcome:
-        """The way to the broker. Raises `OutcomeUnknown` if the order may have reached it; any other
-        `BerthError` means that it has not been placed."""
+    def left_behind(self, order: PlaceOrder) -> tuple[OrderOutcome, Failure | None]:
+        """An order that a former worker popped and left: it may have been submitted, or not.
+
+        What the broker's list has said of it meanwhile is its outcome; else it is unknown.
+        """
+        known = self._ledger.answer_of(order.order_id)
+        if known is not None and known[0].state is not OrderState.UNKNOWN:
+            return known
+        error = OutcomeUnknown("the worker that had taken the order was lost")
+        return self._settle(order, OrderState.UNKNOWN, error), Failure.of(error)
+
+    def _admit(self, order: PlaceOrder, piece: Piece) -> bool:
+        """Whether the order may go on as it was popped; false if it is to wait until the switch has been told
+        to the server that it came from. Raises what forbids it."""
         if order.generation != piece.generation:
             # Another generation: Valkey has lost data, or this comes out of a lagging copy of it. Whether
             # an earlier copy of this request was executed cannot be known here.
             raise OutcomeUnknown("the order was queued under another generation of Valkey")
-        broker = self._connections.ready(order.account_id, self._time_for_call(piece))
-        self._tell(order, OrderState.SUBMITTING)
-        if not self._outbox.flush():
-            raise WorkerUnavailable("Valkey could not be told of the submission; it was not made")
-        timeout = self._time_for_call(piece)
-        self._ledger.submitting(order)
-        try:
-            placed = broker.place(order, timeout)
-        except _NOT_PLACED as error:
-            if not isinstance(error, OrderRejected):
-                self._connections.invalidate(order.account_id, error.code)
-            raise
-        except Exception as error:  # timeout, lost connection, a fault in the adapter: nobody knows
-            self._connections.suspect(order.account_id)
-            if isinstance(error, OutcomeUnknown):
-                raise
-            if not isinstance(error, BerthError):
-                self._log.crash("place_crashed", error)
-            raise OutcomeUnknown(f"the call ended with {type(error).__name__}") from None
-        return self._ledger.placed(order, placed)
+        if self._may_be_a_copy(order, piece):
+            raise OutcomeUnknown(
+                "the order was queued before this server of Valkey came, and before this worker did: the "
+                "worker before it may have submitted it, and the queue may be an older copy"
+            )
+        if piece.unbound:
+            if self._calls.remaining(piece) <= 0:
+                raise DeadlineExceeded
+            self._log.warning("order_postponed", order_id=order.order_id, code="SWITCH_OF_ANOTHER_SERVER")
+            return False
+        heed(piece.switch, order)
+        return True
 
-    def _time_for_call(self, piece: Piece) -> float:
-        """Seconds that a broker call may take now; raises if it must not be made."""
-        if self._board.fenced:
-            raise Fenced
-        lease = self._lease.usable()
-        if lease <= 0:
-            raise LeaseLost
-        remaining = (piece.deadline_ns - time.monotonic_ns()) / SECOND
-        if remaining <= 0:
-            raise DeadlineExceeded
-        return min(remaining, lease, self._broker_timeout)
+    def _may_be_a_copy(self, order: PlaceOrder, piece: Piece) -> bool:
+        """Whether an earlier worker of this user may have executed the order already.
+
+        A server that was promoted or restarted may have lost the last that it was told, and with it that the
+        order was popped. This worker knows what it has submitted itself; its predecessor, which ended before
+        the claim, tells nobody any more.
+        """
+        if not order.lifetime_ms or self._board.epoch <= 1:
+            return False
+        accepted = piece.deadline_ns - order.lifetime_ms * SECOND // 1000
+        before = accepted < self._board.assigned_ns + _ROUNDED
+        return before and accepted < piece.server_since_ns + _CLOCKS
+
+    def _broker(self, order: PlaceOrder, piece: Piece) -> Broker | None:
+        """A session for the order; None if it is worth waiting for one. Orders of other accounts do not wait
+        with it: while one of those has a session, its error is raised."""
+        try:
+            return self._calls.ready(order.account_id, piece)
+        except BrokerMaintenance:
+            raise
+        except _AWAY as error:
+            if self._calls.remaining(piece) > 0 and self._calls.others_open(order.account_id):
+                raise
+            self._postpone(order, piece, error)
+            return None
+        except Uncounted as error:
+            self._postpone(order, piece, error)
+            return None
+
+    def _affords(self, order: PlaceOrder, piece: Piece) -> bool:
+        """Waits for room within the broker's limits; false if Valkey, which counts, is away for now."""
+        try:
+            self._calls.afford(order.account_id, What.ORDER, piece)
+        except Uncounted as error:
+            self._postpone(order, piece, error)
+            return False
+        return True
+
+    def _postpone(self, order: PlaceOrder, piece: Piece, error: BerthError) -> None:
+        if self._calls.remaining(piece) <= 0:
+            raise DeadlineExceeded(f"until then: {error.code}: {error.detail}") from None
+        self._log.warning("order_postponed", order_id=order.order_id, code=error.code)
+
+    def _submit(self, order: PlaceOrder, piece: Piece, broker: Broker) -> OrderOutcome:
+        """The way to the broker, for an order that its person's budget has room for. Raises `OutcomeUnknown`
+        if the order may have reached it; any other `BerthError` means that it has not been placed."""
+        until = time.monotonic() + self._switch_patience
+        self._outbox.journal(order.order_id)
+        self._tell(order, OrderState.SUBMITTING)
+        while True:
+            self._outbox.ask_switch()
+            if not self._outbox.flush():
+                raise WorkerUnavailable("Valkey could not be told of the submission; it was not made")
+            if not self._outbox.journaled:
+                raise OutcomeUnknown("a submission of the order was begun before")
+            if self._outbox.unbound:
+                if time.monotonic() >= until:
+                    raise WorkerUnavailable("who may trade was not told to this Valkey yet; it was not made")
+                self._calls.pause(piece)
+                continue
+            heed(self._outbox.switch, order)  # once more: a reconnect may have taken seconds
+            if self._calls.affordable:
+                break
+            self._calls.afford(order.account_id, What.ORDER, piece)  # Valkey took long: that grant is void
+
+        def place(timeout: float) -> ExchangeOrder:
+            self._ledger.submitting(order)
+            self._board.submissions.note(order.order_id)
+            return broker.place(order, timeout)
+
+        return self._ledger.placed(order, self._calls.change(order.account_id, piece, place))
 
     def _settle(self, order: PlaceOrder, state: OrderState, error: BerthError) -> OrderOutcome:
         outcome = OrderOutcome(order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}")
         self._ledger.settled(order, outcome, Failure.of(error))
+        if state is OrderState.UNKNOWN:
+            self._unsettled.note(order)
         self._tell(order, state, outcome.reason)
         return outcome
 
@@ -198,15 +227,3 @@ class OrderDesk:
                 reason=reason,
             )
         )
-
-
-class _ReplyTo(msgspec.Struct):
-    reply_to: str = ""
-
-
-def _reply_channel(payload: bytes) -> str:
-    """Where to announce the answer to a request that cannot be read as a whole; '' if nowhere."""
-    try:
-        return msgspec.json.decode(payload, type=_ReplyTo).reply_to
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""

@@ -25,6 +25,7 @@ from worker_runtime.protocol.messages import (
     encode,
 )
 from worker_runtime.protocol.scripts import ANSWER
+from worker_runtime.protocol.switches import HALTED, switch_of
 from worker_runtime.valkey import (
     Argument,
     Command,
@@ -38,6 +39,8 @@ from worker_runtime.valkey import (
 
 #: Entries. Without Valkey no order is taken, so only late fills gather here; each has about 400 bytes.
 LIMIT = 10_000
+#: Seconds a journal entry stays: whoever asks whether an order may have been submitted asks within a day.
+JOURNAL_TTL = 2 * 86_400
 #: Commands in one go.
 _BATCH = 64
 
@@ -52,6 +55,11 @@ class Outbox:
         self._log = log
         self._waiting: deque[Command] = deque()
         self._backoff = Backoff(0.05, 2.0)
+        #: The last entry of `journal` is in Valkey, and it is ours.
+        self.journaled = False
+        #: What `ask_switch` last read, and whether that was a copy from another server's time.
+        self.switch = HALTED
+        self.unbound = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,6 +70,14 @@ class Outbox:
 
     def event(self, event: Event) -> None:
         self._put("XADD", keys.EVENTS, "*", "e", encode(event))
+
+    def journal(self, order_id: str) -> None:
+        """Notes that an order is about to be submitted. Nothing may be submitted before `flush` has said true
+        and `journaled` is: an order without an entry certainly never left, in the same generation, and one
+        that has an entry of somebody else may have left before."""
+        self.journaled = False
+        key = keys.journal(self._board.user_id, order_id)
+        self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
 
     def tell(self, kind: WorkerEventKind, detail: str = "") -> None:
         """A change in this worker's life, once it belongs to a user."""
@@ -90,6 +106,11 @@ class Outbox:
                 [item, encode(answer), keys.ANSWER_TTL, channel],
             )
         )
+
+    def ask_switch(self) -> None:
+        """Reads who may trade, with whatever else is sent; `switch` has it once `flush` has said true."""
+        self.switch, self.unbound = HALTED, False
+        self._put("HGETALL", keys.switch(self._board.user_id))
 
     def discard(self, item: bytes) -> None:
         """Ends the processing of an item that nobody can be answered about."""
@@ -136,6 +157,12 @@ class Outbox:
                 reply = self._client.execute("EVAL", ANSWER.source, *command[2:])
             if isinstance(reply, hiredis.ReplyError):
                 raise ValkeyRefused(str(reply).split(" ", 1)[0])
+            if command[0] == "SET":  # answered with what stood there before; our own after a lost reply
+                self.journaled = reply is None or reply == str(command[2]).encode()
+            elif command[0] == "HGETALL":
+                switch = switch_of(reply)
+                self.unbound = not switch.holds_at(self._client.server())
+                self.switch = HALTED if self.unbound else switch
             self._waiting.popleft()
 
     def _keep(self, error: ValkeyFailed) -> None:

@@ -1,7 +1,8 @@
-"""The session process: one key pair, one claim, one user's broker sessions.
+"""The session process: one key pair, one user's broker sessions. It comes to the user by a claim, or stands
+in the place of a session that died.
 
-A single-threaded loop around a selector. It pulses on the board at least once a second unless a broker
-call holds it, and every broker call has a timeout.
+A single-threaded loop around a selector. It pulses on the board in each round, at least once a second, and
+before each wait for Valkey; around a broker call it says there how long the call may take.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from worker_runtime.board import Board, State
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.claiming import Claiming
 from worker_runtime.credentials import Opener
-from worker_runtime.exits import ExitCode, WorkerEnds
+from worker_runtime.exits import WorkerEnds
 from worker_runtime.lease import Lease
 from worker_runtime.log import Log
 from worker_runtime.mark import Mark
 from worker_runtime.outbox import Outbox
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.protocol.sealing import new_worker_key
+from worker_runtime.resuming import Resuming
 from worker_runtime.serving import Serving
 from worker_runtime.valkey import Valkey, ValkeyFailed
 from worker_runtime.wake import WakePipe
@@ -45,7 +48,8 @@ class Session:
         self._factory: BrokerFactory | None = None
         self._log = log
         self._stopping = False
-        self._announced = False
+        #: In the pool. A fresh session of an assigned worker has no business there.
+        self._announced = bool(board.assigned)
         self._selector = selectors.DefaultSelector()
         self._wake = WakePipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -56,16 +60,7 @@ class Session:
         key = new_worker_key()
         board.publish_key(key.public_key().public_bytes_raw())
         self._opener = Opener(key, board, config.worker_id)
-        self._claiming = Claiming(
-            config,
-            board,
-            client=self._client,
-            mark=self._mark,
-            outbox=self._outbox,
-            opener=self._opener,
-            open_service=self._open_service,
-            log=log,
-        )
+        self._entry: Claiming | Resuming = self._resuming() if board.assigned else self._claiming()
         self._announcing = Backoff(0.05, 2.0)
         self._inbox = self._bell(keys.pool_inbox(config.pool, config.worker_id))
         self._doorbell: Bell | None = None
@@ -88,9 +83,9 @@ class Session:
         if not self._announced:
             self._announce()
         self._inbox.tend()
-        self._claiming.check_deadline()
-        serving = self._claiming.serving
-        if serving is None or not self._claiming.active:
+        self._entry.tend()
+        serving = self._entry.serving
+        if serving is None or not self._entry.active:
             self._outbox.flush_if_due()
             return
         if self._doorbell is None:
@@ -100,21 +95,21 @@ class Session:
         serving.step()
 
     def _wait(self) -> None:
-        waits = [1.0, self._inbox.left()]
+        waits = [1.0, self._inbox.left(), self._entry.left()]
         if not self._announced:
             waits.append(self._announcing.left())
-        if self._doorbell is not None and self._claiming.serving is not None:
+        if self._doorbell is not None and self._entry.serving is not None:
             waits.append(self._doorbell.left())
-            waits.append(self._claiming.serving.left())
+            waits.append(self._entry.serving.left())
         if self._stopping:
             return
         for selected, _ in self._selector.select(min(waits)):
             if selected.data is self._inbox:
                 for message in self._inbox.take():
-                    self._claiming.handle(message)
+                    self._entry.handle(message)
             elif selected.data is not None and selected.data is self._doorbell:
-                if self._doorbell.take() and self._claiming.serving is not None:
-                    self._claiming.serving.rung()
+                if self._doorbell.take() and self._entry.serving is not None:
+                    self._entry.serving.rung()
             else:
                 self._wake.clear()
 
@@ -132,6 +127,29 @@ class Session:
         self._brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
         took = time.time_ns() // 1_000_000 - self._board.launched_at_ms
         self._log.info("ready", state=state, session=self._board.session_number, took_ms=took)
+
+    def _claiming(self) -> Claiming:
+        return Claiming(
+            self._config,
+            self._board,
+            client=self._client,
+            mark=self._mark,
+            outbox=self._outbox,
+            opener=self._opener,
+            open_service=self._open_service,
+            log=self._log,
+        )
+
+    def _resuming(self) -> Resuming:
+        return Resuming(
+            self._config,
+            self._board,
+            client=self._client,
+            mark=self._mark,
+            outbox=self._outbox,
+            open_service=self._open_service,
+            log=self._log,
+        )
 
     def _open_service(self) -> Serving:
         return Serving(
@@ -155,17 +173,25 @@ class Session:
         return Bell(self._valkey(), key, self._selector, self._log)
 
     def _valkey(self) -> Valkey:
-        return Valkey(self._config.valkey_url, limit=self._lease.wait_limit)
+        return Valkey(self._config.valkey_url, limit=self._may_wait)
+
+    def _may_wait(self) -> float:
+        """Asked before each wait for Valkey, so several of them in a row are no missing pulse."""
+        self._board.pulse = time.monotonic_ns()
+        return self._lease.wait_limit()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _close(self, end: WorkerEnds) -> None:
         self._log.info("session_ending", code=int(end.code), reason=end.reason)
-        if self._claiming.serving is not None:
-            self._claiming.serving.close()
-        self._outbox.tell(WorkerEventKind.CLOSED, end.reason)
-        self._board.state = State.Draining
+        replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on: nothing has closed
+        if not replaced:
+            self._board.state = State.Draining
+        if self._entry.serving is not None:
+            self._entry.serving.close()
+        if not replaced:
+            self._outbox.tell(WorkerEventKind.CLOSED, end.reason)
         until = time.monotonic() + _LAST_WORDS
         while not self._outbox.flush() and time.monotonic() < until:
             self._board.pulse = time.monotonic_ns()

@@ -16,25 +16,27 @@ import hiredis
 
 from worker_runtime.board import Board
 from worker_runtime.boottime import wall_ms
-from worker_runtime.exits import ExitCode
+from worker_runtime.job_bell import JobBell
 from worker_runtime.lease import KILL_MARGIN, Lease
 from worker_runtime.log import Log
 from worker_runtime.mark import Mark
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind, encode
+from worker_runtime.pulse import TICK, PulseWatch
+from worker_runtime.replacement import KillReason, note_kill
 from worker_runtime.valkey import Valkey, ValkeyFailed
 from worker_runtime.wake import WakePipe
 
-#: Seconds between two looks at the pulse and the lease.
-_TICK = 1.0
-#: Seconds until a failed renewal is tried again.
+#: Seconds until a renewal is tried again that failed, or found the owner key missing.
 _RETRY = 1.0
+#: Seconds after which a missing owner key is told again: the first event may have been lost with it.
+_TELL_AGAIN = 30.0
 _CONNECT_TIMEOUT = 0.5
 _TIMEOUT = 1.0
-#: Seconds a pool worker may stand claimed without a claim message: more than the orchestrator's claim
-#: timeout (30 s), after which such a claim is released.
-_UNCONFIRMED_LIMIT = 90.0
+#: Seconds that the last words may take: nothing is held up any more. The zygote waits a little longer.
+_LAST_TIMEOUT = 3.3
 
 
 class Supervisor:
@@ -50,30 +52,37 @@ class Supervisor:
         self._wake = WakePipe()
         self._stopping = False
         self._next_renewal = 0.0
-        self._owner_missing = False
+        #: Until when nothing more is told of a missing owner key; 0 while it is there.
+        self._owner_told = 0.0
         self._failing = False
         self._unconfirmed_since: float | None = None
-        self._last_pulse = (0, 0)
-        self._last_tick = time.monotonic()
-        self._still = 0.0
+        self._pulse = PulseWatch(board, config.pulse_timeout)
+        self._jobs = JobBell(config.valkey_url, self._client, board, log, self._patience)
+        #: Number of the session that was killed last because it was frozen.
+        self._killed_session = 0
+        #: Session and condition that the mark shows.
+        self._shown = (0, 0)
 
     def run(self) -> ExitCode:
         """Renews until told to end; then takes the mark away. Returns the exit code."""
         self._wake.on_sigterm(self._stop)
         while not self._stopping:
-            self._watch_pulse()
+            if self._pulse.frozen():
+                self._frozen()
             self._watch_lease()
-            if time.monotonic() >= self._next_renewal or self._newly_assigned():
+            if time.monotonic() >= self._next_renewal or self._newly_assigned() or self._changed():
                 code = self._renew()
                 if code is not ExitCode.OK:
                     return code
-            select.select([self._wake], [], [], self._pause())
+            self._jobs.tend(reachable=not self._failing)
+            select.select([self._wake.fileno(), self._jobs.fileno()], [], [], self._pause())
             self._wake.clear()
         self.finish()
         return ExitCode.OK
 
     def finish(self) -> None:
         """Takes the mark (or the pool entry) away, after the session has ended. Never raises."""
+        self._client.timeout = _LAST_TIMEOUT
         try:
             if self._board.session_lost:
                 self._tell(WorkerEventKind.CLOSED, "the session process died")
@@ -82,14 +91,26 @@ class Supervisor:
             self._log.warning("mark_left", code=error.code, reason=error.detail)
 
     def _pause(self) -> float:
-        until_kill = self._lease.left() - KILL_MARGIN if self._board.broker_open else _TICK
+        until_kill = self._lease.left() - KILL_MARGIN if self._board.broker_open else TICK
         until_renewal = self._next_renewal - time.monotonic()
-        return max(0.01, min(_TICK, until_renewal, until_kill))
+        return max(0.01, min(TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
+
+    def _patience(self) -> float:
+        """Seconds that a wait beside the renewals may take: never past the moment of a kill."""
+        return max(0.01, self._lease.left() - KILL_MARGIN) if self._board.broker_open else _TIMEOUT
 
     def _newly_assigned(self) -> bool:
         return bool(self._board.assigned) and self._unconfirmed_since is not None
 
+    def _changed(self) -> bool:
+        """A change that is shown within a second, once: whoever looks need not wait for the next renewal."""
+        return self._now_shown() != self._shown and not self._failing and bool(self._board.assigned)
+
+    def _now_shown(self) -> tuple[int, int]:
+        return self._board.session_number, self._board.condition
+
     def _renew(self) -> ExitCode:
+        self._shown = self._now_shown()
         self._next_renewal = time.monotonic() + self._config.mark_period
         # Never past the moment at which a session that kept its connections has to be killed.
         if self._board.broker_open:
@@ -121,7 +142,7 @@ class Supervisor:
         now = time.monotonic()
         if self._unconfirmed_since is None:
             self._unconfirmed_since = now
-        if state == "claimed" and now - self._unconfirmed_since > _UNCONFIRMED_LIMIT:
+        if state == "claimed" and now - self._unconfirmed_since > self._config.confirm_timeout:
             if self._board.claiming:
                 return ExitCode.OK
             self._log.warning("claim_never_came", waited_s=round(now - self._unconfirmed_since))
@@ -134,17 +155,20 @@ class Supervisor:
         outcome, lease_end = self._mark.renew(self._client)
         if outcome == "ok":
             self._board.lease_supervisor = lease_end
-            self._owner_missing = False
-        elif outcome == "fenced":
+            self._owner_told = 0.0
+            return ExitCode.OK
+        if outcome == "fenced":
             self._board.fenced = 1  # first, so that the session sees it even before it is killed
             self._log.error("fenced", epoch=self._board.epoch)
-            self._kill("fenced")
+            self._kill(KillReason.FENCED)
             self._tell(WorkerEventKind.FENCED, "at renewal")
             return ExitCode.FENCED
-        elif not self._owner_missing:
+        self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
+        if time.monotonic() >= self._owner_told:
+            self._board.owner_missing += 1
             self._log.error("owner_missing", user_id=self._board.user_id)
             self._tell(WorkerEventKind.OWNER_MISSING, "")
-            self._owner_missing = True
+            self._owner_told = time.monotonic() + _TELL_AGAIN
         return ExitCode.OK
 
     def _tell(self, kind: WorkerEventKind, detail: str) -> None:
@@ -164,31 +188,27 @@ class Supervisor:
         if isinstance(reply, hiredis.ReplyError):
             self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])
 
-    def _watch_pulse(self) -> None:
-        """Kills a session that shows no life for `pulse_timeout` seconds of this process's own time.
-
-        Own time: when the whole container was paused, both stood still, and that is nobody's fault.
-        """
-        now = time.monotonic()
-        passed, self._last_tick = min(now - self._last_tick, 2 * _TICK), now
-        seen = (self._board.session_number, self._board.pulse)
-        if seen != self._last_pulse:
-            self._last_pulse, self._still = seen, 0.0
-            return
-        self._still += passed
-        if self._still > self._config.pulse_timeout:
-            self._still = 0.0
-            self._kill("no pulse")
-
     def _watch_lease(self) -> None:
         if self._board.broker_open and self._board.assigned and self._lease.left() < KILL_MARGIN:
-            self._kill("open broker sessions at the end of the lease")
+            self._kill(KillReason.LEASE)
 
-    def _kill(self, reason: str) -> None:
+    def _frozen(self) -> None:
+        """Kills the session. If it was killed before and none has followed it, the zygote is frozen, too:
+        its end takes all of us with it, which is what a launcher sees. Our renewals alone would keep a
+        worker that serves nobody."""
+        if self._killed_session != self._board.session_number:
+            self._killed_session = self._board.session_number
+            self._kill(KillReason.NO_PULSE)
+            return
+        self._log.error("zygote_frozen", session=self._killed_session)
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    def _kill(self, reason: KillReason) -> None:
         pid = self._board.session_pid  # 0 from the moment the zygote has seen its end
         if pid <= 0:
             return
-        self._log.error("session_killed", pid=pid, reason=reason)
+        self._log.error("session_killed", pid=pid, reason=reason.text())
+        note_kill(self._board, reason)
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -26,6 +26,7 @@ Command = tuple[Argument, ...]
 #: What `ready` returns when no complete reply has arrived.
 NOTHING = object()
 _CHUNK = 65536
+_RUN_ID = b"run_id:"
 
 
 class ValkeyFailed(BerthError):
@@ -93,13 +94,19 @@ class Valkey:
         connect_timeout: float = 1.0,
         timeout: float = 2.0,
         limit: Callable[[], float] = lambda: math.inf,
+        beside: Valkey | None = None,
     ) -> None:
-        """`limit` is asked before each wait: no wait takes longer than it says, whatever the timeouts."""
+        """`limit` is asked before each wait: no wait takes longer than it says, whatever the timeouts.
+
+        Only a name server may: while the client `beside`, of the same server, is connected, none is asked.
+        """
         self._limit = limit
+        self._beside = beside
         self._address = Address(url)
         self._connect_timeout = connect_timeout
         self.timeout = timeout
         self._socket: socket.socket | None = None
+        self._server = b""
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
 
     @property
@@ -112,12 +119,20 @@ class Valkey:
             raise ValkeyUnreachable("not connected")
         return self._socket.fileno()
 
+    def _target(self) -> str | tuple[str, int]:
+        target = self._address.target
+        link = None if self._beside is None else self._beside._socket
+        if link is None or isinstance(target, str):
+            return target
+        host, port = link.getpeername()[:2]
+        return host, port
+
     def connect(self) -> None:
         """Opens the connection if there is none; raises `ValkeyUnreachable`."""
         if self._socket is not None:
             return
-        target = self._address.target
         try:
+            target = self._target()
             if isinstance(target, str):
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket = link
@@ -132,6 +147,7 @@ class Valkey:
             self.close()
             raise ValkeyUnreachable(f"connecting: {type(error).__name__}") from None
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
+        self._server = b""
         greeting = self._address.greeting()
         if greeting:
             for reply in self.pipeline(greeting):
@@ -166,10 +182,6 @@ class Valkey:
             reply = self._parse()
         return reply
 
-    def buffered(self) -> Any:
-        """One more reply out of what has been read already, or `NOTHING`."""
-        return self._parse()
-
     def pipeline(self, commands: Sequence[Command]) -> list[Any]:
         """Sends all and returns all replies; error replies stand in the list as `hiredis.ReplyError`."""
         self._send(commands)
@@ -188,6 +200,15 @@ class Valkey:
             self.send("EVAL", script.source, len(key_names), *key_names, *args)
             reply = self.receive()
         return _checked(reply)
+
+    def server(self) -> str:
+        """The run id of the server that this connection leads to: asked once for each connection, because a
+        server that is restarted, or takes another one's place, breaks them all. Raises `ValkeyFailed`."""
+        self.connect()
+        if not self._server:
+            lines: list[bytes] = self.execute("INFO", "server").split()
+            self._server = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
+        return self._server[len(_RUN_ID) :].decode()
 
     def _send(self, commands: Sequence[Command]) -> None:
         self.connect()

@@ -1,11 +1,13 @@
 """The zygote: parent of all. It has no event loop, no sockets, no keys, and runs no broker code.
 
-It imports what all of them need, once; forks supervisor and session; reaps them. It runs in one thread
+It imports what all of them need, once; forks supervisor and session, and a job runner while the user has
+jobs; reaps them. It runs in one thread
 and takes its signals by `sigtimedwait`, so nothing happens to it between two lines.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -14,37 +16,39 @@ from collections.abc import Callable
 
 from worker_runtime import kernel
 from worker_runtime.board import Board, State
-from worker_runtime.boottime import wall_ms
+from worker_runtime.boottime import SECOND, wall_ms
 from worker_runtime.brokers.port import BrokerFactory
-from worker_runtime.exits import ExitCode
+from worker_runtime.job_bell import WANTED
 from worker_runtime.log import Log
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.replacement import LIMIT, WINDOW, Tally
 from worker_runtime.session import Session
 from worker_runtime.supervisor import Supervisor
 
 _STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_WAITED = _STOP | {signal.SIGCHLD}
+_WAITED = _STOP | {signal.SIGCHLD, WANTED}
 #: Seconds the supervisor gets to take the mark away: one connect and two commands.
 _FAREWELL = 4.0
-#: More ends of one process than this within `_CRASH_WINDOW` seconds are a loop.
+#: For glibc's resolver, whose default is 5 s twice for each name server: a name server that is down must not
+#: keep a healthy session from pulsing, nor the supervisor from renewing.
+_LOOKUPS = "timeout:1 attempts:2"
+#: More ends of one process than this within `_CRASH_WINDOW` seconds are a loop (a user's session is replaced
+#: less often, see `replacement.py`).
 _MAX_CRASHES = 5
 _CRASH_WINDOW = 60.0
+#: Seconds without a job runner after so many of them have died; what killed them may be over then.
+_JOBS_PAUSE = 300.0
 
 
 class Child:
-    """One of the two processes: how to make it, and how often it has died."""
+    """One of the processes: how to make it, and how often it has died."""
 
     def __init__(self, name: str, main: Callable[[], ExitCode]) -> None:
         self.name = name
         self.main = main
         self.pid = 0
-        self._ends: list[float] = []
-
-    def crash_loop(self) -> bool:
-        """Notes one more end; true if there were too many of late."""
-        now = time.monotonic()
-        self._ends = [*(end for end in self._ends if now - end < _CRASH_WINDOW), now]
-        return len(self._ends) > _MAX_CRASHES
+        self.crashes = Tally(_MAX_CRASHES, _CRASH_WINDOW)
 
 
 class Zygote:
@@ -58,6 +62,8 @@ class Zygote:
         self._load_factory = load_factory
         self._supervisor = Child("supervisor", self.supervisor_main)
         self._session = Child("session", self.session_main)
+        self._jobs = Child("jobs", self.jobs_main)
+        self._replacements = Tally(LIMIT, WINDOW)
         #: Set once: the code with which the whole worker ends.
         self._end: ExitCode | None = None
         self._kill_at: float | None = None
@@ -66,6 +72,7 @@ class Zygote:
         """Runs the worker to its end and returns its exit code. Leaves no child behind."""
         kernel.forbid_dumps()
         kernel.rename("berth-zygote")
+        os.environ.setdefault("RES_OPTIONS", _LOOKUPS)
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
         gc.collect()
         gc.freeze()  # the children's collectors leave these pages alone, so they stay shared
@@ -94,14 +101,36 @@ class Zygote:
         log = self._log.bind(process="supervisor")
         return Supervisor(self._config, self._board, log).run()
 
+    def jobs_main(self) -> ExitCode:
+        """What the process of the user's job runner does."""
+        # Here, not above: workers whose users have no jobs do not pay for it.
+        from worker_runtime.jobs.beside import run_for_user
+
+        return run_for_user(self._config, self._board.user_id, self._log.bind(process="jobs"))
+
     def _fork_session(self) -> None:
         board = self._board
         board.session_number += 1
         board.claiming = 0
-        board.state = State.PoolIdle
+        board.broker_open = 0  # its predecessor has been reaped, and its connections ended with it
+        board.state = State.Reconnecting if board.assigned else State.PoolIdle
+        board.busy_until = 0
         board.pulse = time.monotonic_ns()
         self._fork(self._session)
         board.session_pid = self._session.pid
+
+    def _fork_jobs(self) -> None:
+        """At the supervisor's wish: a job waits, and there is no runner."""
+        board = self._board
+        if self._end is not None or self._jobs.pid or not board.assigned:
+            return
+        try:
+            self._fork(self._jobs)
+        except OSError as error:  # no process or memory left: no reason to end the session; asked again soon
+            self._log.error("job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, ""))
+            return
+        board.jobs_pid = self._jobs.pid
+        board.jobs_number += 1
 
     def _fork(self, child: Child) -> None:
         parent = os.getpid()
@@ -126,7 +155,9 @@ class Zygote:
     def _await_signal(self) -> None:
         wait = 3600.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         received = signal.sigtimedwait(_WAITED, wait)
-        if received is not None and received.si_signo in _STOP:
+        if received is not None and received.si_signo == WANTED:
+            self._fork_jobs()
+        elif received is not None and received.si_signo in _STOP:
             self._log.info("stop_requested", signal=signal.Signals(received.si_signo).name)
             self._stop_session(ExitCode.OK)
 
@@ -136,8 +167,9 @@ class Zygote:
             return
         self._end = end
         self._kill_at = time.monotonic() + self._config.shutdown_timeout
-        if self._session.pid:
-            os.kill(self._session.pid, signal.SIGTERM)
+        for child in (self._session, self._jobs):  # a job in hand may end, too
+            if child.pid:
+                os.kill(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
         while True:
@@ -160,27 +192,43 @@ class Zygote:
         elif pid == self._supervisor.pid:
             self._supervisor.pid = 0
             self._supervisor_ended(status)
+        elif pid == self._jobs.pid:
+            self._jobs.pid = 0
+            self._jobs_ended(status)
 
     def _session_ended(self, status: int) -> None:
         board = self._board
+        board.session_end = status
         if self._end is not None:  # it was asked to, or the worker is ending anyway
-            if status != ExitCode.OK and self._end is ExitCode.OK:
+            if status not in (ExitCode.OK, ExitCode.SESSION_REPLACE) and self._end is ExitCode.OK:
                 self._end = _as_code(status)
             return
-        if status >= 0 and status != ExitCode.INTERNAL:
+        if status >= 0 and status not in (ExitCode.INTERNAL, ExitCode.SESSION_REPLACE):
             self._end = _as_code(status)
             return
         self._log.error("session_died", status=status, assigned=bool(board.assigned))
         if board.fenced:
             self._end = ExitCode.FENCED
+        elif board.connected:
+            self._replace_session()
         elif board.assigned or board.claiming:
-            # Its keys died with it, and an order may have been in hand: another worker takes over.
-            board.session_lost = 1
-            self._end = ExitCode.SESSION_LOST
-        elif self._session.crash_loop():
+            self._lose_session()  # nobody waits for a fresh key during a claim: another worker takes over
+        elif self._session.crashes.too_many():
             self._end = ExitCode.CRASH_LOOP
         else:
             self._fork_session()
+
+    def _replace_session(self) -> None:
+        """A fresh session for the same user; what its predecessor had in hand is never executed again."""
+        if self._replacements.too_many():
+            self._log.error("session_replaced_too_often", limit=LIMIT, window_s=WINDOW)
+            self._lose_session()
+        else:
+            self._fork_session()
+
+    def _lose_session(self) -> None:
+        self._board.session_lost = 1
+        self._end = ExitCode.SESSION_LOST
 
     def _supervisor_ended(self, status: int) -> None:
         if self._end is not None:
@@ -189,24 +237,37 @@ class Zygote:
             self._stop_session(_as_code(status))
             return
         self._log.error("supervisor_died", status=status)
-        if self._supervisor.crash_loop():
+        if self._supervisor.crashes.too_many():
             self._stop_session(ExitCode.CRASH_LOOP)
         else:
             self._fork(self._supervisor)
 
+    def _jobs_ended(self, status: int) -> None:
+        self._board.jobs_pid = 0
+        if status != ExitCode.OK and self._end is None:
+            self._log.error("job_runner_died", status=status)
+            if self._jobs.crashes.too_many():
+                self._log.error("job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOBS_PAUSE)
+                self._board.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
+
     def _farewell(self) -> None:
-        """The session is gone: the supervisor takes the mark away and goes too."""
-        pid = self._supervisor.pid
-        if not pid:
-            return
-        os.kill(pid, signal.SIGTERM)
+        """The session is gone: the supervisor takes the mark away, the job runner gives its job back, and
+        both go too."""
+        left = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
+        for pid in left:
+            os.kill(pid, signal.SIGTERM)
+        if self._jobs.pid:
+            # A runner lets its job end after the first signal, and there may have been none. Two different
+            # ones, because the kernel makes one of two equal ones.
+            os.kill(self._jobs.pid, signal.SIGINT)
         until = time.monotonic() + _FAREWELL
-        while time.monotonic() < until:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return
-            signal.sigtimedwait({signal.SIGCHLD}, until - time.monotonic())
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        while left and time.monotonic() < until:
+            left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
+            if left:
+                signal.sigtimedwait({signal.SIGCHLD}, max(0.0, until - time.monotonic()))
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _as_code(status: int) -> ExitCode:

@@ -15,12 +15,15 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
+    from workflows import maintenance_messages as mm
     from workflows import messages as m
-    from workflows.names import LAUNCH_QUEUE, LIFECYCLE_QUEUE
+    from workflows import order_messages as om
+    from workflows import pool_messages as pm
+    from workflows.names import BULK_QUEUE, LAUNCH_QUEUE, LIFECYCLE_QUEUE, ORDERS_QUEUE
     from workflows.user_worker_state import STOP_TIMEOUT
 
 #: An activity that stopped heartbeating is started again elsewhere after this long. Each of ours beats
-#: once a second, so three beats may be late on a starved host.
+#: once a second, and the orchestrator passes on every second beat: a host may stand still for three seconds.
 _HEARTBEAT = timedelta(seconds=5)
 #: What a lookup or a script may take before it counts as lost: Valkey's socket timeout is 5 s.
 _LOOK = timedelta(seconds=8)
@@ -29,9 +32,15 @@ _LOOK = timedelta(seconds=8)
 _QUICKLY = RetryPolicy(initial_interval=timedelta(milliseconds=200), maximum_interval=timedelta(seconds=2))
 #: Nobody waits, or the other side is down and must not be hammered.
 _PATIENTLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=10))
+#: Nobody waits, and what is to be written is safe in the history.
+_SLOWLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=60))
+#: Seconds that a closing run waits for its timeline to be written.
+TIMELINE_TIMEOUT = 3600.0
 #: A local activity that waits for its next try keeps the workflow task open: signals, queries and the
 #: shutdown of the orchestrator would wait with it. Longer pauses are timers of the server instead.
 _LOCAL_PAUSE = timedelta(milliseconds=500)
+#: For what the workflow repeats by itself anyway.
+_TWICE = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_attempts=2)
 #: The workflow itself decides about the next try (it takes a new claim id or token for it).
 _ONCE = RetryPolicy(maximum_attempts=1)
 
@@ -155,15 +164,39 @@ async def reload_credentials(request: m.ReloadRequest) -> m.ReloadResult:
     return result
 
 
-async def count_pool(request: m.CountPool) -> m.PoolCount:
-    """A local activity: a round trip to the launcher and two to Valkey, after every claim.
+async def record_timeline(request: m.RecordTimeline) -> None:
+    """PostgreSQL may be away for an hour before a batch is dropped. Nobody waits but a closing run, whose
+    user cannot start anew before it is written: so it is tried every 10 s."""
+    await workflow.execute_activity(
+        "record_timeline",
+        request,
+        task_queue=LIFECYCLE_QUEUE,
+        start_to_close_timeout=_s(15.0),
+        schedule_to_close_timeout=_s(TIMELINE_TIMEOUT),
+        retry_policy=_PATIENTLY,
+        summary=f"write {len(request.transitions)} transitions to the timeline",
+    )
 
-    One attempt: the pool looks again by itself, and a retrying local activity holds up its signals.
+
+async def count_pool(request: pm.CountPool, *, local: bool) -> pm.PoolCount:
+    """A round trip to the launcher and two to Valkey, after every claim. One attempt: the pool looks again.
+
+    `local` only in runs that began so (`PoolInput.counts_apart`).
     """
-    result: m.PoolCount = await workflow.execute_local_activity(
+    if local:
+        result: pm.PoolCount = await workflow.execute_local_activity(
+            "count_pool",
+            request,
+            result_type=pm.PoolCount,
+            start_to_close_timeout=_LOOK,
+            retry_policy=_ONCE,
+            summary="count the pool",
+        )
+        return result
+    result = await workflow.execute_activity(
         "count_pool",
         request,
-        result_type=m.PoolCount,
+        result_type=pm.PoolCount,
         start_to_close_timeout=_LOOK,
         retry_policy=_ONCE,
         summary="count the pool",
@@ -171,16 +204,16 @@ async def count_pool(request: m.CountPool) -> m.PoolCount:
     return result
 
 
-async def launch_pool_worker(request: m.LaunchPoolWorker) -> m.Launched:
+async def launch_pool_worker(request: pm.LaunchPoolWorker) -> m.Launched:
     """Returns when the worker is ready. One attempt: the pool backs off and takes a new token."""
     result: m.Launched = await workflow.execute_activity(
         "launch_pool_worker",
         request,
         task_queue=LAUNCH_QUEUE,
         result_type=m.Launched,
-        schedule_to_close_timeout=_s(request.timeout + 40.0),
-        # From the start, not from the queue: the queue's rate limit may hold a burst back.
-        start_to_close_timeout=_s(request.timeout + 10.0),
+        schedule_to_close_timeout=_s(request.timeout + 60.0),
+        # It waits for its turn first, 25 s at the most; then its worker has its time, and 10 s for a stop.
+        start_to_close_timeout=_s(request.timeout + 40.0),
         heartbeat_timeout=_HEARTBEAT,
         retry_policy=_ONCE,
         summary="launch a pool worker",
@@ -188,7 +221,7 @@ async def launch_pool_worker(request: m.LaunchPoolWorker) -> m.Launched:
     return result
 
 
-async def shrink_pool(request: m.StopPoolWorkers) -> int:
+async def shrink_pool(request: pm.StopPoolWorkers) -> int:
     """Stops free workers; each leaves the pool by a claim of its own, so no user's claim can meet it."""
     result: int = await workflow.execute_activity(
         "shrink_pool",
@@ -202,6 +235,113 @@ async def shrink_pool(request: m.StopPoolWorkers) -> int:
         summary=f"stop {request.count} free workers",
     )
     return result
+
+
+async def verify_order(request: om.VerifyOrder) -> om.Verified:
+    """A look at PostgreSQL and at the broker; it may have to start the user's worker first (50 s).
+
+    Two attempts: the workflow comes back by itself, in a pause that grows.
+    """
+    result: om.Verified = await workflow.execute_activity(
+        "verify_order",
+        request,
+        task_queue=ORDERS_QUEUE,
+        result_type=om.Verified,
+        start_to_close_timeout=_s(request.timeout + 60.0),
+        schedule_to_close_timeout=_s(2 * (request.timeout + 65.0)),
+        heartbeat_timeout=_HEARTBEAT,
+        retry_policy=_TWICE,
+        summary=f"look at the order, {request.look + 1}",
+    )
+    return result
+
+
+async def settle_absent(request: om.SettleAbsent) -> bool:
+    """One statement in PostgreSQL."""
+    result: bool = await workflow.execute_activity(
+        "settle_absent",
+        request,
+        task_queue=ORDERS_QUEUE,
+        result_type=bool,
+        start_to_close_timeout=_s(15.0),
+        schedule_to_close_timeout=_s(60.0),
+        retry_policy=_PATIENTLY,
+        summary="the order never reached the broker",
+    )
+    return result
+
+
+async def demand_attention(request: om.DemandAttention) -> bool:
+    """Nobody waits for it, and it must not be lost: PostgreSQL may be away for an hour."""
+    result: bool = await workflow.execute_activity(
+        "demand_attention",
+        request,
+        task_queue=ORDERS_QUEUE,
+        result_type=bool,
+        start_to_close_timeout=_s(15.0),
+        schedule_to_close_timeout=_s(3600.0),
+        retry_policy=_SLOWLY,
+        summary="put the order on the list for a person",
+    )
+    return result
+
+
+async def scan_fleet(request: mm.ScanFleet) -> mm.Scanned:
+    """10,000 workers take below a second. One attempt: the next pass comes within a minute."""
+    result: mm.Scanned = await workflow.execute_activity(
+        "scan_fleet",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=mm.Scanned,
+        start_to_close_timeout=_s(45.0),
+        schedule_to_close_timeout=_s(50.0),
+        retry_policy=_ONCE,
+        summary="look at all workers",
+    )
+    return result
+
+
+async def clean_up(batch: mm.Batch) -> mm.Cleaned:
+    """A hundred stops, twenty at a time, each with the time for a logout. What is left is found again.
+
+    The heartbeat is slow: nobody waits, and a second attempt beside a first one that is only slow cannot tell
+    what it did (on a busy machine 200 of 2,000 anomalies counted as healed).
+    """
+    result: mm.Cleaned = await workflow.execute_activity(
+        "clean_up",
+        batch,
+        task_queue=BULK_QUEUE,
+        result_type=mm.Cleaned,
+        start_to_close_timeout=_s(120.0),
+        schedule_to_close_timeout=_s(240.0),
+        heartbeat_timeout=_s(30.0),
+        retry_policy=_TWICE,
+        summary=f"clean up {batch.count} anomalies",
+    )
+    return result
+
+
+async def finish_pass(request: mm.FinishPass) -> float:
+    """One statement in PostgreSQL."""
+    result: float = await workflow.execute_activity(
+        "finish_pass",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=float,
+        start_to_close_timeout=_s(15.0),
+        schedule_to_close_timeout=_s(60.0),
+        retry_policy=_PATIENTLY,
+        summary="write down what came of the pass",
+    )
+    return result
+
+
+def failure_type(error: FailureError) -> str:
+    """The code that an activity failed with; '' if it failed otherwise."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return root.type or "" if isinstance(root, ApplicationError) else ""
 
 
 def cause(error: FailureError) -> str:

@@ -61,6 +61,9 @@ class UserWorkerInput:
     user_id: str
     pool: str = "default"
     settings: UserWorkerSettings = field(default_factory=UserWorkerSettings)
+    #: The run writes its transitions to the timeline. Runs that the first release began do not: their
+    #: histories lack the activity. A field costs nothing, `workflow.patched` two events a run.
+    timeline: bool = False
     #: Set by continue-as-new only: `workflows.user_worker_state.UserWorkerState` as a plain dict.
     carried: dict[str, Any] | None = None
 
@@ -114,6 +117,68 @@ class WorkerEventSignal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerUnmarked:
+    """Signal `worker_unmarked`: the watcher saw this worker's mark expire while those of others stood.
+
+    It is acted on only under the same generation of Valkey: a flushed server is no proof of death (M2).
+    """
+
+    worker_id: str
+    epoch: int
+    generation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveWhenQuiet:
+    """Signal `move_when_quiet`: the user's worker is to make room for one of another version."""
+
+    #: The worker that is meant: a later one is left alone.
+    worker_id: str
+    #: What its successor will be; it only tells why.
+    version: str
+    #: Unix seconds at which it moves, quiet or not.
+    deadline: float
+    #: Seconds without an order or a control message that count as quiet.
+    quiet: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examine:
+    """Signal `examine`: maintenance saw something odd about this worker: a look should settle it."""
+
+    worker_id: str
+    epoch: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One change of state in the life of a user's worker, as the timeline keeps it."""
+
+    #: Grows by one within all runs of one chain; unique together with `RecordTimeline.chain`.
+    number: int
+    #: Unix seconds.
+    at: float
+    before: str
+    after: str
+    reason: str = ""
+    worker_id: str = ""
+    epoch: int = 0
+    #: Unix seconds until which the new state may last; None for the last state.
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordTimeline:
+    """Activity `record_timeline`: writes transitions to PostgreSQL; a repeat writes none twice."""
+
+    user_id: str
+    #: The first run's id of this chain of runs.
+    chain: str
+    transitions: tuple[Transition, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class UserWorkerView:
     """Answer of the query `view`."""
 
@@ -125,6 +190,16 @@ class UserWorkerView:
     reason: str
     next_step: str
     deadline: float | None
+    #: What is last known of the broker connections: "well", or "degraded: …" with the reason.
+    health: str = ""
+    #: Unix seconds of that knowledge.
+    health_at: float = 0.0
+    #: Crashes and failed broker sessions within the window that backoff and parking count.
+    crashes: int = 0
+    #: Unix seconds of the last known order or control message.
+    last_activity: float = 0.0
+    #: What an operator should know of the last reload of credentials; empty: it went well.
+    note: str = ""
 
 
 # --- activities of a user worker --------------------------------------------------------------------
@@ -143,6 +218,10 @@ class ClaimRequest:
     connect_timeout: float
     #: How long to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
+    #: The first claim of a run: if the user's workers crashed of late, the answer is `back_off`, once.
+    heed_crashes: bool = False
+    #: Versions of the workers that failed earlier claims of this start, the last one last.
+    failed: tuple[str, ...] = ()
 
 
 class ClaimStatus(StrEnum):
@@ -151,6 +230,7 @@ class ClaimStatus(StrEnum):
     FAILED = "failed"  # the worker replied with a failure
     EMPTY = "empty"  # no ready worker in the pool: launch one
     GONE = "gone"  # this claim's worker is dead or was released: take a new claim id
+    BACK_OFF = "back_off"  # nothing was claimed: `ClaimResult.crashes` tells why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +242,8 @@ class ClaimResult:
     failure_code: str = ""
     failure_detail: str = ""
     retryable: bool = True
+    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off`).
+    crashes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +257,14 @@ class LaunchForClaim:
     pool: str
     claim_id: str
     timeout: float = 30.0
+    #: As in `ClaimRequest`.
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    worker_id: str
+    task_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +286,15 @@ class StopWorker:
     reason: str
     #: Seconds that the worker gets to finish by itself; 0: stop at once.
     grace: float = 10.0
+    #: It died in service, or could not get its broker back: counted for backoff and parking.
+    crashed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
     """Answer of `stop_worker`: the task has ended."""
 
-    #: Orders that still wait in the user's queue.
+    #: Orders that still wait in the user's queue, and whether jobs do: not zero if another worker is needed.
     waiting: int = 0
 
 
@@ -222,6 +314,10 @@ class WorkerHealth:
     running: bool | None
     #: Unix seconds of the last order or control message; 0 if unknown.
     last_activity: float = 0.0
+    #: Valkey's generation at this look.
+    generation: str = ""
+    #: What the worker says of itself (a `worker_runtime` state such as `Active` or `Reconnecting`).
+    worker_state: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +328,8 @@ class ReloadRequest:
     worker: WorkerRef
     reload_id: str
     timeout: float = 20.0
+    #: Who or what asked, for the audit trail: "signal", "update", "session replaced".
+    cause: str = "signal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,95 +337,3 @@ class ReloadResult:
     ok: bool
     failure_code: str = ""
     failure_detail: str = ""
-
-
-# --- WorkerPoolWorkflow -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolInput:
-    pool: str = "default"
-    target: int = 4
-    #: Longest time between two looks at the pool when nothing is signalled.
-    check_period: float = 60.0
-    launch_timeout: float = 30.0
-    #: Set by continue-as-new only.
-    carried: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claimed:
-    """Signal `claimed`: a worker left the pool."""
-
-    worker_id: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetTarget:
-    """Update `set_target`."""
-
-    target: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGone:
-    """Signal `worker_gone` of a pool: the launcher saw a worker end that belonged to no user."""
-
-    worker_id: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountPool:
-    """Activity `count_pool`."""
-
-    pool: str
-    #: Tokens of the launches under way: their workers are left out of the count.
-    launching: tuple[str, ...] = ()
-    launch_timeout: float = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolCount:
-    #: Ready workers (alive and free).
-    ready: int
-    #: Launched, not ready yet, not older than the launch timeout.
-    starting: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchPoolWorker:
-    """Activity `launch_pool_worker`; `token` makes a repeat return the same task."""
-
-    pool: str
-    token: str
-    timeout: float = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    worker_id: str
-    task_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopPoolWorkers:
-    """Activity `shrink_pool`: takes this many free workers out of the pool and stops them."""
-
-    pool: str
-    count: int
-    #: Makes a repeat stop the same workers.
-    token: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolView:
-    """Answer of the pool's query `view`."""
-
-    pool: str
-    target: int
-    ready: int
-    starting: int
-    launches: int
-    failures: int
-    last_failure: str
-    paused: bool = False

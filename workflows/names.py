@@ -4,6 +4,22 @@ from __future__ import annotations
 
 USER_WORKER = "UserWorkerWorkflow"
 WORKER_POOL = "WorkerPoolWorkflow"
+ORDER = "OrderWorkflow"
+MAINTENANCE = "MaintenanceWorkflow"
+MAINTENANCE_BATCH = "MaintenanceBatchWorkflow"
+
+MORNING = "MorningWorkflow"
+ROLLOUT = "RolloutWorkflow"
+#: Of the schedule, and of what it starts (with the time behind it).
+MORNING_SCHEDULE = "morning"
+
+STATEMENTS = "StatementsWorkflow"
+#: Of the schedule, and of what it starts (with the time behind it).
+STATEMENTS_SCHEDULE = "statements"
+
+#: Of the schedule, and of the passes that it starts (with their time behind it).
+MAINTENANCE_SCHEDULE = "maintenance"
+MAINTENANCE_ID = "maintenance"
 
 #: Workflows and light activities.
 LIFECYCLE_QUEUE = "berth-lifecycle"
@@ -24,5 +40,24 @@ def user_worker_id(user_id: str) -> str:
     return f"user-worker-{user_id}"
 
 
+def order_id(order: str) -> str:
+    return f"order-{order}"
+
+
 def worker_pool_id(pool: str) -> str:
     return f"worker-pool-{pool}"
+
+
+def morning_id(day: str) -> str:
+    """One a day."""
+    return f"morning-{day}"
+
+
+def statements_id(day: str) -> str:
+    """One a day."""
+    return f"statements-{day}"
+
+
+def rollout_id(pool: str) -> str:
+    """One a pool at a time."""
+    return f"rollout-{pool}"

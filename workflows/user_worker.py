@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError, FailureError
+from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
-    from worker_runtime.protocol.messages import Failure, WorkerEventKind
+    from worker_runtime.protocol.messages import Failure
     from workflows import messages as m
     from workflows import names
+    from workflows.payloads import is_empty, read
     from workflows.user_worker_state import UserWorkerState
 
-from workflows import calls
-from workflows.calls import cause
-from workflows.user_worker_life import Gone, Life, StartFailed, Ticket
-from workflows.user_worker_start import start_worker
+from workflows.user_worker_care import Verdict, check, look, quiet, reload, restore
+from workflows.user_worker_life import Life, StartFailed, Ticket
+from workflows.user_worker_start import CrashedTooOften, start_worker
+from workflows.user_worker_timeline import Timeline
 
-#: Seconds until the next look at a worker of which nothing certain is known: 6 looks an hour at the most.
-LOOK_AGAIN = 600.0
+#: Characters of a reason that somebody gives.
+REASON_MAX = 200
+#: Why a worker ends that a rollout replaces: its user gets another one at once.
+MOVES = "moves to another version"
 
 S = m.WorkerState
 
@@ -37,13 +40,14 @@ class UserWorkerWorkflow:
     def __init__(self, given: m.UserWorkerInput) -> None:
         if given.carried is None:
             fresh = UserWorkerState(user_id=given.user_id, pool=given.pool, settings=given.settings)
-            self._life = Life(fresh.opened(workflow.time()))
+            self._life = Life(fresh.opened(workflow.time()), Timeline(given.user_id, written=given.timeline))
         else:
-            self._life = Life(UserWorkerState.from_carried(given.carried, given.settings))
-        self._suspect = False
+            carried = UserWorkerState.from_carried(given.carried, given.settings)
+            self._life = Life(
+                carried, Timeline(given.user_id, given.carried.get("timeline"), written=given.timeline)
+            )
         self._resume = False
         self._renew = False
-        self._reload: Ticket[m.ReloadResult] | None = None
 
     @workflow.run
     async def run(self, given: m.UserWorkerInput) -> None:
@@ -57,7 +61,13 @@ class UserWorkerWorkflow:
             except asyncio.CancelledError:  # `temporal workflow cancel`: the worker must not be left alone
                 life.shutdown = "cancelled"
         life.show()
-        await workflow.wait_condition(lambda: workflow.all_handlers_finished() and life.settled)
+        while not self._may_close():
+            with contextlib.suppress(asyncio.CancelledError):  # it is ending already
+                await workflow.wait_condition(self._may_close)
+
+    def _may_close(self) -> bool:
+        """Nobody waits for an answer, and the timeline is written, or its hour is over."""
+        return workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
 
     # --- what others ask ------------------------------------------------------------------------------
 
@@ -68,10 +78,10 @@ class UserWorkerWorkflow:
         Fails with an `ApplicationError` whose type is the reason's code.
         """
         life = self._life
-        if life.state.serving and not life.lost:
+        if life.state.serving and not life.doomed:
             if not request.mark_missing:
                 return life.answer()
-            self._suspect = True
+            life.suspect = True
         life.start = life.start or Ticket()
         return await life.start.result()
 
@@ -92,47 +102,79 @@ class UserWorkerWorkflow:
         """Like the signal `reload_credentials`, and answers when the worker has done it."""
         if self._life.state.ended:  # nobody would serve the ticket any more
             return m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
-        self._reload = self._reload or Ticket()
-        return await self._reload.result()
+        return await self._want_reload("update").result()
+
+    def _want_reload(self, cause: str) -> Ticket[m.ReloadResult]:
+        life = self._life
+        if life.reload is None:
+            life.reload, life.reload_cause = Ticket(), cause
+        return life.reload
 
     @workflow.signal(name="reload_credentials")
-    def reload_credentials(self) -> None:
-        self._reload = self._reload or Ticket()
+    def reload_credentials(self, *payload: Any) -> None:
+        if is_empty("reload_credentials", payload):
+            self._want_reload("signal")
 
     @workflow.signal(name="shutdown")
-    def shutdown(self, request: m.ShutdownRequest | None = None) -> None:
-        self._life.shutdown = (request or m.ShutdownRequest()).reason or "requested"
+    def shutdown(self, *payload: Any) -> None:
+        """Carries a `ShutdownRequest`, or nothing."""
+        given = payload not in ((), (None,))
+        request = read("shutdown", payload, m.ShutdownRequest) if given else m.ShutdownRequest()
+        if request is not None:
+            self._life.shutdown = request.reason[:REASON_MAX] or "requested"
 
     @workflow.signal(name="resume")
-    def resume(self) -> None:
+    def resume(self, *payload: Any) -> None:
         """Lets a parked user start again."""
-        self._resume = self._life.state.state == S.PARKED
+        if is_empty("resume", payload):
+            self._resume = self._life.state.state == S.PARKED
 
     @workflow.signal(name="renew")
-    def renew(self) -> None:
+    def renew(self, *payload: Any) -> None:
         """Goes on in a new run with the same worker: after a release, or to shorten the history."""
-        self._renew = True
+        if is_empty("renew", payload):
+            self._renew = True
 
     @workflow.signal(name="worker_lost")
-    def worker_lost(self, lost: m.WorkerLost) -> None:
-        """The launcher saw a worker end; whether it is this user's is decided where the worker is known."""
-        self._life.worker_ended(lost.worker_id)
+    def worker_lost(self, *payload: Any) -> None:
+        """A `WorkerLost`: the launcher saw a worker end, this user's or another's."""
+        lost = read("worker_lost", payload, m.WorkerLost)
+        if lost is not None:
+            self._life.worker_ended(lost.worker_id, lost.exit_code)
+
+    @workflow.signal(name="worker_unmarked")
+    def worker_unmarked(self, *payload: Any) -> None:
+        """A `WorkerUnmarked`: the watcher saw a worker's mark expire."""
+        unmarked, life = read("worker_unmarked", payload, m.WorkerUnmarked), self._life
+        worker = life.state.worker
+        if unmarked is None or worker is None or not life.state.serving:
+            return
+        if (worker.worker_id, worker.epoch) == (unmarked.worker_id, unmarked.epoch):
+            life.unmarked = unmarked.generation
+
+    @workflow.signal(name="move_when_quiet")
+    def move_when_quiet(self, *payload: Any) -> None:
+        """A `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
+        asked, life = read("move_when_quiet", payload, m.MoveWhenQuiet), self._life
+        worker = life.state.worker
+        if asked and worker and life.state.serving and worker.worker_id == asked.worker_id:
+            life.state = life.state.to_move(asked.quiet, asked.deadline, life.now())
+
+    @workflow.signal(name="examine")
+    def examine(self, *payload: Any) -> None:
+        """An `Examine`: maintenance found something odd about a worker."""
+        asked, worker = read("examine", payload, m.Examine), self._life.state.worker
+        if asked is None or worker is None or not self._life.state.serving:
+            return
+        if (worker.worker_id, worker.epoch) == (asked.worker_id, asked.epoch):
+            self._life.suspect = True
 
     @workflow.signal(name="worker_event")
-    def worker_event(self, event: m.WorkerEventSignal) -> None:
-        life = self._life
-        worker, state, now = life.state.worker, life.state, life.now()
-        if worker is None or (worker.worker_id, worker.epoch) != (event.worker_id, event.epoch):
-            return
-        if event.sequence <= state.sequence:
-            return
-        life.state = state.heard(event.sequence)
-        if event.kind == WorkerEventKind.RECONNECTING and state.state == S.ACTIVE:
-            life.state = life.state.reconnecting(event.detail or "broker connection lost", now)
-        elif event.kind == WorkerEventKind.CONNECTED and state.state == S.RECONNECTING:
-            life.state = life.state.reconnected(now)
-        elif event.kind == WorkerEventKind.OWNER_MISSING and state.serving:
-            self._suspect = True  # the check puts the owner key back
+    def worker_event(self, *payload: Any) -> None:
+        """A `WorkerEventSignal`: what a worker told on its stream."""
+        event = read("worker_event", payload, m.WorkerEventSignal)
+        if event is not None:
+            self._life.hear(event)
 
     @workflow.query(name="view")
     def view(self) -> m.UserWorkerView:
@@ -143,12 +185,13 @@ class UserWorkerWorkflow:
     def _something_to_do(self) -> bool:
         life = self._life
         state = life.state
+        urgent = life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
         return bool(
             life.shutdown
-            or (state.serving and (life.lost or self._suspect))
+            or (state.serving and urgent)
             or (state.state == S.POOL_IDLE and life.start)
             or (state.state == S.PARKED and self._resume)
-            or self._reload
+            or life.reload
             or self._may_renew()
         )
 
@@ -161,7 +204,10 @@ class UserWorkerWorkflow:
 
     async def _sleep(self) -> None:
         before = self._life.state
-        left = None if before.deadline is None else max(before.deadline - self._life.now(), 0.0)
+        until = before.deadline
+        if before.serving and before.move_at and until is not None:
+            until = min(until, before.move_at)
+        left = None if until is None else max(until - self._life.now(), 0.0)
         with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(
                 lambda: self._something_to_do() or self._life.state is not before,
@@ -173,49 +219,67 @@ class UserWorkerWorkflow:
         life, state = self._life, self._life.state
         if life.shutdown:
             await self._drain(life.shutdown, reopen=state.serving)
+        elif state.serving and life.broker_failed:
+            await self._follow(Verdict(give_up=life.broker_failed))
         elif state.serving and life.lost:
             await self._replace("the worker ended")
-        elif state.serving and self._suspect:
-            await self._check()
+        elif state.serving and (life.suspect or life.unmarked):
+            await self._follow(await check(life))
+        elif state.serving and state.needs_credentials:
+            await self._follow(await restore(life))
+        elif state.serving and 0.0 < state.move_at <= life.now():
+            await self._follow(await quiet(life))
         elif state.state == S.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
         elif state.state == S.POOL_IDLE and life.start:
             await self._begin()
-        elif self._reload:
-            await self._reload_now(self._reload)
+        elif life.reload:
+            await reload(life, life.reload)
         elif self._may_renew():
             self._continue_as_new()
         elif state.deadline is not None and life.now() >= state.deadline:
             if state.serving:
-                await self._look()
+                await self._follow(await look(life))
             else:
                 await self._drain(f"nobody came while {state.state}", reopen=False)
+
+    async def _follow(self, verdict: Verdict) -> None:
+        life = self._life
+        if verdict.replace:
+            await self._replace(verdict.replace)
+        elif verdict.give_up:
+            await self._give_up(verdict.give_up)
+        elif verdict.idle:
+            life.state = life.state.idle(life.now())
+            await self._drain("idle", reopen=True)
+        elif verdict.move:
+            await self._drain(MOVES, reopen=True)
 
     async def _begin(self) -> None:
         """Starts a worker; when that fails for good, the run ends."""
         life = self._life
         try:
             await start_worker(life)
+        except CrashedTooOften:
+            self._park()
         except StartFailed as failed:
             failure = failed.failure
             life.state = life.state.failed(f"{failure.code}: {failure.detail}", life.now())
             life.start_failed(failure)
             await self._drain(life.shutdown or failure.code, reopen=False)
         else:
-            self._suspect = False
+            life.suspect = False
             life.start_succeeded()
 
     async def _replace(self, reason: str) -> None:
         """A new worker for one that died in service. Its end is confirmed first (one-owner)."""
         life = self._life
-        self._suspect = False
         life.state = life.state.crashed(reason, life.now())
         life.show()
-        await life.confirm_stop(reason, grace=0.0)
+        await life.confirm_stop(reason, grace=0.0, crashed=True)
         if life.state.crashes_too_often:
-            life.state = life.state.parked(life.now())
-            life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
+            self._park()
             return
         backoff = life.state.crash_backoff()
         if backoff:
@@ -225,79 +289,52 @@ class UserWorkerWorkflow:
         if not life.shutdown:
             await self._begin()
 
-    async def _check(self) -> None:
-        """Somebody saw no mark. A worker that runs keeps its user: only its end lets another one in."""
-        health = await self._health()
-        self._suspect = False
-        if health is not None and health.running is False:
-            await self._replace("the worker was gone")
-        elif self._life.state.serving:
-            self._life.start_succeeded()
-
-    async def _look(self) -> None:
-        """The deadline of a serving worker: idle long enough to end, or used since?"""
+    def _park(self) -> None:
         life = self._life
-        health = await self._health()
-        state, now = life.state, life.now()
-        last = max(state.last_activity, health.last_activity if health else 0.0)
-        if health is None or (not health.marked and health.running is not False):
-            life.state = state.postponed(now + LOOK_AGAIN)
-        elif last + state.settings.idle_timeout <= now:
-            life.state = state.idle(now)
-            await self._drain("idle", reopen=True)
-        elif health.running is False:
-            await self._replace("the worker was gone")
-        elif state.state == S.RECONNECTING:
-            life.state = state.postponed(now + LOOK_AGAIN)
-        else:
-            life.state = state.used(last)
+        life.state = life.state.parked(life.now())
+        life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
 
-    async def _health(self) -> m.WorkerHealth | None:
-        """None when nobody could say: then nothing is done (no-healthy-kill)."""
-        state = self._life.state
-        if state.worker is None:
-            return None
-        try:
-            return await calls.check_worker(m.CheckWorker(user_id=state.user_id, worker=state.worker))
-        except FailureError:
-            return None
-
-    async def _reload_now(self, ticket: Ticket[m.ReloadResult]) -> None:
-        state = self._life.state
-        self._reload = None
-        if not state.serving or state.worker is None:
-            ticket.succeed(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
-            return
-        request = m.ReloadRequest(user_id=state.user_id, worker=state.worker, reload_id=str(workflow.uuid4()))
-        try:
-            result = await self._life.unless_interrupted(calls.reload_credentials(request))
-        except (FailureError, Gone, StartFailed) as error:
-            why = cause(error) if isinstance(error, FailureError) else str(error)
-            code = errors.WorkerUnavailable.code
-            result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
-        ticket.succeed(result)
+    async def _give_up(self, reason: str) -> None:
+        """Ends the worker and the run: the broker cannot be had. The next order starts anew."""
+        life = self._life
+        code, _, detail = reason.partition(": ")
+        error = errors.from_code(code, detail)
+        life.start_failed(Failure(code=code, detail=detail or reason, retryable=error.retryable))
+        life.state = life.state.gave_up(reason, life.now())
+        await self._end(reason, crashed=True)
 
     async def _drain(self, reason: str, *, reopen: bool) -> None:
-        """Ends the worker, then the run; with `reopen`, orders still queued get another worker."""
+        """Ends the worker, then the run; with `reopen`, orders and jobs still queued get another worker."""
         life = self._life
         life.shutdown = ""
         life.state = life.state.drains(reason, life.now())
         life.start_failed(Failure.of(errors.Draining()))
+        await self._end(reason, reopen=reopen)
+
+    async def _end(self, reason: str, *, reopen: bool = False, crashed: bool = False) -> None:
+        life = self._life
         life.show()
-        waiting = await life.confirm_stop(reason, grace=life.state.settings.drain_timeout)
+        waiting = await life.confirm_stop(reason, grace=life.state.settings.drain_timeout, crashed=crashed)
         life.shutdown = ""
-        if reopen and waiting:
-            life.state = life.state.reopened(life.now())
+        if reopen and (waiting or reason == MOVES):
+            life.state = life.state.reopened(life.now(), reason if not waiting else "work is waiting")
             life.start = life.start or Ticket()
             return
         life.state = life.state.terminated(life.now())
-        if self._reload:
-            await self._reload_now(self._reload)
+        if life.reload:
+            await reload(life, life.reload)
 
     def _continue_as_new(self) -> NoReturn:
         state = self._life.state
+        carried = {**state.carried(), "timeline": self._life.timeline.carried()}
         workflow.continue_as_new(
             m.UserWorkerInput(
-                user_id=state.user_id, pool=state.pool, settings=state.settings, carried=state.carried()
-            )
+                user_id=state.user_id,
+                pool=state.pool,
+                settings=state.settings,
+                timeline=True,
+                carried=carried,
+            ),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
         )

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
 from workflows import names
-from workflows.user_worker_state import NEXT_STEP, UserWorkerState
+from workflows.user_worker_state import CRASH_LIMIT, UserWorkerState
 
 USER = SearchAttributeKey.for_keyword(names.SA_USER)
 STATE = SearchAttributeKey.for_keyword(names.SA_STATE)
@@ -39,10 +39,10 @@ def _clock(at: float | None) -> str:
 
 
 def details(state: UserWorkerState) -> str:
-    """Markdown for the workflow's page."""
+    """Markdown for the workflow's page: what an operator wants to know, in plain words."""
     lines = [
         f"### {state.state} since {_clock(state.since)}",
-        f"**Next:** {NEXT_STEP[state.state]}, by {_clock(state.deadline)}",
+        f"**Next:** {state.next_step}{_when(state)}",
     ]
     if state.reason:
         lines.append(f"**Reason:** {state.reason}")
@@ -52,9 +52,22 @@ def details(state: UserWorkerState) -> str:
         lines.append(
             f"**Worker:** `{worker.worker_id}`, task `{worker.task_id}`, epoch {worker.epoch}, {origin}"
         )
+    if state.attempts and not state.serving:
+        most = state.settings.connect_attempts
+        lines.append(f"**Broker login:** attempt {state.attempts} of {most}")
     if state.serving:
         lines.append(f"**Connected:** {_clock(state.connected_at)}, attempt {state.attempts}")
+        lines.append(f"**Health:** {state.health}, known since {_clock(state.health_at)}")
         lines.append(f"**Last known use:** {_clock(state.last_activity)}")
+    if state.note:
+        lines.append(f"**Note:** {state.note}")
     if state.crashes:
-        lines.append(f"**Recent crashes:** {len(state.crashes)}")
+        times = ", ".join(_clock(at) for at in state.crashes)
+        lines.append(f"**Recent crashes:** {len(state.crashes)} ({times}); at {CRASH_LIMIT} it is parked")
     return "\n\n".join(lines)
+
+
+def _when(state: UserWorkerState) -> str:
+    if state.retry_at:
+        return f", at {_clock(state.retry_at)}, and is stuck after {_clock(state.deadline)}"
+    return "" if state.deadline is None else f", by {_clock(state.deadline)}"

@@ -1,38 +1,46 @@
 """What the steps of a user's workflow share: the present state, what cuts a step short, and the stop.
 
-`Gone` and `StartFailed` end a step; neither ever leaves the workflow.
+`Gone`, `Outdated` and `StartFailed` end a step; none ever leaves the workflow.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError, FailureError
+from temporalio.exceptions import ApplicationError, FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
+    from worker_runtime.protocol.exit_codes import ExitCode
     from worker_runtime.protocol.messages import Failure
     from workflows import messages as m
     from workflows import names
+    from workflows import pool_messages as pm
     from workflows.user_worker_display import attribute_changes, details
+    from workflows.user_worker_events import told
     from workflows.user_worker_state import UserWorkerState
 
 from workflows import calls
 from workflows.calls import cause
+from workflows.user_worker_timeline import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
 STOP_PAUSE_MAX = 60.0
-#: Ended workers remembered, so that a report which comes before the claim's answer is not lost.
-ENDED_KEPT = 16
+#: Ended workers and early events remembered, so that what comes before the claim's answer is not lost.
+KEPT = 16
 
 T = TypeVar("T")
 
 
 class Gone(Exception):
     """This claim's worker is dead, lost or unusable: confirm its end, then take a new claim id."""
+
+
+class Outdated(Exception):
+    """What the step waits for will not come any more: begin it anew."""
 
 
 class StartFailed(Exception):
@@ -70,25 +78,73 @@ class Ticket(Generic[T]):
 
 
 class Life:
-    """One user's worker as the workflow sees it now."""
+    """One user's worker as the workflow sees it now, and what others want of it."""
 
-    def __init__(self, state: UserWorkerState) -> None:
-        self.state = state
+    def __init__(self, state: UserWorkerState, timeline: Timeline) -> None:
+        self._state = state
+        self.timeline = timeline
         #: Reason of a shutdown that was asked for and has not begun; empty: none.
         self.shutdown = ""
         #: The start that callers of `ensure_active` share.
         self.start: Ticket[m.ActiveWorker] | None = None
-        self._ended: list[str] = []
+        #: The reload of credentials that was asked for and has not begun, and who asked first.
+        self.reload: Ticket[m.ReloadResult] | None = None
+        self.reload_cause = ""
+        #: Somebody saw something that only a look at the worker can settle.
+        self.suspect = False
+        #: The watcher saw the mark expire, under this generation of Valkey; empty: it did not.
+        self.unmarked = ""
+        #: Why the worker cannot get its broker back, as it said itself; empty: it did not.
+        self.given_up = ""
+        #: Times in a row that nobody could give a fresh session its credentials.
+        self.restore_failures = 0
+        #: The end that is to be confirmed is one to count, whoever asks for it in the end.
+        self._crashed = False
+        self._ended: dict[str, int | None] = {}
+        self._early: list[m.WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
         self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> UserWorkerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: UserWorkerState) -> None:
+        """The only place where the state changes: so the timeline misses no transition."""
+        self.timeline.note(self._state, state)
+        self._state = state
 
     def now(self) -> float:
         return workflow.time()
 
-    # --- what cuts a step short -----------------------------------------------------------------------
+    # --- what others tell -----------------------------------------------------------------------------
 
-    def worker_ended(self, worker_id: str) -> None:
-        self._ended = [*self._ended[-ENDED_KEPT + 1 :], worker_id]
+    def hear(self, event: m.WorkerEventSignal) -> None:
+        """Takes an event of a worker in, or keeps it until the claim has told which worker it got."""
+        if self.state.worker is None and self.state.state == m.WorkerState.CLAIMED:
+            self._early = [*self._early[-KEPT + 1 :], event]
+            return
+        result = told(self.state, event, self.now())
+        self.state = result.state
+        self.suspect = self.suspect or result.check
+        self.given_up = self.given_up or result.given_up
+        if result.lost:
+            self.worker_ended(event.worker_id, None)
+
+    def assigned(self, worker: m.WorkerRef) -> None:
+        """The claim found its worker, who may have told something already."""
+        self.state = self.state.assigned(worker)
+        early, self._early = self._early, []
+        for event in early:
+            self.hear(event)
+
+    def worker_ended(self, worker_id: str, exit_code: int | None) -> None:
+        self._ended[worker_id] = exit_code
+        while len(self._ended) > KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    # --- what cuts a step short -----------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
@@ -96,32 +152,57 @@ class Life:
         return self.state.worker is not None and self.state.worker.worker_id in self._ended
 
     @property
-    def _interrupted(self) -> bool:
-        return bool(self.shutdown) or self.lost
+    def doomed(self) -> bool:
+        """The present worker has ended, or is about to: no caller may count on it."""
+        return self.lost or bool(self.given_up)
+
+    @property
+    def broker_failed(self) -> str:
+        """Why the present worker ends or ended without its broker; empty: it does not."""
+        worker = self.state.worker
+        if not self.given_up and worker and self._ended.get(worker.worker_id) == ExitCode.BROKER_FAILED:
+            return f"{errors.BrokerError.code}: the worker could not get its broker back"
+        return self.given_up
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.shutdown) or self.doomed
 
     def _raise_interruption(self) -> None:
         if self.shutdown:
             raise StartFailed(errors.Draining.code, errors.Draining.title(), retryable=True)
         if self.lost:
             raise Gone("the worker ended")
+        if self.given_up:
+            raise Gone(self.given_up)
 
-    async def unless_interrupted(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises `StartFailed` on a shutdown, `Gone` when the worker ends."""
+    async def unless_interrupted(self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False) -> T:
+        """The result of `work`; raises `StartFailed` on a shutdown, `Gone` when the worker ends.
+
+        And `Outdated` when the work has become useless.
+        """
         task = asyncio.ensure_future(work)
-        await workflow.wait_condition(lambda: task.done() or self._interrupted)
+        await workflow.wait_condition(lambda: task.done() or self.interrupted or outdated())
         if not task.done():
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             task.cancel()
             self._raise_interruption()
+            raise Outdated
         return await task
 
     async def pause(self, seconds: float, summary: str) -> None:
         """Waits; raises as `unless_interrupted` does."""
+        workflow.set_current_details(details(self.state))
         try:
-            await workflow.wait_condition(lambda: self._interrupted, timeout=seconds, timeout_summary=summary)
+            await workflow.wait_condition(lambda: self.interrupted, timeout=seconds, timeout_summary=summary)
         except TimeoutError:
             return
         self._raise_interruption()
+
+    def heed_cancel(self, error: FailureError) -> None:
+        """A workflow cancelled while it awaits an activity hears of it by that one's failure alone."""
+        if is_cancelled_exception(error):
+            self.shutdown = self.shutdown or "cancelled"
 
     # --- callers who wait -------------------------------------------------------------------------------
 
@@ -147,36 +228,45 @@ class Life:
 
     # --- the end of a worker ----------------------------------------------------------------------------
 
-    async def confirm_stop(self, reason: str, *, grace: float) -> int:
-        """Returns the number of orders still queued, when the launcher has confirmed the end.
+    async def confirm_stop(self, reason: str, *, grace: float, crashed: bool = False) -> int:
+        """Returns more than 0 if orders or jobs are still queued, when the launcher has confirmed the end.
 
-        It asks until it knows: without that, no other worker may connect (one-owner).
+        It asks until it knows: without that, no other worker may connect (one-owner). `crashed` has the
+        end counted for the backoff of later starts.
         """
         state, pause = self.state, 1.0
+        self._crashed = crashed = crashed or self._crashed
         if state.worker is None and not state.claim_id:
             return 0
         unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
         request = m.StopWorker(
-            user_id=state.user_id, worker=state.worker or unknown, reason=reason, grace=grace
+            user_id=state.user_id,
+            worker=state.worker or unknown,
+            reason=reason,
+            grace=grace,
+            crashed=crashed,
         )
         while True:
             try:
                 stopped = await calls.stop_worker(request)
                 break
             except FailureError as error:
+                self.heed_cancel(error)
                 why = f"the end of the worker is not confirmed: {cause(error)}"
                 self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
-                self.state = self.state.postponed(self.now() + pause)
+                self.state = self.state.noted(why).postponed(self.now() + pause)
                 self.show()
                 await workflow.sleep(pause, summary="until the launcher is asked again")
                 pause = min(pause * 2, STOP_PAUSE_MAX)
-        self.state = self.state.stopped()
+        self.state = self.state.stopped().noted("")
+        self.suspect, self.unmarked, self.given_up, self._crashed = False, "", "", False
         return stopped.waiting
 
     # --- telling ----------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Current details and search attributes, as far as they changed."""
+        """Current details, search attributes and timeline, as far as they changed."""
+        self.timeline.flush()
         if self.state == self._shown:
             return
         changes = attribute_changes(self.state, self._shown)
@@ -194,7 +284,7 @@ class Life:
     async def _tell_pool(self, worker: m.WorkerRef) -> None:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
         try:
-            await pool.signal("claimed", m.Claimed(worker_id=worker.worker_id))
+            await pool.signal("claimed", pm.Claimed(worker_id=worker.worker_id))
         except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
             workflow.logger.warning("pool_not_told", extra={"reason": str(error)})
 

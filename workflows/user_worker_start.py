@@ -11,27 +11,52 @@ with workflow.unsafe.imports_passed_through():
     from workflows.user_worker_state import LAUNCH_TIMEOUT
 
 from workflows import calls
-from workflows.calls import cause
+from workflows.calls import cause, failure_type
 from workflows.user_worker_life import Gone, Life, StartFailed
 
 #: Claim ids tried for one start, each after its worker turned out dead or unusable.
 CLAIM_TRIES = 3
 
+S = m.WorkerState
+
+
+class CrashedTooOften(Exception):
+    """The user's workers crashed so often that a person has to look."""
+
+
+class _BackOff(Exception):
+    """Workers of the user's earlier runs crashed of late: nothing was claimed yet."""
+
 
 async def start_worker(life: Life) -> None:
-    """Ends with the user Active; raises `StartFailed`, then a worker may be left to be stopped."""
-    why = ""
-    for _ in range(CLAIM_TRIES):
+    """Ends with the user Active; raises `StartFailed`, then a worker may be left to be stopped.
+
+    And `CrashedTooOften`, when no worker is left.
+    """
+    why, tries = "", 0
+    failed: tuple[str, ...] = ()
+    while tries < CLAIM_TRIES:
         life.state = life.state.claimed(str(workflow.uuid4()), life.now())
         try:
-            result = await _connect(life, await _claim(life))
+            result = await _connect(life, await _claim(life, failed))
+        except _BackOff:
+            await _sit_out(life)
+            continue
         except Gone as gone:
-            why = str(gone)
-            life.state = life.state.failed(why, life.now())
+            why, now = str(gone), life.now()
+            if life.state.worker is not None and life.state.worker.version:
+                failed = (*failed, life.state.worker.version)
+            # It died over its login, and the next one may as well: counted like a death in service, or a
+            # library that crashes there would cost three logins an order, for ever.
+            crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED)
+            life.state = life.state.crashed(why, now) if crashed else life.state.failed(why, now)
             life.show()
-            await life.confirm_stop(why, grace=0.0)
+            await life.confirm_stop(why, grace=0.0, crashed=crashed)
             if life.shutdown:
                 break
+            if crashed:
+                await _sit_out(life)
+            tries += 1
             continue
         now = life.now()
         life.state = life.state.active(result.claimed_at or now, result.connected_at or now, now)
@@ -39,22 +64,39 @@ async def start_worker(life: Life) -> None:
     raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True)
 
 
-async def _claim(life: Life) -> m.ClaimResult:
+async def _sit_out(life: Life) -> None:
+    """Waits as long after the last crash as the run in which it happened would have."""
+    if life.state.crashes_too_often:
+        raise CrashedTooOften
+    left = life.state.retry_at - life.now()
+    if left > 0:
+        life.show()
+        await life.pause(left, "until a user whose workers crashed starts again")
+
+
+async def _claim(life: Life, failed: tuple[str, ...]) -> m.ClaimResult:
     """A worker for the present claim id: from the pool, or launched."""
     state = life.state
-    result = await _try_claim(life)
+    result = await _try_claim(life, failed)
     if result.status == m.ClaimStatus.EMPTY:
         life.show()
         launch = m.LaunchForClaim(
-            user_id=state.user_id, pool=state.pool, claim_id=state.claim_id, timeout=LAUNCH_TIMEOUT
+            user_id=state.user_id,
+            pool=state.pool,
+            claim_id=state.claim_id,
+            timeout=LAUNCH_TIMEOUT,
+            failed=failed,
         )
         try:
             await life.unless_interrupted(calls.launch_for_claim(launch))
         except FailureError as error:
+            if failure_type(error) == errors.PoolExhausted.code:
+                why = cause(error).partition(": ")[2]
+                raise StartFailed(errors.PoolExhausted.code, why, retryable=True) from error
             raise Gone(f"launch: {cause(error)}") from error
-        result = await _try_claim(life)
+        result = await _try_claim(life, failed)
     if result.worker is not None:
-        life.state = life.state.assigned(result.worker)
+        life.assigned(result.worker)
         if result.worker.warm:
             life.tell_pool(result.worker)
     if result.status in (m.ClaimStatus.EMPTY, m.ClaimStatus.GONE):
@@ -62,19 +104,27 @@ async def _claim(life: Life) -> m.ClaimResult:
     return result
 
 
-async def _try_claim(life: Life) -> m.ClaimResult:
+async def _try_claim(life: Life, failed: tuple[str, ...]) -> m.ClaimResult:
     state = life.state
     request = m.ClaimRequest(
         user_id=state.user_id,
         pool=state.pool,
         claim_id=state.claim_id,
         connect_timeout=state.settings.connect_timeout,
+        heed_crashes=not state.heeded,
+        failed=failed,
     )
     try:
-        return await calls.claim_worker(request, state.settings.claim_timeout)
+        result = await calls.claim_worker(request, state.settings.claim_timeout)
     except FailureError as error:
+        life.heed_cancel(error)
         why = f"claim: {cause(error)}"
         raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
+    life.state = life.state.answered()
+    if result.status == m.ClaimStatus.BACK_OFF:
+        life.state = life.state.backs_off(result.crashes, life.now())
+        raise _BackOff
+    return result
 
 
 async def _connect(life: Life, result: m.ClaimResult) -> m.ClaimResult:

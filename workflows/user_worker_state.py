@@ -7,6 +7,7 @@ is `deadline_of`, which knows one for every state but the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,13 +25,23 @@ PARKED_TIMEOUT = 24 * 3600.0
 #: Crashes within CRASH_WINDOW seconds after which a user is parked (requirement of issue 2).
 CRASH_LIMIT = 5
 CRASH_WINDOW = 600.0
+#: Seconds until the next look at a serving worker of which nothing certain is known.
+LOOK_AGAIN = 1200.0
+#: Looks at most within any two idle timeouts. A look is a timer and an activity: with an idle timeout of
+#: 30 min that is 6 actions an hour at the most (cheap-at-rest), whenever the user's orders come. A worker
+#: used every 16 min would else be looked at every 16 min (7.5 actions an hour).
+LOOKS = 3
+#: Shortest pause in seconds between two looks at a worker that is to move.
+MOVE_PAUSE = 5.0
+#: Times that a fresh session process is given its credentials before it counts as dead.
+RELOAD_TRIES = 3
 
 S = WorkerState
 
 #: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
 ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
     S.POOL_IDLE: frozenset({S.CLAIMED, S.DRAINING}),
-    S.CLAIMED: frozenset({S.CLAIMED, S.CONNECTING, S.FAILED, S.DRAINING}),
+    S.CLAIMED: frozenset({S.CONNECTING, S.FAILED, S.DRAINING}),
     S.CONNECTING: frozenset({S.ACTIVE, S.FAILED, S.DRAINING}),
     S.FAILED: frozenset({S.FAILED, S.CLAIMED, S.CONNECTING, S.PARKED, S.DRAINING}),
     S.ACTIVE: frozenset({S.RECONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
@@ -82,6 +93,28 @@ class UserWorkerState:
     sequence: int = 0
     #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
     crashes: tuple[float, ...] = ()
+    #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
+    heeded: bool = False
+    #: Times of the last looks at the serving worker.
+    looks: tuple[float, ...] = ()
+    #: Until when nothing is tried, after a failure; 0: no such pause.
+    retry_at: float = 0.0
+    #: What is last known of the broker connections: "well", or "degraded: …".
+    health: str = ""
+    health_at: float = 0.0
+    #: Session processes that replaced a dead one in the present worker.
+    replacements: int = 0
+    #: The last of them waits for its credentials.
+    needs_credentials: bool = False
+    #: Times that it was given them and did not answer.
+    unanswered: int = 0
+    #: When the next look decides whether the worker is quiet enough to be replaced by one of another version;
+    #: 0: nobody wants that. Then by when, and after how many seconds without use.
+    move_at: float = 0.0
+    move_by: float = 0.0
+    move_quiet: float = 0.0
+    #: What an operator should know of the last reload of credentials; empty: it went well.
+    note: str = ""
     reason: str = ""
 
     # --- questions ---------------------------------------------------------------------------------
@@ -98,6 +131,19 @@ class UserWorkerState:
     @property
     def ended(self) -> bool:
         return self.state == S.TERMINATED
+
+    @property
+    def next_step(self) -> str:
+        """What happens next, in plain words."""
+        if self.needs_credentials:
+            return "gives the replaced session its credentials"
+        if self.state == S.FAILED and self.worker is not None and self.health:  # it was in service
+            return "waits until the launcher confirms the worker's end, then gets another"
+        if self.state == S.FAILED and self.retry_at:
+            return "tries again after a pause"
+        if self.state == S.RECONNECTING and self.health.startswith("degraded"):
+            return "waits for the worker, which tries the broker again by itself"
+        return NEXT_STEP[self.state]
 
     def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
         """When `state`, entered now, is over at the latest; `extra` seconds are a wait within it."""
@@ -131,7 +177,9 @@ class UserWorkerState:
     def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
         if state not in ALLOWED[self.state]:
             raise IllegalTransition(f"{self.state} → {state}")
-        return replace(self, state=state, since=now, deadline=self.deadline_of(state, now, extra), **changes)
+        deadline = self.deadline_of(state, now, extra)
+        retry_at = now + extra if extra else 0.0
+        return replace(self, state=state, since=now, deadline=deadline, retry_at=retry_at, **changes)
 
     def opened(self, now: float) -> UserWorkerState:
         """The first moment of a run."""
@@ -141,7 +189,26 @@ class UserWorkerState:
         """A claim begins. The user's last worker must have been confirmed to have stopped."""
         if self.worker is not None:
             raise IllegalTransition("a claim while another worker may still run (one-owner)")
-        return self._to(S.CLAIMED, now, claim_id=claim_id, attempts=0, claimed_at=0.0, sequence=0)
+        return self._to(
+            S.CLAIMED,
+            now,
+            claim_id=claim_id,
+            attempts=0,
+            claimed_at=0.0,
+            sequence=0,
+            looks=(),
+            health="",
+            health_at=0.0,
+            replacements=0,
+            needs_credentials=False,
+            unanswered=0,
+            move_at=0.0,
+            note="",
+        )
+
+    def answered(self) -> UserWorkerState:
+        """The first claim was answered: the crashes of earlier runs are known."""
+        return replace(self, heeded=True)
 
     def assigned(self, worker: WorkerRef) -> UserWorkerState:
         """The claim found its worker."""
@@ -151,6 +218,8 @@ class UserWorkerState:
 
     def stopped(self) -> UserWorkerState:
         """The worker is confirmed to have stopped."""
+        if self.serving:
+            raise IllegalTransition("a worker in service is not stopped: it fails or drains first")
         return replace(self, worker=None)
 
     def connecting(self, attempt: int, now: float) -> UserWorkerState:
@@ -166,29 +235,78 @@ class UserWorkerState:
             connected_at=connected_at,
             last_activity=now,
             reason="",
+            health="well",
+            health_at=now,
         )
+
+    def degraded(self, why: str, at: float) -> UserWorkerState:
+        """Known at `at`: not all broker connections are well."""
+        return replace(self, health=f"degraded: {why}", health_at=at)
 
     def reconnecting(self, reason: str, now: float) -> UserWorkerState:
         return self._to(S.RECONNECTING, now, reason=reason)
 
     def reconnected(self, now: float) -> UserWorkerState:
-        return self._to(S.ACTIVE, now, connected_at=now, last_activity=now, reason="")
+        """All connections are well again. That is no use of the worker: its idle time goes on."""
+        back = self._to(S.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
+        deadline = max(self.last_activity + self.settings.idle_timeout, now)
+        return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
+
+    def session_replaced(self, reason: str, now: float) -> UserWorkerState:
+        """A fresh session process stands in the serving worker, without credentials."""
+        waiting = self if self.state == S.RECONNECTING else self.reconnecting(reason, now)
+        return replace(
+            waiting.degraded(reason, now),
+            reason=reason,
+            replacements=self.replacements + 1,
+            needs_credentials=True,
+            unanswered=0,
+        )
+
+    def not_answered(self) -> UserWorkerState:
+        """The fresh session process did not take its credentials."""
+        return replace(self, unanswered=self.unanswered + 1)
+
+    def provided(self) -> UserWorkerState:
+        """The fresh session process has its credentials, and goes on by itself."""
+        return replace(self, needs_credentials=False, unanswered=0)
+
+    def noted(self, note: str) -> UserWorkerState:
+        return replace(self, note=note)
 
     def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
         """A claim, a launch or a connect failed, or the worker died."""
         return self._to(S.FAILED, now, reason=reason, extra=backoff)
 
+    def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
+        """With these crashes beside the known ones, and without those that are too old."""
+        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
+        return replace(self, crashes=tuple(recent))
+
     def crashed(self, reason: str, now: float) -> UserWorkerState:
         """The worker died while it was in service."""
-        recent = tuple(at for at in self.crashes if now - at < CRASH_WINDOW)
-        counted = replace(self, crashes=(*recent, now))
+        counted = self._counting((now,), now)
         return counted.failed(reason, now, backoff=counted.crash_backoff())
+
+    def gave_up(self, reason: str, now: float) -> UserWorkerState:
+        """The worker cannot get its broker back: it ends, and counts like a crash."""
+        return self._counting((now,), now).drains(reason, now)
+
+    def backs_off(self, crashes: Sequence[float], now: float) -> UserWorkerState:
+        """Workers of earlier runs crashed, as PostgreSQL tells: this start waits as theirs would have."""
+        counted = self._counting(crashes, now)
+        last = max(counted.crashes, default=now)
+        left = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
+        return counted.failed(f"{len(counted.crashes)} recent crashes", now, backoff=left)
 
     def parked(self, now: float) -> UserWorkerState:
         return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min")
 
     def resumed(self, now: float) -> UserWorkerState:
-        return self._to(S.POOL_IDLE, now, crashes=(), reason="")
+        """An operator found the cause. The run stays until PostgreSQL has forgotten the crashes, too: a new
+        one would ask it, and be parked again."""
+        again = self._to(S.POOL_IDLE, now, crashes=(), heeded=True, reason="")
+        return replace(again, deadline=now + CRASH_WINDOW)
 
     def idle(self, now: float) -> UserWorkerState:
         return self._to(S.IDLE_TIMEOUT, now, reason="idle")
@@ -196,20 +314,36 @@ class UserWorkerState:
     def heard(self, sequence: int) -> UserWorkerState:
         return replace(self, sequence=sequence)
 
-    def used(self, at: float) -> UserWorkerState:
-        """The worker was last used at `at`: its idle time counts from there."""
-        return replace(self, last_activity=at, deadline=self.deadline_of(S.ACTIVE, at))
+    def used(self, at: float, now: float) -> UserWorkerState:
+        """A look found that the worker was last used at `at`: its idle time counts from there."""
+        return replace(self, last_activity=at).looked(at + self.settings.idle_timeout, now)
+
+    def looked(self, wanted: float, now: float) -> UserWorkerState:
+        """A look is over; the next is at `wanted`, or later when that would be one too many (`LOOKS`)."""
+        window = 2 * self.settings.idle_timeout
+        looks = (*(at for at in self.looks if now - at < window), now)[-LOOKS:]
+        earliest = looks[0] + window if len(looks) == LOOKS else now
+        return replace(self, looks=looks, deadline=max(wanted, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
-        """Nothing certain is known: look again at `until`."""
+        """What is under way takes until `until`."""
         return replace(self, deadline=until)
+
+    def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:
+        """The worker is to go when nobody has used it for `quiet` seconds, at the latest at `by`."""
+        at = min(max(self.last_activity + quiet, now), max(by, now))
+        return replace(self, move_at=at, move_by=by, move_quiet=quiet)
+
+    def move_later(self, at: float, now: float) -> UserWorkerState:
+        """It is not quiet yet: another look at `at`, but not at once, and not after the last moment."""
+        return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
 
     def drains(self, reason: str, now: float) -> UserWorkerState:
         return self._to(S.DRAINING, now, reason=reason)
 
-    def reopened(self, now: float) -> UserWorkerState:
-        """Orders were left in the queue while the worker ended: the user needs another one."""
-        return self._to(S.POOL_IDLE, now, reason="orders are waiting")
+    def reopened(self, now: float, reason: str = "work is waiting") -> UserWorkerState:
+        """Orders were left in the queue while the worker ended, or it only moves: another one is needed."""
+        return self._to(S.POOL_IDLE, now, reason=reason)
 
     def terminated(self, now: float) -> UserWorkerState:
         if self.worker is not None:
@@ -226,8 +360,13 @@ class UserWorkerState:
             worker=self.worker,
             attempts=self.attempts,
             reason=self.reason,
-            next_step=NEXT_STEP[self.state],
+            next_step=self.next_step,
             deadline=self.deadline,
+            health=self.health,
+            health_at=self.health_at,
+            crashes=len(self.crashes),
+            last_activity=self.last_activity,
+            note=self.note,
         )
 
     def carried(self) -> dict[str, Any]:
@@ -241,6 +380,7 @@ class UserWorkerState:
         worker = known.get("worker")
         known["worker"] = WorkerRef(**worker) if worker else None
         known["state"] = WorkerState(known["state"])
-        known["crashes"] = tuple(known.get("crashes", ()))
+        for name in ("crashes", "looks"):
+            known[name] = tuple(known.get(name, ()))
         known["settings"] = settings
         return cls(**known)

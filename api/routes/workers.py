@@ -9,9 +9,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response, status
 
 from api import problems
-from api.auth import Caller, Principal, require_user
+from api.auth import Caller, Principal, require_staff, require_user
 from api.errors import (
     BodyTooLarge,
+    Forbidden,
     NotFound,
     NoWorker,
     OrchestratorUnavailable,
@@ -20,9 +21,9 @@ from api.errors import (
 )
 from api.routes.services import InServices
 from api.schemas.fields import UserIdInPath
-from api.schemas.workers import Lifecycle, Mark, Signalled, StartedWorker, StopWorker, Worker
+from api.schemas.workers import Lifecycle, Mark, Reloaded, Signalled, StartedWorker, Why, Worker
 from api.services.container import Services
-from infra.database import users
+from infra.database import audit, users
 from worker_runtime.protocol import errors, keys
 from workflows.messages import ActiveWorker, UserWorkerView
 
@@ -33,7 +34,7 @@ START_WAIT = 30.0
 Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
 
 
-async def _known(services: Services, caller: Principal, user_id: str) -> None:
+async def known(services: Services, caller: Principal, user_id: str) -> None:
     """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
     require_user(caller, user_id)
     if caller.user_id != user_id:
@@ -41,8 +42,24 @@ async def _known(services: Services, caller: Principal, user_id: str) -> None:
             await users.get(session, user_id)
 
 
+async def _note(services: Services, caller: Principal, user_id: str, asked: str, why: Why | None) -> None:
+    """Who asked for what and why, in the audit trail: before it is done, so that nothing is done unseen."""
+    async with services.database.session() as session:
+        audit.append(
+            session,
+            actor=f"key:{caller.key_id}",
+            action=f"worker.{asked}_requested",
+            subject=f"user:{user_id}",
+            reason=(why or Why()).reason,
+        )
+
+
 def _time(seconds: float | None) -> datetime | None:
     return datetime.fromtimestamp(seconds, UTC) if seconds else None
+
+
+#: Metadata that the orchestrator and the worker need between themselves, and nobody else.
+_INTERNAL = frozenset({"public_key", "proof", "claim"})
 
 
 @router.get(
@@ -52,7 +69,7 @@ def _time(seconds: float | None) -> datetime | None:
 )
 async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> Worker:
     """The worker from both sides: its own mark and metadata, and what its workflow says."""
-    await _known(services, caller, user_id)
+    await known(services, caller, user_id)
     pipeline = services.valkey.pipeline(transaction=False)
     pipeline.get(keys.mark(user_id))
     pipeline.hgetall(keys.metadata(user_id))
@@ -63,6 +80,7 @@ async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices
         epoch, _, worker_id = marked.decode().partition(":")
         mark = Mark(worker_id=worker_id, epoch=int(epoch))
     told = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
+    told = {name: value for name, value in told.items() if name not in _INTERNAL}
     state = told.get("state") if mark else None
     return Worker(
         user_id=user_id,
@@ -86,6 +104,10 @@ def _lifecycle(view: UserWorkerView) -> Lifecycle:
         reason=view.reason,
         next_step=view.next_step,
         deadline=_time(view.deadline),
+        health=view.health,
+        health_at=_time(view.health_at),
+        crashes=view.crashes,
+        last_activity=_time(view.last_activity),
     )
 
 
@@ -97,6 +119,7 @@ def _lifecycle(view: UserWorkerView) -> Lifecycle:
         202: {"model": Signalled, "description": "It is starting, and takes longer than `wait` seconds."},
         **problems.responses(
             NotFound,
+            BodyTooLarge,
             errors.Parked,
             errors.UnknownAccount,
             errors.LoginRejected,
@@ -109,18 +132,27 @@ def _lifecycle(view: UserWorkerView) -> Lifecycle:
     },
 )
 async def start_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, wait: Wait = START_WAIT
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    body: Why | None = None,
+    wait: Wait = START_WAIT,
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await _known(services, caller, user_id)
+    await known(services, caller, user_id)
     marked = await services.valkey.exists(keys.mark(user_id))
     task = services.starter.ensure(user_id, mark_missing=not marked)
+    await _note(services, caller, user_id, "start", body)  # beside the start, which it would slow down
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
-        body = Signalled(user_id=user_id, signal="start").model_dump_json()
-        location = {"Location": f"/v1/users/{user_id}/worker"}
-        return Response(body, status.HTTP_202_ACCEPTED, location, "application/json")
+        return _under_way(user_id, "start")
     return Response(_started(user_id, task.result()).model_dump_json(), media_type="application/json")
+
+
+def _under_way(user_id: str, signal: str) -> Response:
+    body = Signalled(user_id=user_id, signal=signal).model_dump_json()
+    location = {"Location": f"/v1/users/{user_id}/worker"}
+    return Response(body, status.HTTP_202_ACCEPTED, location, "application/json")
 
 
 def _started(user_id: str, active: ActiveWorker) -> StartedWorker:
@@ -144,22 +176,74 @@ def _started(user_id: str, active: ActiveWorker) -> StartedWorker:
     responses=problems.responses(NotFound, NoWorker, BodyTooLarge, TemporalUnavailable),
 )
 async def stop_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, body: StopWorker | None = None
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: Why | None = None
 ) -> Signalled:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
-    await _known(services, caller, user_id)
-    await services.control.stop(user_id, (body or StopWorker()).reason)
+    await known(services, caller, user_id)
+    await _note(services, caller, user_id, "stop", body)
+    await services.control.stop(user_id, (body or Why()).reason)
     return Signalled(user_id=user_id, signal="shutdown")
 
 
 @router.post(
-    "/reload-credentials",
+    "/resume",
     status_code=status.HTTP_202_ACCEPTED,
-    summary="Reload the credentials",
-    responses=problems.responses(NotFound, NoWorker, TemporalUnavailable),
+    summary="Let a parked user start again",
+    responses=problems.responses(NotFound, NoWorker, Forbidden, BodyTooLarge, TemporalUnavailable),
 )
-async def reload_credentials(user_id: UserIdInPath, caller: Caller, services: InServices) -> Signalled:
-    """Has the running worker load what is stored now; only accounts that changed are reconnected."""
-    await _known(services, caller, user_id)
-    await services.control.reload_credentials(user_id)
-    return Signalled(user_id=user_id, signal="reload_credentials")
+async def resume_worker(
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: Why | None = None
+) -> Signalled:
+    """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
+
+    For operators and administrators. A user that is not parked stays as it is.
+    """
+    require_staff(caller)
+    await known(services, caller, user_id)
+    await _note(services, caller, user_id, "resume", body)
+    await services.control.resume(user_id)
+    return Signalled(user_id=user_id, signal="resume")
+
+
+@router.post(
+    "/reload-credentials",
+    response_model=Reloaded,
+    summary="Reload the credentials",
+    responses={
+        202: {"model": Signalled, "description": "The worker is told; it takes longer than `wait` seconds."},
+        **problems.responses(
+            NotFound,
+            NoWorker,
+            BodyTooLarge,
+            errors.LoginRejected,
+            errors.LoginLimited,
+            errors.BrokerUnreachable,
+            errors.WorkerUnavailable,
+            TemporalUnavailable,
+            OrchestratorUnavailable,
+        ),
+    },
+)
+async def reload_credentials(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    body: Why | None = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """Has the running worker load what is stored now; only accounts that changed are reconnected.
+
+    Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
+    as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
+    """
+    await known(services, caller, user_id)
+    await _note(services, caller, user_id, "reload", body)
+    if wait > 0:
+        detail = await services.control.reload_credentials_now(user_id, wait)
+        if detail is not None:
+            return Response(
+                Reloaded(user_id=user_id, detail=detail).model_dump_json(), media_type="application/json"
+            )
+    else:
+        await services.control.reload_credentials(user_id)
+    return _under_way(user_id, "reload_credentials")

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
 #: a letter or digit, so that it is never the pool's `-1`.
-_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-UserId = Annotated[str, Field(pattern=_ID, max_length=64, examples=["alice"])]
-AccountId = Annotated[str, Field(pattern=_ID, max_length=64, examples=["9A95-0123456"])]
-UserIdInPath = Annotated[str, Path(pattern=_ID, max_length=64, examples=["alice"])]
-AccountIdInPath = Annotated[str, Path(pattern=_ID, max_length=64, examples=["9A95-0123456"])]
+UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
+AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
+UserIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
+AccountIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 
 
 def _plain(price: Decimal) -> str:

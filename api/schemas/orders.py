@@ -26,7 +26,7 @@ ORDER_EXAMPLE: dict[str, Any] = {
     "time_in_force": "ROD",
 }
 
-_VIEW_EXAMPLE: dict[str, Any] = {
+ORDER_VIEW_EXAMPLE: dict[str, Any] = {
     **ORDER_EXAMPLE,
     "id": "0199f1c2a5b87c3e9d4f6a1b2c3d4e5f",
     "user_id": "alice",
@@ -37,8 +37,22 @@ _VIEW_EXAMPLE: dict[str, Any] = {
     "average_price": "1005",
     "code": None,
     "reason": None,
+    "reduce_only": False,
+    "origin": None,
+    "attention": None,
     "accepted_at": "2026-11-21T01:00:00.000000Z",
 }
+
+
+ClientOrderId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9._:-]+$",
+        max_length=64,
+        description="Your own id of this order, unique for the user. A repeat returns the first outcome.",
+    ),
+]
+Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
 
 
 class PlaceOrder(Body):
@@ -55,16 +69,9 @@ class PlaceOrder(Body):
         },
     )
 
-    client_order_id: Annotated[
-        str,
-        Field(
-            pattern=r"^[A-Za-z0-9._:-]+$",
-            max_length=64,
-            description="Your own id of this order, unique for the user. A repeat returns the first outcome.",
-        ),
-    ]
+    client_order_id: ClientOrderId
     account_id: AccountId
-    symbol: Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
+    symbol: Symbol
     side: Side
     quantity: Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots.")]
     price_type: PriceType = PriceType.LIMIT
@@ -101,7 +108,7 @@ class Step(View):
 class Order(View):
     """An order as it stands."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_VIEW_EXAMPLE]})
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [ORDER_VIEW_EXAMPLE]})
 
     id: str
     client_order_id: str
@@ -120,6 +127,11 @@ class Order(View):
     average_price: Price | None
     code: Annotated[str | None, Field(description="Why it was not executed: a stable code.")]
     reason: str | None
+    reduce_only: Annotated[bool, Field(description="It can only make a position smaller.")] = False
+    origin: Annotated[
+        str | None, Field(description="What was asked for, when that was more than this order.")
+    ] = None
+    attention: Annotated[str | None, Field(description="Why a person has to look at it.")] = None
     accepted_at: datetime
 
 
@@ -131,7 +143,7 @@ class OrderWithTimeline(Order):
         json_schema_extra={
             "examples": [
                 {
-                    **_VIEW_EXAMPLE,
+                    **ORDER_VIEW_EXAMPLE,
                     "timeline": [
                         {"step": "accepted", "at": "2026-11-21T01:00:00.000000Z", "elapsed_ms": 0},
                         {"step": "claimed", "at": "2026-11-21T01:00:00.021000Z", "elapsed_ms": 21},

@@ -10,8 +10,12 @@ from pydantic import ConfigDict, Field
 from api.schemas.fields import Body, View
 
 
-class StopWorker(Body):
-    """Why the worker is stopped; for the workflow's history."""
+class Why(Body):
+    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{"reason": "broker maintenance"}]}
+    )
 
     reason: Annotated[str, Field(max_length=200, pattern=r"^[\x20-\x7e]*$")] = "requested"
 
@@ -21,6 +25,17 @@ class Signalled(View):
 
     user_id: str
     signal: Annotated[str, Field(examples=["shutdown"])]
+
+
+class Reloaded(View):
+    """The worker has the credentials that are stored now, or there is none that would need them."""
+
+    model_config = ConfigDict(
+        frozen=True, json_schema_extra={"examples": [{"user_id": "alice", "detail": "reloaded"}]}
+    )
+
+    user_id: str
+    detail: str
 
 
 class StartedWorker(View):
@@ -75,6 +90,12 @@ class Lifecycle(View):
     reason: str
     next_step: str
     deadline: datetime | None
+    health: Annotated[
+        str, Field(description="What is last known of the broker connections: `well`, or `degraded: …`.")
+    ]
+    health_at: datetime | None
+    crashes: Annotated[int, Field(description="Within the window that backoff and parking count.")]
+    last_activity: Annotated[datetime | None, Field(description="Last known order or control message.")]
 
 
 class Worker(View):
@@ -100,6 +121,10 @@ class Worker(View):
                         "reason": "",
                         "next_step": "idle check",
                         "deadline": "2026-11-21T01:30:00Z",
+                        "health": "well",
+                        "health_at": "2026-11-21T01:00:00Z",
+                        "crashes": 0,
+                        "last_activity": "2026-11-21T01:00:00Z",
                     },
                 }
             ]

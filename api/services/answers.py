@@ -30,6 +30,9 @@ from worker_runtime.protocol.messages import Answer, decode
 CHECK_PERIOD = 2.0
 #: Seconds between two attempts to reconnect.
 RECONNECT_PERIOD = 0.1
+#: Seconds for a subscription to be confirmed, and for the first attempt: a Valkey that is gone fails it at
+#: once, one that stands still, as a busy host does for 2 to 3 s, is waited for.
+PATIENCE = 5.0
 
 
 @dataclass(eq=False)
@@ -49,7 +52,8 @@ class AnswerListener:
     def __post_init__(self) -> None:
         self._pending: dict[str, _Pending] = {}
         self._generation: str | None = None
-        self._connected = asyncio.Event()
+        #: Set after the first attempt to connect, whatever came of it.
+        self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._log = log.logger()
 
@@ -68,12 +72,12 @@ class AnswerListener:
     def pending(self) -> int:
         return len(self._pending)
 
-    async def start(self, patience: float = 1.0) -> None:
-        """Starts the reader and gives it `patience` seconds to connect; it goes on trying after that."""
+    async def start(self, patience: float = PATIENCE) -> None:
+        """Starts the reader and gives its first attempt `patience` seconds; it goes on trying after that."""
         self._task = asyncio.create_task(self._run(), name="answers")
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                await self._connected.wait()
+                await self._tried.wait()
 
     async def close(self) -> None:
         await tasks.end(self._task)
@@ -124,7 +128,7 @@ class AnswerListener:
                     self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
             finally:
                 self._generation = None
-                self._connected.clear()
+                self._tried.set()
                 with suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
             await asyncio.sleep(RECONNECT_PERIOD)
@@ -132,10 +136,10 @@ class AnswerListener:
     async def _connect(self, pubsub: PubSub) -> None:
         await pubsub.subscribe(self.channel)
         # The confirmation first: whatever is published from here on arrives.
-        if await pubsub.get_message(timeout=2.0) is None:
+        if await pubsub.get_message(timeout=PATIENCE) is None:
             raise OSError("the subscription was not confirmed")
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
-        self._connected.set()
+        self._tried.set()
         self._log.info("answers_connected", generation=self._generation, pending=self.pending)
         for request_id, pending in list(self._pending.items()):
             await self.read(pending.user_id, request_id)

@@ -12,23 +12,44 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api import log
 from api.auth import Authenticator, Principal, Role
+from api.services import checks
+from api.services.alert_keeper import AlertKeeper
 from api.services.answers import AnswerListener
+from api.services.asking import Asking
+from api.services.changing import OrderChanging
+from api.services.closing import PositionClosing
+from api.services.control import WorkerControl
+from api.services.fleet import FleetList
 from api.services.flights import Flights
+from api.services.intents import Intents
+from api.services.jobs import Jobs
+from api.services.notices import Notices
 from api.services.orders import OrderBook
 from api.services.placing import OrderPlacing
-from api.services.queue import RequestQueue
+from api.services.pools import PoolControl
+from api.services.portfolio import Portfolio
 from api.services.readiness import Readiness
+from api.services.rollouts import RolloutControl
 from api.services.settling import Settler
-from api.services.workers import WorkerControl, WorkerStarter, connect
+from api.services.streams import Streams
+from api.services.switchboard import Switchboard
+from api.services.upkeep import Upkeep
+from api.services.waiting import Waiting
+from api.services.webhooks import WebhookDesk
+from api.services.workers import connect
 from infra import tasks, valkey
-from infra.database import api_keys
+from infra.database import api_keys, order_changes, timeline
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.migrate import migrate
+from infra.job_desk import JobDesk
+from infra.request_queue import RequestQueue
 from infra.settings import Settings
 from infra.vault.master_key import KeyWrapper, load_public
+from workflows.starting import WorkerStarter
 
-#: Seconds a command may take before Valkey counts as down.
-VALKEY_TIMEOUT = 2.0
+#: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is gone is
+#: found out at once; only one that stands still is waited for, and a busy host does so for 2 to 3 s.
+VALKEY_TIMEOUT = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
 VALKEY_CONNECTIONS = 256
 #: Seconds between two attempts to migrate while PostgreSQL is away.
@@ -47,11 +68,25 @@ class Services:
     authenticator: Authenticator
     answers: AnswerListener
     placing: OrderPlacing
+    asking: Asking
+    changing: OrderChanging
+    portfolio: Portfolio
+    closing: PositionClosing
+    intents: Intents
     book: OrderBook
     starter: WorkerStarter
     control: WorkerControl
+    fleet: FleetList
+    pools: PoolControl
+    jobs: Jobs
+    rollouts: RolloutControl
+    upkeep: Upkeep
+    notices: Notices
+    streams: Streams
     readiness: Readiness
     wrapper: KeyWrapper
+    switchboard: Switchboard
+    webhooks: WebhookDesk
 
 
 class Schema:
@@ -112,10 +147,18 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
         stack.push_async_callback(settler.close)
         answers = AnswerListener(client)
         stack.push_async_callback(answers.close)
-        starter = WorkerStarter(temporal, settings)
+        starter = WorkerStarter(temporal, settings, log.logger())
         stack.push_async_callback(starter.close)
-        flights = Flights(RequestQueue(client), answers, starter, settler)
+        queue = RequestQueue(client)
+        waiting = Waiting(queue, answers, starter)
+        flights = Flights(queue, answers, waiting, settler)
         stack.push_async_callback(flights.close)
+        asking = Asking(queue, answers, waiting)
+        stack.push_async_callback(asking.close)
+
+        notices = Notices(settings.database_url, (timeline.CHANNEL, order_changes.CHANNEL))
+        notices.start()
+        stack.push_async_callback(notices.close)
 
         await answers.start()
         with suppress(TimeoutError):
@@ -123,16 +166,51 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
                 await schema.tried.wait()
         control = WorkerControl(temporal)
         book = OrderBook(database, answers, settings.order_deadline)
+        placing = OrderPlacing(
+            database,
+            answers,
+            flights,
+            book,
+            checks.create(settings),
+            deadline=settings.order_deadline,
+            unknown_blocks=settings.unknown_blocks,
+        )
+        portfolio = Portfolio(database, answers, asking)
+        closing = PositionClosing(database, placing, portfolio, connections=settings.database_pool)
+        intents = Intents(database, closing, book, notices, deadline=settings.order_deadline)
+        webhooks = WebhookDesk(
+            database, client, placing, closing, intents, book, settings, ready=lambda: schema.ready
+        )
+        stack.push_async_callback(webhooks.close)
+        keeper = AlertKeeper(database, webhooks)
+        keeper.start()
+        stack.push_async_callback(keeper.close)
         yield Services(
             settings=settings,
             database=database,
             valkey=client,
             authenticator=authenticator(database, schema, settings.api_key_cache),
             answers=answers,
-            placing=OrderPlacing(database, answers, flights, book, deadline=settings.order_deadline),
+            placing=placing,
+            asking=asking,
+            portfolio=portfolio,
+            closing=closing,
+            intents=intents,
+            changing=OrderChanging(
+                database, answers, queue, asking, book, settler, deadline=settings.order_deadline
+            ),
             book=book,
             starter=starter,
             control=control,
+            fleet=FleetList(temporal),
+            pools=PoolControl(temporal),
+            jobs=Jobs(database, client, JobDesk(client), starter, settings.jobs_waiting),
+            rollouts=RolloutControl(temporal),
+            upkeep=Upkeep(temporal),
+            notices=notices,
+            streams=Streams(notices),
             readiness=Readiness(database, client, control, lambda: schema.ready),
             wrapper=wrapper,
+            switchboard=Switchboard(database, client),
+            webhooks=webhooks,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -17,22 +16,17 @@ from api import log
 from api.errors import ValkeyUnavailable
 from api.schemas.orders import Order
 from api.services.answers import AnswerListener
-from api.services.orders import moved_on, outcome_of
-from api.services.queue import Queued, RequestQueue
+from api.services.orders import failure_of, moved_on, view_of
 from api.services.settling import Settlement, Settler
-from api.services.workers import WorkerStarter
+from api.services.waiting import Waiting
 from infra import tasks
+from infra.request_queue import Queued, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 
-#: Seconds without an answer after which the mark is looked at again: the worker may have died meanwhile.
-LOOK_PERIOD = 1.0
 #: A withdrawal is tried so often, so many seconds apart, while Valkey does not answer.
 WITHDRAW_TRIES = 3
 WITHDRAW_PAUSE = 0.5
-#: The first look at an order that was enqueued before, perhaps by another process: its answer may be
-#: published there, and only the response key is ours to see. Doubles up to `LOOK_PERIOD`.
-FIRST_LOOK = 0.05
 #: Seconds past the deadline after which an unanswered order is taken back: a worker that popped it right
 #: before answers meanwhile.
 GRACE = 1.0
@@ -52,23 +46,39 @@ class Flight:
         return self.deadline - time.monotonic()
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    order: Order
+    #: Why it never reached the broker.
+    failure: BerthError | None
+
+    @classmethod
+    def of(cls, order: Order, answer: Answer | None = None) -> Landed:
+        """`answer`: knows when another try makes sense, which is not written down."""
+        failure = failure_of(order)
+        told = answer.failure.error() if answer is not None and answer.failure is not None else None
+        if failure is not None and told is not None:
+            failure.retry_after = told.retry_after
+        return cls(order, failure)
+
+
 class Flights:
     """Starts a task for each order, or joins the one that follows it already."""
 
     def __init__(
-        self, queue: RequestQueue, answers: AnswerListener, starter: WorkerStarter, settler: Settler
+        self, queue: RequestQueue, answers: AnswerListener, waiting: Waiting, settler: Settler
     ) -> None:
         self._queue = queue
         self._answers = answers
-        self._starter = starter
+        self._waiting = waiting
         self._settler = settler
-        self._tasks: dict[str, asyncio.Task[Order]] = {}
+        self._tasks: dict[str, asyncio.Task[Landed]] = {}
         self._log = log.logger()
 
-    def join(self, flight: Flight) -> asyncio.Task[Order]:
+    def join(self, flight: Flight) -> asyncio.Task[Landed]:
         """The task that follows this order; wait for it without cancelling it.
 
-        It returns the order as far as it came; a failure before the broker is in its `code`. Raises
+        It returns the order as far as it came, with its failure before the broker. Raises
         `ValkeyUnavailable` if it is not certain that the order was enqueued.
         """
         order_id = flight.order.id
@@ -82,7 +92,7 @@ class Flights:
     async def close(self) -> None:
         await tasks.end(*self._tasks.values())
 
-    def _landed(self, order_id: str, task: asyncio.Task[Order]) -> None:
+    def _landed(self, order_id: str, task: asyncio.Task[Landed]) -> None:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
@@ -92,7 +102,7 @@ class Flights:
         elif error is not None:
             self._log.error("order_crashed", order=order_id, exc_info=error)
 
-    async def _follow(self, flight: Flight) -> Order:
+    async def _follow(self, flight: Flight) -> Landed:
         order = flight.order
         with self._answers.expect(order.user_id, order.id) as answer:
             try:
@@ -104,53 +114,28 @@ class Flights:
                 raise ValkeyUnavailable("Valkey: whether the order was queued is not known") from None
             given_up = await self._wait(flight, queued, answer)
             if given_up is not None:
-                return given_up
+                return Landed.of(given_up)
             found = answer.result()
         outcome, code = outcome_of(found, order.id)
+        if outcome.withdrawn:
+            return Landed.of(await self._withdrawn(order, found), found)
         self._settler.note(Settlement(outcome, code))
-        return moved_on(order, found)
+        return Landed.of(moved_on(order, found), found)
 
     async def _wait(self, flight: Flight, queued: Queued, answer: asyncio.Future[Answer]) -> Order | None:
         """Returns None when the answer is there, else the order that was given up."""
-        marked = queued.marked
-        look = LOOK_PERIOD if queued.new else FIRST_LOOK
+        until, marked = flight.deadline + GRACE, queued.marked
         while not answer.done():
-            if flight.left < -GRACE:
-                given_up = await self._give_up(flight, queued, DeadlineExceeded())
+            error = await self._waiting.wait(flight.order.user_id, queued, answer, until, marked=marked)
+            if answer.done():
+                break
+            given_up = await self._give_up(flight, queued, error or DeadlineExceeded())
+            if error is None:
                 return None if answer.done() else given_up or flight.order
-            if not marked:
-                error = await self._ensure(flight, answer)
-                if error is not None:
-                    given_up = await self._give_up(flight, queued, error)
-                    if given_up is not None:
-                        return given_up
-                marked = True  # until the next look
-            await asyncio.wait({answer}, timeout=look)
-            look = min(look * 2, LOOK_PERIOD)
-            if not answer.done():
-                marked = await self._look(flight)
+            if given_up is not None:
+                return given_up
+            marked = True  # somebody had it: until the next look
         return None
-
-    async def _ensure(self, flight: Flight, answer: asyncio.Future[Answer]) -> BerthError | None:
-        """Has a worker started, until it is there or the answer is. Returns why there will be none."""
-        task = self._starter.ensure(flight.order.user_id, mark_missing=True)
-        either: set[asyncio.Future[Any]] = {task, answer}
-        await asyncio.wait(either, timeout=max(0.0, flight.left + GRACE), return_when=asyncio.FIRST_COMPLETED)
-        if answer.done() or not task.done() or task.cancelled():
-            return None
-        error = task.exception()
-        if error is None or isinstance(error, BerthError):
-            return error
-        return BerthError("the worker could not be started")
-
-    async def _look(self, flight: Flight) -> bool:
-        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all."""
-        user_id = flight.order.user_id
-        try:
-            await self._answers.read(user_id, flight.order.id)
-            return await self._queue.marked(user_id)
-        except RedisError:
-            return True  # nothing is known, so nobody is called
 
     async def _give_up(self, flight: Flight, queued: Queued, error: BerthError) -> Order | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
@@ -160,9 +145,12 @@ class Flights:
             order_id=order.id,
             state=OrderState.EXPIRED if late else OrderState.REJECTED,
             reason=f"{error.code}: {error.detail}",
+            withdrawn=True,
         )
         answer = Answer(request_id=order.id, outcome=outcome, failure=Failure.of(error))
         try:
+            if await self._queue.may_be_a_copy(order.accepted_at):
+                return None  # a worker may have had it: the sweeper finds out
             if not await self._withdraw(order.user_id, queued, answer):
                 # Also when an earlier try did it and its reply was lost: then the answer is there.
                 await self._answers.read(order.user_id, order.id)
@@ -171,8 +159,12 @@ class Flights:
             self._log.warning("withdraw_failed", order=order.id, code=error.code)
             return None
         self._log.warning("order_withdrawn", order=order.id, code=error.code)
-        await self._settler.settle(Settlement(outcome, error.code))
-        return moved_on(order, answer)
+        return await self._withdrawn(order, answer)
+
+    async def _withdrawn(self, order: Order, answer: Answer) -> Order:
+        """The order after it was taken back. PostgreSQL may know that a worker had taken it before."""
+        row = await self._settler.settle(Settlement(*outcome_of(answer, order.id)))
+        return moved_on(order, answer) if row is None else view_of(row)
 
     async def _withdraw(self, user_id: str, queued: Queued, answer: Answer) -> bool:
         """Repeats what may have happened without our hearing of it: the script bears that."""

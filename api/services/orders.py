@@ -10,9 +10,11 @@ from api.schemas.orders import Order, OrderWithTimeline, Step
 from api.services.answers import AnswerListener
 from infra.database import models, orders, worker_sessions
 from infra.database.engine import Database
+from infra.database.order_states import IN_QUEUE, rank
+from infra.request_queue import outcome_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderState
 
 #: States in which nobody knows the broker's answer yet: 202.
 UNSETTLED = frozenset(
@@ -38,6 +40,8 @@ def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | 
 def view_of(row: models.Order) -> Order:
     """The order as PostgreSQL has it."""
     code, reason = _reason_of(row.reason_code, row.reason)
+    final = row.state in FINAL_ORDER_STATES
+    attention = None if final else row.attention
     return Order.model_validate(
         {
             "id": str(row.id),
@@ -50,35 +54,31 @@ def view_of(row: models.Order) -> Order:
             "price_type": row.price_type,
             "price": row.price,
             "time_in_force": row.time_in_force,
-            "state": row.state,
-            "final": row.state in FINAL_ORDER_STATES,
+            "state": row.state if attention is None else OrderState.NEEDS_ATTENTION,
+            "final": final,
             "broker_order_id": row.broker_order_id,
             "filled_quantity": row.filled_quantity,
             "average_price": row.average_price,
             "code": code,
             "reason": reason,
+            "reduce_only": row.reduce_only,
+            "origin": row.origin or None,
+            "attention": attention,
             "accepted_at": row.created_at,
         }
     )
 
 
-def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:
-    """What an answer says of the order, and the code if it is a failure."""
-    code = answer.failure.code if answer.failure else None
-    if answer.outcome is not None:
-        return answer.outcome, code
-    # The worker could not read the request: it has sent nothing.
-    detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
-    outcome = OrderOutcome(order_id=order_id, state=OrderState.REJECTED, reason=detail)
-    return outcome, code or BerthError.code
-
-
 def moved_on(order: Order, answer: Answer) -> Order:
     """The order after this answer; unchanged if it has come as far by itself."""
     outcome, answer_code = outcome_of(answer, order.id)
-    ahead = orders.rank(outcome.state) - orders.rank(order.state)
+    ahead = rank(outcome.state) - rank(order.state)
     if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
         return order
+    if outcome.withdrawn and order.state not in IN_QUEUE:
+        return order  # a worker had taken it: what was in its queue was out of a copy that lagged behind
+    if order.attention is not None and outcome.state not in FINAL_ORDER_STATES:
+        return order  # a person has to look, whatever the broker said before
     code, reason = _reason_of(answer_code, outcome.reason)
     return order.model_copy(
         update={
@@ -89,6 +89,7 @@ def moved_on(order: Order, answer: Answer) -> Order:
             "average_price": outcome.average_price or order.average_price,
             "code": code,
             "reason": reason,
+            "attention": None,
         }
     )
 

@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from api.schemas.health import Dependency
 from api.schemas.health import Readiness as View
-from api.services.workers import WorkerControl
+from api.services.control import WorkerControl
 from infra.database.engine import Database
 from worker_runtime.protocol.errors import BerthError
 

@@ -19,6 +19,7 @@ from infra import tasks
 from infra.database import orders
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
+from infra.database.order_states import rank
 from worker_runtime.protocol.messages import OrderOutcome
 
 #: Seconds after which an answer is written: the recorder needs milliseconds, and then nothing is left to do.
@@ -60,14 +61,19 @@ class Settler:
         else:
             self._log.error("settler_full", order=settlement.outcome.order_id)
 
-    async def settle(self, settlement: Settlement) -> None:
-        """Writes now; later if PostgreSQL is away. For outcomes that no worker will ever report."""
+    async def settle(self, settlement: Settlement) -> Order | None:
+        """Writes now, and returns the order as it is then. For outcomes that no worker will ever report.
+
+        None if PostgreSQL is away: then it is written later.
+        """
         try:
             async with self._database.session() as session:
                 await orders.apply_outcome(session, settlement.outcome, settlement.code)
+                return await orders.get(session, UUID(settlement.outcome.order_id))
         except DatabaseUnavailable as error:
             self._log.warning("settle_later", order=settlement.outcome.order_id, reason=error.detail)
             self.note(settlement)
+            return None
 
     async def _run(self) -> None:
         while True:
@@ -99,6 +105,6 @@ class Settler:
         return [
             str(order_id)
             for order_id, state, filled in rows
-            if orders.rank(state) < orders.rank(batch[str(order_id)].outcome.state)
+            if rank(state) < rank(batch[str(order_id)].outcome.state)
             or filled < batch[str(order_id)].outcome.filled_quantity
         ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+
 import psutil
 
 from infra.bench.target import Target
 
 
-def _spent(pids: list[int]) -> float:
+def spent(*pids: int) -> float:
     """CPU seconds of these processes and their descendants so far."""
     total = 0.0
     for pid in pids:
@@ -24,11 +27,28 @@ class CpuMeter:
     def __init__(self, target: Target) -> None:
         self._parts = {server.name: [server.pid] for server in target.stack.servers if server.name != "node"}
         self._parts["workers"] = [pid for pid in target.worker_pids().values()]
-        self._before = {name: _spent(pids) for name, pids in self._parts.items()}
+        self._before = {name: spent(*pids) for name, pids in self._parts.items()}
 
     def milliseconds(self, count: int) -> dict[str, float]:
         """CPU milliseconds by part, divided by `count` pieces of work."""
         return {
-            name: round((_spent(pids) - self._before[name]) * 1000 / count, 2)
+            name: round((spent(*pids) - self._before[name]) * 1000 / count, 2)
             for name, pids in self._parts.items()
+        }
+
+
+class CpuShare:
+    """Which share of one core each of these processes (with its descendants) takes, from now on."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = dict(pids)
+        self._began = time.monotonic()
+        self._before = {name: spent(pid) for name, pid in self._pids.items()}
+
+    def percent(self) -> dict[str, float]:
+        """Percent of one core since it was made."""
+        seconds = time.monotonic() - self._began
+        return {
+            name: round((spent(pid) - self._before[name]) / seconds * 100, 2)
+            for name, pid in self._pids.items()
         }

@@ -29,6 +29,11 @@ def milliseconds(seconds: Sequence[float], *shares: int) -> dict[str, float]:
     return {f"p{share}_ms": round(percentile(seconds, share / 100) * 1000, 2) for share in shares}
 
 
+def seconds(values: Sequence[float], *shares: int) -> dict[str, float]:
+    """`{"p50_s": …}` of durations in seconds."""
+    return {f"p{share}_s": round(percentile(values, share / 100), 3) for share in shares}
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     packages = {}

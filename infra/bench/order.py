@@ -10,17 +10,19 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from infra.bench import figures, floor
+from infra.bench import figures, floor, knee
 from infra.bench.cpu import CpuMeter
 from infra.bench.rest import RequestFailed, Rest
 from infra.bench.target import BenchUser, Target, running
 
 _WARM_UP = 100
+#: The real broker bans a person beyond 250; this measures our path, not that limit.
+_ORDERS_PER_10S = 1_000_000
 
 
-def place(connection: Rest, user: BenchUser) -> float:
-    """Seconds from the call to the answer; raises `RequestFailed` if it is not filled in the answer."""
-    body = {
+def body(user: BenchUser) -> dict[str, object]:
+    """A new market order for one lot."""
+    return {
         "client_order_id": uuid4().hex,
         "account_id": user.account_id,
         "symbol": "2330",
@@ -29,8 +31,13 @@ def place(connection: Rest, user: BenchUser) -> float:
         "price_type": "MKT",
         "time_in_force": "IOC",
     }
+
+
+def place(connection: Rest, user: BenchUser) -> float:
+    """Seconds from the call to the answer; raises `RequestFailed` if it is not filled in the answer."""
+    wanted = body(user)
     started = time.perf_counter()
-    order = connection.call("POST", f"/v1/users/{user.user_id}/orders", body)
+    order = connection.call("POST", f"/v1/users/{user.user_id}/orders", wanted)
     taken = time.perf_counter() - started
     if order["state"] != "filled":
         raise RequestFailed(f"the order is {order['state']}: {order}")
@@ -57,16 +64,29 @@ def _closed_loop(target: Target, users: list[BenchUser], seconds: float) -> floa
     return sum(counts) / seconds
 
 
-def run(n: int = 2000, users: int = 8, seconds: float = 10.0) -> dict[str, Any]:
-    """`n` orders of one user, one after the other; then `users` users at once for `seconds`."""
-    with running(pool_target=users) as target:
-        traders = target.make_users("trader", users)
+def _active(target: Target, prefix: str, count: int) -> list[BenchUser]:
+    """Users with an active worker each."""
+    traders = target.make_users(prefix, count)
+    for user in traders:
+        starter = Rest(target.api_url, user.api_key)
+        starter.call("POST", f"/v1/users/{user.user_id}/worker/start")
+        starter.close()
+    return traders
+
+
+def run(
+    n: int = 2000,
+    users: int = 8,
+    seconds: float = 10.0,
+    knee_users: int = 50,
+    knee_first: float = knee.FIRST,
+) -> dict[str, Any]:
+    """`n` orders of one user, one after the other; then `users` users at once for `seconds`; then
+    `knee_users` at growing rates from `knee_first` orders a second, `seconds` each."""
+    with running(pool_target=users, exchange_orders_per_10s=_ORDERS_PER_10S) as target:
         target.wait_ready(users)
         target.pool_update("pause")  # launches of new workers would run into the measurement
-        for user in traders:
-            starter = Rest(target.api_url, user.api_key)
-            starter.call("POST", f"/v1/users/{user.user_id}/worker/start")
-            starter.close()
+        traders = _active(target, "trader", users)
         connection = Rest(target.api_url, traders[0].api_key)
         for _ in range(_WARM_UP):
             place(connection, traders[0])
@@ -76,15 +96,33 @@ def run(n: int = 2000, users: int = 8, seconds: float = 10.0) -> dict[str, Any]:
         connection.close()
         bare = floor.measure(target.settings.valkey_url, n)
         together = _closed_loop(target, traders, seconds)
+        bend = _knee(target, traders, knee_users, knee_first, seconds)
     return {
         "n": n,
         **figures.milliseconds(taken, 50, 99),
         "floor_p50_ms": figures.milliseconds(bare, 50)["p50_ms"],
         "floor_p99_ms": figures.milliseconds(bare, 99)["p99_ms"],
+        "exchange_orders_per_10s": _ORDERS_PER_10S,
         "users": users,
         "orders_per_s": round(together, 1),
         "cpu_ms_per_order": cpu,
+        **bend,
     }
+
+
+def _knee(
+    target: Target, traders: list[BenchUser], users: int, first: float, seconds: float
+) -> dict[str, Any]:
+    target.pool_update("resume")
+    more = _active(target, "more", users - len(traders)) if users > len(traders) else []
+    target.wait_ready(target.settings.pool_target)  # nothing is launched any more
+    target.pool_update("pause")
+    chosen = [*traders, *more][:users]
+    for user in chosen:  # connections are made, and code is loaded
+        connection = Rest(target.api_url, user.api_key)
+        place(connection, user)
+        connection.close()
+    return knee.run(target, chosen, place, seconds=seconds, first=first)
 
 
 def table(result: dict[str, Any]) -> None:
@@ -100,9 +138,11 @@ def table(result: dict[str, Any]) -> None:
                 f"p50 {result['floor_p50_ms']}   p99 {result['floor_p99_ms']}",
             ),
             (f"{result['users']} users at once", f"{result['orders_per_s']} orders/s"),
+            ("limit of the exchange for this run", f"{result['exchange_orders_per_10s']} orders in 10 s"),
             (
                 "CPU of one order, ms",
                 "   ".join(f"{name} {value}" for name, value in result["cpu_ms_per_order"].items()),
             ),
+            *knee.rows(result),
         ],
     )

@@ -10,18 +10,49 @@ from typing import Any
 
 from rich.console import Console
 
-from infra.bench import claim, figures, memory, order
+from infra.bench import (
+    claim,
+    claim_race,
+    density,
+    figures,
+    heartbeat,
+    idle,
+    jobs,
+    lease,
+    memory,
+    order,
+    recovery,
+    sweep,
+)
 from worker_runtime.protocol.errors import BerthError
 
 _RUN: dict[str, Callable[..., dict[str, Any]]] = {
     "claim": claim.run,
     "order": order.run,
     "memory": memory.run,
+    "density": density.run,
+    "recovery": recovery.run,
+    "idle": idle.run,
+    "heartbeat": heartbeat.run,
+    "claim-race": claim_race.run,
+    "sweep": sweep.run,
+    "jobs": jobs.run,
+    "lease": lease.run,
 }
+#: Those that tell how far they are: they get `say`.
+_LONG = frozenset({"density", "recovery", "idle", "heartbeat", "claim-race", "sweep", "jobs", "lease"})
 _TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
     "claim": claim.table,
     "order": order.table,
     "memory": memory.table,
+    "density": density.table,
+    "recovery": recovery.table,
+    "idle": idle.table,
+    "heartbeat": heartbeat.table,
+    "claim-race": claim_race.table,
+    "sweep": sweep.table,
+    "jobs": jobs.table,
+    "lease": lease.table,
 }
 
 
@@ -37,8 +68,9 @@ def run(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | None) -> int:
         if json_file is not None:
             json_file.touch()  # an unwritable file is better known before the minutes of measuring
         for name, arguments in wanted.items():
-            with console.status(f"measuring: {name}"):
-                results[name] = _RUN[name](**arguments)
+            with console.status(f"measuring: {name}") as status:
+                telling = {"say": status.update} if name in _LONG else {}
+                results[name] = _RUN[name](**arguments, **telling)
             _TABLE[name](results[name])
             if json_file is not None:
                 figures.write(json_file, results if len(wanted) > 1 else results[name])

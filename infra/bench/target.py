@@ -6,10 +6,12 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from temporalio.client import Client
@@ -48,7 +50,7 @@ class Target:
         return Rest(self.api_url, self.stack.admin_key)
 
     def workers(self) -> list[Task]:
-        return self.stack.node.tasks()
+        return self.stack.tasks()
 
     def worker_pids(self) -> dict[str, int]:
         """Worker id → pid of its first process, found by the command line that the node gives it."""
@@ -60,38 +62,30 @@ class Target:
                 found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
         return found
 
-    def make_users(self, prefix: str, count: int) -> list[BenchUser]:
-        """Registers users, their accounts at the exchange, and their credentials."""
-        users = [self._register(f"{prefix}{number}") for number in range(count)]
+    def make_users(self, prefix: str, count: int, *, at_exchange: bool = True) -> list[BenchUser]:
+        """Registers users, their credentials, and (unless nobody logs in) their accounts at the exchange."""
+        with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
+            shares = threads.map(
+                lambda maker: self._make([f"{prefix}{n}" for n in range(maker, count, _MAKERS)]),
+                range(min(_MAKERS, count)),
+            )
+            users = [user for share in shares for user in share]
 
-        async def at_the_exchange() -> None:
+        async def tell_the_exchange() -> None:
             async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
                 for user in users:
                     await exchange.register(user.account_id, "key", "secret", person_id=user.user_id)
 
-        asyncio.run(at_the_exchange())
-        admin = self.admin()
-        for user in users:
-            admin.call(
-                "PUT",
-                f"/v1/users/{user.user_id}/accounts/{user.account_id}/credentials",
-                {
-                    "broker": "paper",
-                    "api_key": "key",
-                    "secret_key": "secret",
-                    "person_id": user.user_id,
-                },
-            )
-        admin.close()
+        if at_exchange:
+            asyncio.run(tell_the_exchange())
         return users
 
-    def _register(self, user_id: str) -> BenchUser:
+    def _make(self, user_ids: list[str]) -> list[BenchUser]:
         admin = self.admin()
         try:
-            made = admin.call("POST", "/v1/users", {"user_id": user_id})
+            return [_register(admin, user_id) for user_id in user_ids]
         finally:
             admin.close()
-        return BenchUser(user_id, made["api_key"], f"acc-{user_id}")
 
     def pool_update(self, name: str, *args: object) -> None:
         """Sends an update (`pause`, `resume`, `set_target`) to the pool's workflow."""
@@ -117,13 +111,35 @@ class Target:
             time.sleep(0.05)
 
 
+def _register(admin: Rest, user_id: str) -> BenchUser:
+    made = admin.call("POST", "/v1/users", {"user_id": user_id})
+    user = BenchUser(user_id, made["api_key"], f"acc-{user_id}")
+    admin.call(
+        "PUT",
+        f"/v1/users/{user_id}/accounts/{user.account_id}/credentials",
+        {"broker": "paper", "api_key": "key", "secret_key": "secret", "person_id": user_id},
+    )
+    return user
+
+
 @contextmanager
-def running(pool_target: int) -> Iterator[Target]:
-    """A fresh local stack with a filled pool; stopped and removed at the end."""
+def own_folder() -> Iterator[Path]:
+    """A folder for one measurement, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
     folder.chmod(0o755)  # PostgreSQL refuses to run as root and must reach its folder as another user
     try:
-        with LocalStack(folder, pool_target=pool_target) as stack:
-            yield Target(stack)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running(
+    pool_target: int, stack: Callable[..., LocalStack] = LocalStack, **overrides: Any
+) -> Iterator[Target]:
+    """A fresh local stack with a filled pool; stopped and removed at the end.
+
+    `stack` makes it; `overrides` are settings.
+    """
+    with own_folder() as folder, stack(folder, pool_target=pool_target, **overrides) as started:
+        yield Target(started)

@@ -4,6 +4,7 @@
 - `tcp HOST:PORT`, `unix PATH`: accepts a connection.
 - `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process that is alive but polls
   nothing is not healthy, and only the server knows.
+- `runner NAME`: a job runner of this name on this host has renewed its lease lately.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 from http.client import HTTPConnection, HTTPException
+from typing import Any
 from urllib.parse import urlsplit
 
 #: Seconds one check may take; the `timeout` in `compose.yaml` is longer.
@@ -80,7 +82,38 @@ def poller(queue: str) -> bool:
     )
 
 
-CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller}
+def registered(url: str, name: str, host: str, within: float) -> bool:
+    """Whether a job runner of `host` was seen in the last `within` seconds, by Valkey's clock."""
+    from redis import Redis
+    from redis.exceptions import RedisError
+
+    from worker_runtime.protocol import job_keys
+
+    client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
+    try:
+        now = client.time()[0]
+        for one in client.hkeys(job_keys.beats(job_keys.FLEET)):
+            key = job_keys.runner(job_keys.FLEET, one.decode())
+            found, node, seen_at = client.hmget(key, ["name", "node", "seen_at"])
+            if (found, node) == (name.encode(), host.encode()) and now - int(seen_at) / 1000 < within:
+                return True
+    except RedisError as error:
+        raise RuntimeError(f"Valkey: {type(error).__name__}") from None
+    finally:
+        client.close()
+    return False
+
+
+def runner(name: str) -> bool:
+    from infra.settings import Settings
+
+    settings = Settings()
+    # It renews three times in a lease; on a busy machine later.
+    within = 2 * settings.jobs_lease + TIMEOUT
+    return registered(settings.valkey_url, name, socket.gethostname(), within)
+
+
+CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller, "runner": runner}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,23 +1,31 @@
 """What has to be there before the servers start: `python -m infra.compose.prepare`.
 
-Key files, the tables of the database, and an administrator's API key beside the private keys. Safe to
-repeat: existing keys are kept, and a migrated database is left alone.
+Key files, the key that signs webhooks, the tables of the database, and an administrator's API key beside the
+private keys. Safe to repeat: existing keys are kept, and a migrated database is left alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 
 from infra.database.migrate import migrate
 from infra.local import keyring
 from infra.settings import Settings
+from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
+
+#: Random bytes.
+_WEBHOOK_KEY = 48
 
 
 def prepare(settings: Settings) -> None:
     """Raises `BerthError` or OSError."""
     keyring.init(settings)
+    for path in settings.webhook_key_files[:1]:  # the present one; those before it are an operator's
+        if not path.exists():
+            key_file.write(path, f"{secrets.token_urlsafe(_WEBHOOK_KEY)}\n".encode(), private=True)
     asyncio.run(migrate(settings.database_url))
     keyring.ensure_admin_key(settings.master_key_file.with_name("admin.key"), settings.database_url)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -68,9 +68,14 @@ async def put(
     return int(version or 0)
 
 
-async def of_user(session: AsyncSession, user_id: str) -> list[Account]:
-    """All accounts of a user that have credentials, by account id."""
-    rows = await session.execute(
+async def exists(session: AsyncSession, user_id: str, account_id: str) -> bool:
+    """Whether the user has this account, with or without credentials."""
+    return await session.get(BrokerAccount, (user_id, account_id)) is not None
+
+
+def stored_of(user_id: str) -> Select[BrokerAccount, StoredCredentials]:
+    """Selects the rows of all accounts of a user that have credentials, by account id."""
+    return (
         select(BrokerAccount, StoredCredentials)
         .join(
             StoredCredentials,
@@ -80,20 +85,27 @@ async def of_user(session: AsyncSession, user_id: str) -> list[Account]:
         .where(BrokerAccount.user_id == user_id)
         .order_by(BrokerAccount.account_id)
     )
-    return [
-        Account(
-            user_id=account.user_id,
-            account_id=account.account_id,
-            broker=account.broker,
-            broker_type=account.broker_type,
-            simulation=account.simulation,
-            version=stored.version,
-            encrypted=Encrypted(
-                ciphertext=stored.ciphertext,
-                nonce=stored.nonce,
-                wrapped_key=stored.wrapped_key,
-                master_key_id=stored.master_key_id,
-            ),
-        )
-        for account, stored in rows
-    ]
+
+
+def account_of(account: BrokerAccount, stored: StoredCredentials) -> Account:
+    """The account that the two rows describe."""
+    return Account(
+        user_id=account.user_id,
+        account_id=account.account_id,
+        broker=account.broker,
+        broker_type=account.broker_type,
+        simulation=account.simulation,
+        version=stored.version,
+        encrypted=Encrypted(
+            ciphertext=stored.ciphertext,
+            nonce=stored.nonce,
+            wrapped_key=stored.wrapped_key,
+            master_key_id=stored.master_key_id,
+        ),
+    )
+
+
+async def of_user(session: AsyncSession, user_id: str) -> list[Account]:
+    """All accounts of a user that have credentials, by account id."""
+    rows = await session.execute(stored_of(user_id))
+    return [account_of(account, stored) for account, stored in rows]

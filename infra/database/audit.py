@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import AuditEntry
@@ -12,3 +13,14 @@ from infra.database.models import AuditEntry
 def append(session: AsyncSession, *, actor: str, action: str, subject: str, **data: Any) -> None:
     """Adds an entry to the running transaction. `data` is shown to people: no secret in it."""
     session.add(AuditEntry(actor=actor, action=action, subject=subject, data=data))
+
+
+async def append_once(
+    session: AsyncSession, *, actor: str, action: str, subject: str, id: str, **data: Any
+) -> None:
+    """Like `append`, for work that may be repeated: a second entry with the same `id` is not added."""
+    known = select(AuditEntry.id).where(
+        AuditEntry.subject == subject, AuditEntry.action == action, AuditEntry.data["id"].astext == id
+    )
+    if await session.scalar(known.limit(1)) is None:
+        append(session, actor=actor, action=action, subject=subject, id=id, **data)

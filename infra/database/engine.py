@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy.exc import DBAPIError, InterfaceError
@@ -12,6 +12,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from worker_runtime.protocol.errors import BerthError
+
+#: Seconds that a transaction may wait for its own process: one that is stopped, or cut off, must not keep its
+#: locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
+IDLE_IN_TRANSACTION = 20
 
 
 class DatabaseUnavailable(BerthError):
@@ -49,11 +53,28 @@ def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> As
         pool_pre_ping=False,
         pool_use_lifo=True,
         connect_args={
-            "timeout": 3.0,
+            "timeout": 5.0,  # of a connect, about 10 ms; a busy host stands still for 2 to 3 s
             "command_timeout": 10.0,
-            "server_settings": {"application_name": "berth", "jit": "off"},
+            "server_settings": {
+                "application_name": "berth",
+                "jit": "off",
+                "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
+            },
         },
     )
+
+
+@contextmanager
+def outages_named() -> Iterator[None]:
+    """Whatever tells that PostgreSQL is away, raised within, becomes `DatabaseUnavailable`."""
+    try:
+        yield
+    except (OSError, PoolTimeout, InterfaceError) as error:
+        raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
+    except DBAPIError as error:
+        if error.connection_invalidated or _is_outage(error):
+            raise DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}") from error
+        raise
 
 
 class Database:
@@ -76,19 +97,13 @@ class Database:
 
         Raises `DatabaseUnavailable` when there is no connection to be had or the connection broke.
         """
-        try:
+        with outages_named():
             sessions = self._singles if autocommit else self._sessions
             async with sessions() as session, session.begin():
                 started = time.perf_counter()
                 await session.connection()
                 self.pool_wait.add(time.perf_counter() - started)
                 yield session
-        except (OSError, PoolTimeout, InterfaceError) as error:
-            raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
-        except DBAPIError as error:
-            if error.connection_invalidated or _is_outage(error):
-                raise DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}") from error
-            raise
 
     async def close(self) -> None:
         await self.engine.dispose()

@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     UniqueConstraint,
     func,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -99,6 +100,15 @@ class Order(Base):
         CheckConstraint("quantity > 0", name="orders_quantity"),
         Index("orders_by_user", "user_id", "created_at"),
         Index("orders_by_state", "state", "updated_at"),
+        Index("orders_by_change", "user_id", "changed"),
+        # What may stand in the way of a user's next order, asked for with each one. `orders_by_state` leads
+        # to all that were submitting since the last vacuum: 6 to 16 ms after 20,000 orders.
+        Index(
+            "orders_unsettled",
+            *("user_id", "account_id"),
+            postgresql_where=text("state in ('unknown', 'submitting')"),
+        ),
+        Index("orders_to_verify", "verify_at", postgresql_where=text("verify_at is not null")),
     )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
@@ -113,7 +123,8 @@ class Order(Base):
     price_type: Mapped[str] = mapped_column(String(8))
     price: Mapped[Decimal | None]
     time_in_force: Mapped[str] = mapped_column(String(8))
-    #: Unique per account and trading day, 6 characters: the only id of ours that the broker keeps.
+    #: The only id of ours that the broker keeps, 6 characters: two for the day, four for the order's number
+    #: on it (`orders.py`).
     tag: Mapped[str] = mapped_column(String(6))
     trading_day: Mapped[date] = mapped_column(Date)
     state: Mapped[str] = mapped_column(String(16))
@@ -127,10 +138,25 @@ class Order(Base):
     deadline_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: It can only make a position smaller: passes a switch that says REDUCING.
+    reduce_only: Mapped[bool] = mapped_column(server_default=text("false"))
+    #: What was asked of us, when that was more than this order: a reversal, a webhook, a closed position.
+    origin: Mapped[str] = mapped_column(String(64), server_default="")
+    #: When the sweeper has to look at it; none once it is final or followed by its workflow.
+    verify_at: Mapped[datetime | None] = mapped_column(
+        server_default=text("clock_timestamp() + interval '2 seconds'")
+    )
+    #: Why a person has to look at it; none: nobody has to. The state stays what is known of the order.
+    attention: Mapped[str | None]
+    attention_at: Mapped[datetime | None]
+    #: The transaction that changed it last, as far as it is shown; kept by a trigger (`order_changes.py`).
+    changed: Mapped[int] = mapped_column(
+        BigInteger, server_default=text("cast(cast(pg_current_xact_id() as text) as bigint)")
+    )
 
 
 class OrderTag(Base):
-    """The last tag number given out for an account on a trading day."""
+    """The last number given out for an account on a trading day."""
 
     __tablename__ = "order_tags"
 
@@ -160,6 +186,18 @@ class WorkerSession(Base):
     __table_args__ = (
         UniqueConstraint("user_id", "epoch", name="worker_sessions_epoch"),
         Index("worker_sessions_by_worker", "worker_id"),
+        # The crashes of one user, for the claim that looks at them.
+        Index("worker_sessions_crashed", "user_id", "ended_at", postgresql_where=text("crashed")),
+        # All workers in service, for the watcher: a small part of a table that only grows.
+        Index(
+            "worker_sessions_open",
+            "claim_id",
+            postgresql_where=text("ended_at is null and worker_id is not null"),
+        ),
+        # All claims that are not over, with or without a worker, for maintenance.
+        Index("worker_sessions_unended", "user_id", postgresql_where=text("ended_at is null")),
+        # The claims of a pool's last minutes: its size may follow them.
+        Index("worker_sessions_by_claim_time", "pool", "claimed_at"),
     )
 
     claim_id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -174,6 +212,66 @@ class WorkerSession(Base):
     connected_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     end_reason: Mapped[str | None]
+    #: It died in service, or could not get its broker back; `ended_at` is the time of that.
+    crashed: Mapped[bool] = mapped_column(server_default=text("false"))
+
+
+class WorkerTransition(Base):
+    """One change of state in the life of a user's worker, as its workflow noted it.
+
+    No foreign key on the user: the workflow of a user who does not exist has a timeline, too.
+    """
+
+    __tablename__ = "worker_transitions"
+    __table_args__ = (
+        UniqueConstraint("chain", "number", name="worker_transitions_number"),
+        Index("worker_transitions_by_user", "user_id", "id"),
+    )
+
+    #: Grows in the order of commits within one user's rows: a reader may go on behind the last it has seen.
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    #: The first run's id of a chain of runs; within it, `number` grows by one.
+    chain: Mapped[str] = mapped_column(String(128))
+    number: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime]
+    before: Mapped[str] = mapped_column(String(32))
+    after: Mapped[str] = mapped_column(String(32))
+    reason: Mapped[str]
+    worker_id: Mapped[str] = mapped_column(String(128))
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    #: Until when the new state may last; none for the last one.
+    deadline: Mapped[datetime | None]
+    recorded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class MaintenancePass(Base):
+    """One pass over all workers: what it saw, what two looks have seen, and what came of it."""
+
+    __tablename__ = "maintenance_passes"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: Valkey's generation and the id of its process; empty: it could not be read.
+    generation: Mapped[str] = mapped_column(String(64))
+    server: Mapped[str] = mapped_column(String(64))
+    #: Tasks that the launcher listed.
+    tasks: Mapped[int]
+    #: Boot of the host, and seconds since then.
+    boot: Mapped[str] = mapped_column(String(64))
+    boottime: Mapped[float]
+    #: Workers that were looked at.
+    scanned: Mapped[int]
+    scan_seconds: Mapped[float]
+    #: Why nothing may be done; empty: it may.
+    guarded: Mapped[str] = mapped_column(String(64))
+    #: Anomaly → how many.
+    found: Mapped[dict[str, Any]]
+    suspects: Mapped[list[Any]] = mapped_column(JSONB)
+    confirmed: Mapped[list[Any]] = mapped_column(JSONB)
+    #: What was done → how often.
+    outcomes: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    finished_at: Mapped[datetime | None]
 
 
 class AuditEntry(Base):

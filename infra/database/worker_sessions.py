@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
 
-from sqlalchemy import func, select, update
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import (
+    ColumnElement,
+    Interval,
+    ScalarSelect,
+    Select,
+    Text,
+    and_,
+    any_,
+    bindparam,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, aggregate_order_by
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import aliased
 
 from infra.database.models import User, WorkerSession
 from infra.database.users import UserNotFound
@@ -16,22 +35,125 @@ def at_unix(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-async def assign(session: AsyncSession, *, user_id: str, claim_id: str, pool: str) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    #: 0: nothing was assigned, because of `crashes`.
+    epoch: int
+    #: Unix seconds of the crashes that were looked at.
+    crashes: tuple[float, ...] = ()
+    #: What an earlier call of this claim got.
+    worker_id: str = ""
+    task_id: str = ""
+    #: The assignment of this claim is over: nothing may be claimed for it any more.
+    ended: bool = False
+    #: Another assignment of the user whose worker has not been confirmed to have ended: then nothing was
+    #: assigned (one-owner).
+    unended: WorkerSession | None = None
+
+
+async def assign(
+    session: AsyncSession,
+    *,
+    user_id: str,
+    claim_id: str,
+    pool: str,
+    crash_limit: int = 0,
+    crash_window: float = 0.0,
+) -> Assigned:
     """The epoch of this claim: one more than the user's last one; the same again for the same claim.
 
-    Raises `UserNotFound`.
+    With `crash_limit`, that many crashes within `crash_window` seconds keep a new claim from being assigned
+    (see `_recent_crashes`). So does a worker of another claim whose end was never confirmed: its workflow was
+    terminated, or a call of a claim long over comes late, from an orchestrator that stood still. Raises
+    `UserNotFound`.
     """
     # The row lock on the user puts concurrent claims of one user in order.
-    user = await session.scalar(select(User).where(User.id == user_id).with_for_update())
-    if user is None:
+    locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
+    found = (
+        await session.execute(locked, {"user": user_id, "window": timedelta(seconds=crash_window)})
+    ).one_or_none()
+    if found is None:
         raise UserNotFound(f"there is no user {user_id}")
-    before = await session.scalar(select(WorkerSession.epoch).where(WorkerSession.claim_id == claim_id))
+    user, times = found[0], tuple(float(at) for at in found[1] or ())
+    # A statement of its own: only one that begins after the lock was got sees what its holder wrote.
+    rows = (await session.scalars(_own_and_open(user_id, claim_id))).all()
+    before = next((row for row in rows if row.claim_id == claim_id), None)
+    if before is None and crash_limit and len(times) >= crash_limit:
+        return Assigned(epoch=0, crashes=times)
+    unended = next((row for row in rows if row.claim_id != claim_id), None)
     if before is not None:
-        return before
+        return Assigned(
+            epoch=before.epoch,
+            crashes=times,
+            worker_id=before.worker_id or "",
+            task_id=before.task_id or "",
+            ended=before.ended_at is not None,
+            unended=unended,
+        )
+    if unended is not None:
+        return Assigned(epoch=0, crashes=times, unended=unended)
     user.epoch += 1
     session.add(WorkerSession(claim_id=claim_id, user_id=user_id, epoch=user.epoch, pool=pool))
     await session.flush()
-    return user.epoch
+    return Assigned(epoch=user.epoch, crashes=times)
+
+
+def _own_and_open(user_id: str, claim_id: str) -> Select[WorkerSession]:
+    """The claim's own row, and those of the user whose workers may still run; the latest first."""
+    return (
+        select(WorkerSession)
+        .where(
+            or_(
+                WorkerSession.claim_id == claim_id,
+                and_(
+                    WorkerSession.user_id == user_id,
+                    WorkerSession.ended_at.is_(None),
+                    WorkerSession.worker_id.is_not(None),
+                ),
+            )
+        )
+        .order_by(WorkerSession.epoch.desc())
+    )
+
+
+def _recent_crashes() -> ScalarSelect[list[float]]:
+    """Unix seconds of the user's crashes of late, since a worker last served and ended in order.
+
+    An orderly end shows that the cause is gone, also to an operator who let a parked user start again. A
+    crash counts whether or not the connect was written down: that is told by an event, which a flushed
+    Valkey loses. Whether the worker was in service is known to the workflow, which says so to `end`.
+    """
+    earlier = aliased(WorkerSession)
+    served = (
+        select(func.coalesce(func.max(earlier.epoch), 0))
+        .where(
+            earlier.user_id == bindparam("user"),
+            earlier.crashed.is_(False),
+            earlier.connected_at.is_not(None),
+            earlier.ended_at.is_not(None),
+        )
+        .scalar_subquery()
+    )
+    at = func.extract("epoch", WorkerSession.ended_at)
+    return (
+        select(func.array_agg(aggregate_order_by(at, WorkerSession.ended_at)))
+        .where(
+            WorkerSession.user_id == bindparam("user"),
+            WorkerSession.crashed,
+            WorkerSession.ended_at > func.clock_timestamp() - bindparam("window", type_=Interval),
+            WorkerSession.epoch > served,
+        )
+        .scalar_subquery()
+    )
+
+
+def _locked(crashes: ColumnElement[Any]) -> Select[tuple[User, Any]]:
+    return select(User, crashes).where(User.id == bindparam("user")).with_for_update(of=User)
+
+
+# Built once: a person waits for the claim, and building the larger one took 1 ms of it.
+_WITHOUT_CRASHES = _locked(null())
+_WITH_CRASHES = _locked(_recent_crashes())
 
 
 async def set_worker(
@@ -64,13 +186,26 @@ async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> N
     )
 
 
-async def end(session: AsyncSession, *, claim_id: str, reason: str) -> None:
-    """Closes an assignment; the first reason counts."""
-    await session.execute(
+async def end(session: AsyncSession, *, claim_id: str, reason: str, crashed: bool = False) -> str:
+    """Closes an assignment; the first reason and time count, and a crash stays one.
+
+    A worker that crashed may have said before that it closes: then the crash is noted afterwards. Returns the
+    worker of an assignment that this call closed or changed; '' if it had none, or nothing changed.
+    """
+    changed: ColumnElement[bool] = WorkerSession.ended_at.is_(None)
+    if crashed:
+        changed = changed | WorkerSession.crashed.is_(False)
+    worker_id = await session.scalar(
         update(WorkerSession)
-        .where(WorkerSession.claim_id == claim_id, WorkerSession.ended_at.is_(None))
-        .values(ended_at=func.clock_timestamp(), end_reason=reason)
+        .where(WorkerSession.claim_id == claim_id, changed)
+        .values(
+            ended_at=func.coalesce(WorkerSession.ended_at, func.clock_timestamp()),
+            end_reason=func.coalesce(WorkerSession.end_reason, reason),
+            crashed=or_(WorkerSession.crashed, literal(crashed)),
+        )
+        .returning(WorkerSession.worker_id)
     )
+    return worker_id or ""
 
 
 async def latest(session: AsyncSession, user_id: str) -> WorkerSession | None:
@@ -90,6 +225,28 @@ async def of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | No
         .order_by(WorkerSession.epoch.desc())
         .limit(1)
     )
+
+
+async def assigned(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
+    """Those of these workers that have an open assignment: one query, however many there are."""
+    asked = literal(list(worker_ids), ARRAY(Text))
+    found = await session.scalars(
+        select(WorkerSession.worker_id).where(
+            WorkerSession.worker_id == any_(asked), WorkerSession.ended_at.is_(None)
+        )
+    )
+    return {worker_id for worker_id in found if worker_id is not None}
+
+
+async def claims_within(session: AsyncSession, pool: str, seconds: float) -> int:
+    """How many workers of this pool, warm or cold, were given to users within the last `seconds`."""
+    found = await session.scalar(
+        select(func.count()).where(
+            WorkerSession.pool == pool,
+            WorkerSession.claimed_at > func.clock_timestamp() - timedelta(seconds=seconds),
+        )
+    )
+    return found or 0
 
 
 async def serves_another(session: AsyncSession, worker_id: str, claim_id: str) -> bool:
@@ -120,6 +277,49 @@ async def serving_at(session: AsyncSession, user_id: str, at: datetime) -> Worke
     )
 
 
+class InService(NamedTuple):
+    """The present assignment of a user whose worker has had its mark."""
+
+    claim_id: str
+    user_id: str
+    worker_id: str
+    epoch: int
+
+    @property
+    def mark(self) -> bytes:
+        """What the mark says while this worker lives."""
+        return f"{self.epoch}:{self.worker_id}".encode()
+
+
+#: The connect is told by an event, which can be lost: after so long, a claimed worker counts all the same.
+#: Three logins of 20 s with their pauses take less.
+_LONG_CLAIMED = timedelta(minutes=2)
+
+_IN_SERVICE = (
+    select(
+        WorkerSession.claim_id,
+        WorkerSession.user_id,
+        func.coalesce(WorkerSession.worker_id, "").label("worker_id"),
+        WorkerSession.epoch,
+    )
+    # An older assignment that nobody closed is none any more.
+    .join(User, (User.id == WorkerSession.user_id) & (User.epoch == WorkerSession.epoch))
+    .where(
+        WorkerSession.ended_at.is_(None),
+        WorkerSession.worker_id.is_not(None),
+        or_(
+            WorkerSession.connected_at.is_not(None),
+            WorkerSession.claimed_at < func.clock_timestamp() - _LONG_CLAIMED,
+        ),
+    )
+)
+
+
+async def in_service(connection: AsyncConnection) -> list[InService]:
+    """All workers whose mark should be there, for the watcher."""
+    return [InService(*row) for row in await connection.execute(_IN_SERVICE)]
+
+
 async def last_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
     """The assignment of a worker, open or ended: a worker belongs to one user in its life."""
     return await session.scalar(
@@ -128,13 +328,3 @@ async def last_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession
         .order_by(WorkerSession.epoch.desc())
         .limit(1)
     )
-
-
-async def with_open_assignment(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Those of these workers that belong to a user now."""
-    found = await session.scalars(
-        select(WorkerSession.worker_id).where(
-            WorkerSession.worker_id.in_(worker_ids), WorkerSession.ended_at.is_(None)
-        )
-    )
-    return {worker_id for worker_id in found if worker_id}

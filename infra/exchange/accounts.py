@@ -12,6 +12,7 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.faults import FaultPoint
 from infra.exchange.ledger import Ledger
 from infra.exchange.records import AccountRegistration
+from infra.exchange.schedule import EVERYONE, FaultPlan, FaultSchedule
 from worker_runtime.protocol.errors import LoginRejected, UnknownAccount
 from worker_runtime.protocol.exchange import Login
 
@@ -30,12 +31,17 @@ class Accounts:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.schedule = FaultSchedule(ledger)
         self._accounts = {
             name: Account(
                 key_hash=key_hash, person_id=person_id, behaviour=Behaviour.model_validate_json(behaviour)
             )
             for name, key_hash, person_id, behaviour in ledger.accounts()
         }
+        #: Accounts with ordered faults.
+        self._faulty: set[str] = set()
+        for name in self._accounts:
+            self._note_faults(name)
 
     def register(self, registration: AccountRegistration) -> None:
         """Adds an account, or replaces its keys; its behaviour stays. Only a hash of the keys is kept."""
@@ -65,16 +71,38 @@ class Accounts:
         """Raises `UnknownAccount`."""
         self._save(name, replace(self._account(name), behaviour=behaviour))
 
+    def fault_plan(self, name: str) -> FaultPlan:
+        """Raises `UnknownAccount`, unless it is that of `EVERYONE`."""
+        if name != EVERYONE:
+            self._account(name)
+        return self.schedule.get(name)
+
+    def set_fault_plan(self, name: str, plan: FaultPlan) -> None:
+        """Raises `UnknownAccount`, unless it is for `EVERYONE`."""
+        if name != EVERYONE:
+            self._account(name)
+        self.schedule.set(name, plan)
+
     def login_latency(self, name: str) -> float:
         """Seconds; nothing for an account that does not exist."""
         known = self._accounts.get(name)
         return known.behaviour.login_latency_ms / 1000 if known else 0.0
 
     def strikes(self, name: str, point: FaultPoint) -> bool:
-        """Whether a fault strikes here and now; uses up one of its times."""
+        """Whether a fault strikes here and now.
+
+        Ordered faults come first, and this uses up one of their times; then the plan's random ones.
+        """
+        if name not in self._faulty and not self.schedule.active:
+            return False  # asked eight times an order, so the usual answer comes first
         known = self._accounts.get(name)
-        if known is None or not known.behaviour.faults.get(point, 0):
+        if known is None:
             return False
+        if not known.behaviour.faults.get(point, 0):
+            if not self.schedule.strikes(name, point):
+                return False
+            _log.info("exchange.fault", account=name, point=point.value, random=True)
+            return True
         _log.info("exchange.fault", account=name, point=point.value)
         if (left := known.behaviour.struck(point)) is not known.behaviour:
             self.set_behaviour(name, left)
@@ -91,6 +119,13 @@ class Accounts:
             name, account.key_hash, account.person_id, account.behaviour.model_dump_json()
         )
         self._accounts[name] = account
+        self._note_faults(name)
+
+    def _note_faults(self, name: str) -> None:
+        if self._accounts[name].behaviour.faults:
+            self._faulty.add(name)
+        else:
+            self._faulty.discard(name)
 
 
 def _key_hash(account: str, api_key: str, secret_key: str) -> bytes:

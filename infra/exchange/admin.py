@@ -14,7 +14,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.exchange import Exchange
-from infra.exchange.records import AccountRegistration, Health, LedgerOrder, LedgerSession
+from infra.exchange.hours import Maintenance
+from infra.exchange.limits import Limits, Owner
+from infra.exchange.market import Walk
+from infra.exchange.records import (
+    AccountRegistration,
+    Health,
+    Incident,
+    IncidentKind,
+    LedgerOrder,
+    LedgerSession,
+    OwnerKind,
+)
+from infra.exchange.schedule import EVERYONE, FaultPlan
 from worker_runtime.protocol.errors import BerthError, OrderRejected, UnknownAccount
 
 _STATUS = {UnknownAccount: 404, OrderRejected: 409}
@@ -51,6 +63,17 @@ class Ended(_Body):
     sessions: int
 
 
+class Expired(_Body):
+    orders: int
+
+
+class Lift(_Body):
+    """Who is forgiven."""
+
+    owner_kind: OwnerKind
+    owner: str = Field(max_length=64)
+
+
 def create_admin(exchange: Exchange) -> FastAPI:
     """The app; its handlers run in the exchange's own loop, so that they see and change it directly."""
     app = FastAPI(title="Berth paper exchange: admin", version="1")
@@ -74,15 +97,78 @@ def create_admin(exchange: Exchange) -> FastAPI:
 
     @app.post("/accounts/{account}/end-sessions")
     async def end_sessions(account: Account, body: EndSessions) -> Ended:
-        return Ended(sessions=exchange.end_sessions(account, body.reason, abrupt=body.abrupt))
+        return Ended(sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt))
+
+    @app.put("/accounts/{account}/fault-plan", status_code=204)
+    async def set_fault_plan(account: Account, plan: FaultPlan) -> None:
+        exchange.accounts.set_fault_plan(account, plan)
+
+    @app.get("/accounts/{account}/fault-plan")
+    async def get_fault_plan(account: Account) -> FaultPlan:
+        return exchange.accounts.fault_plan(account)
+
+    @app.put("/fault-plan", status_code=204)
+    async def set_fault_plan_of_everyone(plan: FaultPlan) -> None:
+        """For all accounts that have no plan of their own."""
+        exchange.accounts.set_fault_plan(EVERYONE, plan)
+
+    @app.get("/fault-plan")
+    async def get_fault_plan_of_everyone() -> FaultPlan:
+        return exchange.accounts.fault_plan(EVERYONE)
+
+    @app.put("/limits", status_code=204)
+    async def set_limits(limits: Limits) -> None:
+        exchange.sessions.set_limits(limits)
+
+    @app.get("/limits")
+    async def get_limits() -> Limits:
+        return exchange.sessions.limits
+
+    @app.get("/incidents")
+    async def read_incidents(
+        kind: IncidentKind | None = None, owner: str | None = None, since_ms: int = 0
+    ) -> list[Incident]:
+        """Refused calls, bans, suspensions and what lifted them, oldest first."""
+        return exchange.ledger.incidents(kind=kind, owner=owner, since_ms=since_ms)
+
+    @app.post("/incidents/lift", status_code=204)
+    async def lift(body: Lift) -> None:
+        """Ends the ban and the suspension of a person or an address."""
+        exchange.sessions.limiter.lift(Owner(body.owner_kind, body.owner))
+
+    @app.post("/maintenance", status_code=204)
+    async def announce_maintenance(window: Maintenance) -> None:
+        exchange.sessions.maintenance.announce(window)
+
+    @app.get("/maintenance")
+    async def get_maintenance() -> tuple[Maintenance, ...]:
+        return exchange.sessions.maintenance.windows
+
+    @app.delete("/maintenance", status_code=204)
+    async def call_off_maintenance() -> None:
+        """Ends the window that is open and forgets those to come."""
+        exchange.sessions.maintenance.call_off()
+
+    @app.post("/day/close")
+    async def close_day() -> Expired:
+        """Ends the trading day: all orders that rest expire."""
+        return Expired(orders=exchange.close_day())
+
+    @app.put("/market/walk", status_code=204)
+    async def set_walk(walk: Walk) -> None:
+        exchange.market.set_walk(walk)
+
+    @app.get("/market/walk")
+    async def get_walk() -> Walk:
+        return exchange.market.walk
 
     @app.post("/symbols/{symbol}/price", status_code=204)
     async def set_price(symbol: str, body: Price) -> None:
-        exchange.set_price(symbol, body.price)
+        exchange.market.set_price(symbol, body.price)
 
     @app.get("/symbols/{symbol}/price")
     async def get_price(symbol: str) -> Price:
-        return Price(price=exchange.price(symbol))
+        return Price(price=exchange.market.price(symbol))
 
     @app.post("/orders/{broker_order_id}/fill")
     async def fill_order(broker_order_id: str, body: FillByHand) -> LedgerOrder:
@@ -103,6 +189,6 @@ def create_admin(exchange: Exchange) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> Health:
-        return Health(status="ok", connections=exchange.connections, orders=exchange.ledger.count_orders())
+        return Health(status="ok", connections=len(exchange.sessions), orders=exchange.ledger.count_orders())
 
     return app

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
+import time
 from decimal import Decimal
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,11 +13,22 @@ import httpx
 from pydantic import TypeAdapter
 
 from infra.exchange.behaviour import Behaviour
-from infra.exchange.records import Health, LedgerOrder, LedgerSession
+from infra.exchange.hours import Maintenance
+from infra.exchange.limits import Limits
+from infra.exchange.market import Walk
+from infra.exchange.records import Health, Incident, IncidentKind, LedgerOrder, LedgerSession, OwnerKind
+from infra.exchange.schedule import FaultPlan
 from worker_runtime.protocol.errors import BerthError, from_code
 
 _ORDERS = TypeAdapter(list[LedgerOrder])
 _SESSIONS = TypeAdapter(list[LedgerSession])
+_INCIDENTS = TypeAdapter(list[Incident])
+
+
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Made once: a client that makes its own takes 23 ms to read the certificates, also for http."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 class ExchangeUnreachable(BerthError):
@@ -31,7 +45,7 @@ class ExchangeAdmin:
     """
 
     def __init__(self, url: str, *, timeout: float = 5.0) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False, verify=_authorities())
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,6 +107,50 @@ class ExchangeAdmin:
         return LedgerOrder.model_validate(
             await self._call("POST", f"/orders/{broker_order_id}/cancel", json={"reason": reason})
         )
+
+    async def set_fault_plan(self, plan: FaultPlan, account: str | None = None) -> None:
+        """Random faults for one account, or for all that have no plan of their own."""
+        path = "/fault-plan" if account is None else f"/accounts/{account}/fault-plan"
+        await self._call("PUT", path, json=plan.model_dump(mode="json"))
+
+    async def limits(self) -> Limits:
+        return Limits.model_validate(await self._call("GET", "/limits"))
+
+    async def set_limits(self, limits: Limits) -> None:
+        """Replaces all limits: `Limits()` are the real broker's."""
+        await self._call("PUT", "/limits", json=limits.model_dump(mode="json"))
+
+    async def incidents(
+        self, kind: IncidentKind | None = None, owner: str | None = None, since_ms: int | None = None
+    ) -> list[Incident]:
+        """Refused calls, bans and suspensions, oldest first; `kind` BANNED: only the bans, and so on."""
+        given = _given(kind=kind, owner=owner, since_ms=None if since_ms is None else str(since_ms))
+        return _INCIDENTS.validate_python(await self._call("GET", "/incidents", params=given))
+
+    async def lift(self, owner_kind: OwnerKind, owner: str) -> None:
+        """Ends the ban and the suspension of a person or an address."""
+        await self._call("POST", "/incidents/lift", json={"owner_kind": owner_kind, "owner": owner})
+
+    async def announce_maintenance(self, window: Maintenance) -> None:
+        await self._call("POST", "/maintenance", json=window.model_dump(mode="json"))
+
+    async def begin_maintenance(self, seconds: float, *, ends_sessions: bool = True) -> None:
+        """At once, for so long."""
+        now = time.time_ns() // 1_000_000
+        end = now + int(seconds * 1000)
+        await self.announce_maintenance(Maintenance(begin_ms=now, end_ms=end, ends_sessions=ends_sessions))
+
+    async def end_maintenance(self) -> None:
+        """Also forgets the windows to come."""
+        await self._call("DELETE", "/maintenance")
+
+    async def close_day(self) -> int:
+        """Ends the trading day; returns how many orders expired."""
+        return int((await self._call("POST", "/day/close"))["orders"])
+
+    async def set_walk(self, walk: Walk) -> None:
+        """Lets prices move by themselves; `Walk()` makes them stand still."""
+        await self._call("PUT", "/market/walk", json=walk.model_dump(mode="json"))
 
     async def health(self) -> Health:
         return Health.model_validate(await self._call("GET", "/healthz"))

@@ -5,39 +5,37 @@ Every change is in the ledger before anybody hears of it.
 
 from __future__ import annotations
 
-import random
-import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import time
 from decimal import Decimal
-from typing import Protocol
+from itertools import count
+from time import time_ns
+
+import structlog
 
 from infra.exchange import matching
 from infra.exchange.accounts import Accounts
 from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.faults import FaultPoint
+from infra.exchange.book import Book
+from infra.exchange.hours import day_begins_ms, last_close_ms, next_close_ms
 from infra.exchange.ledger import Ledger
+from infra.exchange.limits import Limits
+from infra.exchange.listing import as_of
+from infra.exchange.market import Market, Walk
 from infra.exchange.matching import Match, Terms
-from infra.exchange.positions import positions
+from infra.exchange.positions import balance, positions
 from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
-from worker_runtime.protocol.errors import LoginLimited, OrderRejected
-from worker_runtime.protocol.exchange import Login, OrderChanged, Place, Position
+from infra.exchange.schedule import draw
+from infra.exchange.sessions import Sessions
+from infra.exchange.tape import Tape
+from worker_runtime.protocol.errors import OrderRejected
+from worker_runtime.protocol.exchange import Balance, Coverage, OrderChanged, Place, Position, Replace
 from worker_runtime.protocol.messages import OrderState
 
-#: Connections a person may have, as at the real broker (SinoPac: one a login, the sixth gets 451).
-CONNECTIONS_PER_PERSON = 5
-#: The trading day is Taipei's.
-_TAIPEI = timezone(timedelta(hours=8))
-
-
-class Listener(Protocol):
-    """One logged-in connection."""
-
-    def deliver(self, event: OrderChanged) -> None: ...
-
-    def end(self, reason: str, *, abrupt: bool) -> None: ...
+_log = structlog.get_logger()
+#: Orders are filled some time after they were taken.
+_ON_TIMER = frozenset({FillMode.DELAYED, FillMode.GRADUAL})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,17 @@ class Taken:
 Later = Callable[[float, Callable[[], None]], object]
 
 
+def _now_ms() -> int:
+    return time_ns() // 1_000_000
+
+
 class Exchange:
-    """All state; `ledger` is its durable half. The caller closes the ledger."""
+    """All state; `ledger` is its durable half. The caller closes the ledger.
+
+    `limits` and `walk` hold unless an admin call has set others. At `day_closes` (time of day in Taipei)
+    orders that rest expire; None: only when an admin call closes the day. At `day_begins` the lists of
+    orders begin anew. `now` gives Unix milliseconds.
+    """
 
     def __init__(
         self,
@@ -61,21 +68,32 @@ class Exchange:
         later: Later,
         *,
         seed: int = 1,
-        connections_per_person: int = CONNECTIONS_PER_PERSON,
+        limits: Limits | None = None,
+        walk: Walk | None = None,
+        day_closes: time | None = None,
+        day_begins: time = time(),
+        now: Callable[[], int] = _now_ms,
     ) -> None:
         self.ledger = ledger
         self.accounts = Accounts(ledger)
+        self.sessions = Sessions(ledger, self.accounts, later, now, limits or Limits())
+        self.market = Market(ledger, later, self._price_moved, seed=seed, walk=walk or Walk())
+        self.tape = Tape(self.accounts, self.sessions.deliver, later, now)
         self._later = later
+        self._now = now
+        self._day_begins = day_begins
         self._seed = seed
-        self._connections_per_person = connections_per_person
-        self._random = random.Random(seed)  # noqa: S311 - simulated rejections, no secret
-        self._boot = secrets.token_hex(4)
-        self._events = 0
-        self._prices = ledger.prices()
-        self._listeners: dict[str, tuple[LedgerSession, Listener]] = {}
-        ledger.close_all_sessions(_now_ms(), "the exchange restarted")
-        self._resting = {order.broker_order_id: order for order in ledger.resting_orders()}
-        for order in list(self._resting.values()):
+        #: Orders so far of each account of which a share is rejected.
+        self._tried: dict[str, int] = {}
+        #: Which timer of a resting order is the one that counts.
+        self._timers: dict[str, int] = {}
+        self._timer_numbers = count()
+        self._book = Book(ledger.resting_orders())
+        if day_closes is not None:
+            # The exchange may have been down at the time itself.
+            self.close_day(before_ms=last_close_ms(now(), day_closes))
+            self._wait_for_close(day_closes)
+        for order in self._book.all():
             self._rematch(order)
 
     # --- market and behaviour (admin) -----------------------------------------------------------------
@@ -83,20 +101,17 @@ class Exchange:
     def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
         """Raises `UnknownAccount`. Orders that rest meet the new behaviour at once."""
         self.accounts.set_behaviour(account, behaviour)
-        for order in [o for o in self._resting.values() if o.account == account]:
+        for order in self._book.of_account(account):
+            self._timers.pop(order.broker_order_id, None)
             self._rematch(order)
 
-    def price(self, symbol: str) -> Decimal:
-        if symbol not in self._prices:
-            self._prices[symbol] = matching.first_price(symbol, self._seed)
-        return self._prices[symbol]
-
-    def set_price(self, symbol: str, price: Decimal) -> None:
-        """Moves the market; resting orders that it crosses are filled."""
-        self.ledger.save_price(symbol, price)
-        self._prices[symbol] = price
-        for order in [o for o in self._resting.values() if o.symbol == symbol]:
-            self._rematch(order)
+    def close_day(self, before_ms: int | None = None) -> int:
+        """The end of the trading day: what rests (from before that time) expires; returns how many."""
+        ending = [o for o in self._book.all() if before_ms is None or o.received_ms < before_ms]
+        for order in ending:
+            self._apply(order, Match(state=OrderState.EXPIRED, reason="the trading day ended"), None)
+        _log.info("exchange.day_closed", expired=len(ending))
+        return len(ending)
 
     def fill_by_hand(self, broker_order_id: str, quantity: int | None, price: Decimal | None) -> LedgerOrder:
         """Fills a resting order (all of it by default); raises `OrderRejected` if that cannot be."""
@@ -106,7 +121,7 @@ class Exchange:
             raise OrderRejected(f"{order.remaining} lots of {broker_order_id} are open")
         done = quantity == order.remaining
         found = Match(state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity)
-        return self._apply(order, found, price or self.price(order.symbol))
+        return self._apply(order, found, price or self.market.price(order.symbol))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
         """Cancels a resting order; raises `OrderRejected` if it is final, unknown or someone else's."""
@@ -115,42 +130,28 @@ class Exchange:
             raise OrderRejected(f"no open order {broker_order_id}")
         return self._apply(order, Match(state=OrderState.CANCELLED, reason=reason), None)
 
-    # --- sessions -------------------------------------------------------------------------------------
+    def replace(self, account: str, request: Replace) -> LedgerOrder:
+        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that cannot be.
 
-    def login(self, request: Login, listener: Listener) -> LedgerSession:
-        """Opens a session; raises `LoginRejected` or `LoginLimited`."""
-        person_id = self.accounts.check_login(request)
-        connected = sum(s.person_id == person_id for s, _ in self._listeners.values())
-        if connected >= self._connections_per_person:
-            raise LoginLimited(f"{connected} connections are open for this person")
-        session = LedgerSession(
-            session_id=self.ledger.new_session_id(),
-            account=request.account,
-            person_id=person_id,
-            client=request.client[:128],
-            opened_ms=_now_ms(),
-            closed_ms=None,
-            close_reason=None,
-        )
-        self.ledger.open_session(session)
-        self._listeners[session.session_id] = (session, listener)
-        return session
-
-    def logout(self, session_id: str, reason: str) -> None:
-        if self._listeners.pop(session_id, None) is not None:
-            self.ledger.close_session(session_id, _now_ms(), reason)
-
-    def end_sessions(self, account: str, reason: str, *, abrupt: bool) -> int:
-        """Ends all sessions of an account, with or without telling them; returns how many."""
-        chosen = [entry for entry in self._listeners.values() if entry[0].account == account]
-        for session, listener in chosen:
-            self.logout(session.session_id, reason)
-            listener.end(reason, abrupt=abrupt)
-        return len(chosen)
-
-    @property
-    def connections(self) -> int:
-        return len(self._listeners)
+        As at TAIFEX and TWSE the quantity can only fall. What is reduced to its fills is cancelled.
+        """
+        order = self._resting_order(request.broker_order_id)
+        if order.account != account:
+            raise OrderRejected(f"no open order {request.broker_order_id}")
+        quantity = order.quantity if request.quantity is None else request.quantity
+        if not max(order.filled, 1) <= quantity <= order.quantity:
+            raise OrderRejected(f"the quantity can only fall, from {order.quantity} to {order.filled} lots")
+        if request.price is not None and (order.price is None or not matching.is_price(request.price)):
+            raise OrderRejected("only a limit order has a price, above zero")
+        price = order.price if request.price is None else request.price
+        order = order.model_copy(update={"quantity": quantity, "price": price})
+        state, reason = order.state, None
+        if not order.remaining:
+            state, reason = OrderState.CANCELLED, "the rest was taken back by the client"
+        changed = self._apply(order, Match(state=state, reason=reason), None)
+        if not changed.final:
+            self._rematch(changed)
+        return self.ledger.order(order.broker_order_id) or changed
 
     # --- orders ---------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Exchange:
             raise OrderRejected(refused)
         behaviour = self.accounts.behaviour(session.account)
         found = self._first_match(session.account, terms, behaviour)
-        now = _now_ms()
+        now = self._now()
         order = LedgerOrder(
             broker_order_id=self.ledger.new_order_id(),
             account=session.account,
@@ -191,75 +192,115 @@ class Exchange:
             reason=found.reason,
             received_ms=now,
             updated_ms=now,
-            fills=self._fills(found.quantity, self.price(request.symbol), now),
+            fills=self._fills(found.quantity, self.market.price(request.symbol), now),
         )
         with self.ledger.transaction():
             self.ledger.insert_order(order)
         if not order.final:
-            self._resting[order.broker_order_id] = order
-            if behaviour.fill is FillMode.DELAYED:
+            self._book.put(order)
+            if behaviour.fill in _ON_TIMER:
                 self._settle_later(order.broker_order_id, behaviour)
         # A plain acceptance is told by the answer alone.
-        events = () if order.state is OrderState.SUBMITTED else self._events_of(order, order.fills)
+        events = () if order.state is OrderState.SUBMITTED else self.tape.events_of(order, order.fills)
         return Taken(order=order, events=events)
 
     def orders(self, account: str) -> list[LedgerOrder]:
         """The account's orders of this trading day, and older ones that still rest."""
-        midnight = datetime.now(_TAIPEI).replace(hour=0, minute=0, second=0, microsecond=0)
-        today = self.ledger.orders(account, since_ms=int(midnight.timestamp() * 1000))
+        today = self.ledger.orders(account, since_ms=self._today_ms())
         known = {order.broker_order_id for order in today}
-        older = [o for o in self._resting.values() if o.account == account and o.broker_order_id not in known]
+        older = [o for o in self._book.of_account(account) if o.broker_order_id not in known]
         return [*older, *today]
 
-    def positions(self, account: str) -> list[Position]:
-        return positions(self.ledger.orders(account))
+    def listing(self, session: LedgerSession) -> tuple[list[LedgerOrder], Coverage | None]:
+        """What a session is shown of `orders`, and what it is told of what that leaves out."""
+        behaviour, now = self.accounts.behaviour(session.account), self._now()
+        orders = self._as_shown(session.account, self.orders(session.account))
+        own_only = behaviour.lists_own_session_only
+        if own_only:
+            orders = [order for order in orders if order.session_id == session.session_id]
+        if behaviour.listing_untold:
+            return orders, None
+        return orders, Coverage(
+            all_sessions=not own_only,
+            behind_ms=behaviour.listing_lag_ms,
+            reaches_ms=now - self._today_ms(),
+        )
 
-    def publish(self, account: str, events: tuple[OrderChanged, ...]) -> None:
-        """Sends events to every session of the account."""
-        for event in events:
-            if self.accounts.strikes(account, FaultPoint.LOST_EVENT):
-                continue
-            copies = [event]
-            if event.fill is not None and self.accounts.strikes(account, FaultPoint.DUPLICATE_FILL):
-                copies.append(OrderChanged(event_id=self._new_event_id(), order=event.order, fill=event.fill))
-            for session, listener in list(self._listeners.values()):
-                if session.account == account:
-                    for copy in copies:
-                        listener.deliver(copy)
+    def positions(self, account: str) -> list[Position]:
+        return positions(self._as_shown(account, self.ledger.orders(account)))
+
+    def balance(self, account: str) -> Balance:
+        """What the account's fills left of its first money; what its resting purchases need is not free."""
+        return balance(self._as_shown(account, self.ledger.orders(account)))
 
     # --- inside ---------------------------------------------------------------------------------------
+
+    def _today_ms(self) -> int:
+        return day_begins_ms(self._now(), self._day_begins)
 
     def _first_match(self, account: str, terms: Terms, behaviour: Behaviour) -> Match:
         if behaviour.reject_next:
             self.accounts.set_behaviour(account, behaviour.without_one_rejection())
             return Match(state=OrderState.REJECTED, reason=behaviour.reject_reason)
-        if behaviour.reject_rate and self._random.random() < behaviour.reject_rate:
+        if behaviour.reject_rate and self._luck(account) < behaviour.reject_rate:
             return Match(state=OrderState.REJECTED, reason=behaviour.reject_reason)
         match behaviour.fill:
             case FillMode.IMMEDIATE:
-                return matching.match(terms, 0, self.price(terms.symbol), behaviour.liquidity)
+                return matching.match(terms, 0, self.market.price(terms.symbol), behaviour.liquidity)
             case FillMode.NEVER:
                 return matching.match(terms, 0, None, None)
-            case FillMode.DELAYED | FillMode.MANUAL:
+            case FillMode.DELAYED | FillMode.GRADUAL | FillMode.MANUAL:
                 return Match(state=OrderState.SUBMITTED)
+
+    def _luck(self, account: str) -> float:
+        """The same for the same seed and the same number of orders of this account."""
+        tried = self._tried[account] = self._tried.get(account, 0) + 1
+        return draw(self._seed, self.ledger.start, account, "reject", tried)
+
+    def _as_shown(self, account: str, orders: list[LedgerOrder]) -> list[LedgerOrder]:
+        lag = self.accounts.behaviour(account).listing_lag_ms
+        if not lag:
+            return orders
+        then = self._now() - lag
+        return [old for order in orders if (old := as_of(order, then)) is not None]
+
+    def _price_moved(self, symbol: str) -> None:
+        for order in self._book.of_symbol(symbol):
+            self._rematch(order)
+
+    def _wait_for_close(self, day_closes: time) -> None:
+        def close() -> None:
+            self.close_day()
+            self._wait_for_close(day_closes)
+
+        now = self._now()
+        self._later((next_close_ms(now, day_closes) - now) / 1000, close)
 
     def _rematch(self, order: LedgerOrder) -> None:
         """Looks at a resting order again, after the market or the behaviour changed."""
         behaviour = self.accounts.behaviour(order.account)
         if behaviour.fill is FillMode.IMMEDIATE:
             self._settle(order.broker_order_id)
-        elif behaviour.fill is FillMode.DELAYED:
+        elif behaviour.fill in _ON_TIMER and order.broker_order_id not in self._timers:
+            # A timer that runs is left alone: a market that moves all the time would put it off for ever.
             self._settle_later(order.broker_order_id, behaviour)
 
     def _settle_later(self, broker_order_id: str, behaviour: Behaviour) -> None:
-        self._later(behaviour.fill_delay_ms / 1000, lambda: self._settle(broker_order_id))
+        timer = self._timers[broker_order_id] = next(self._timer_numbers)
+
+        def go() -> None:
+            if self._timers.get(broker_order_id) == timer:
+                del self._timers[broker_order_id]
+                self._settle(broker_order_id)
+
+        self._later(behaviour.fill_delay_ms / 1000, go)
 
     def _settle(self, broker_order_id: str) -> None:
-        order = self._resting.get(broker_order_id)
+        order = self._book.get(broker_order_id)
         if order is None:
             return
         behaviour = self.accounts.behaviour(order.account)
-        if behaviour.fill not in (FillMode.IMMEDIATE, FillMode.DELAYED):
+        if behaviour.fill is not FillMode.IMMEDIATE and behaviour.fill not in _ON_TIMER:
             return  # changed while the order waited
         terms = Terms(
             symbol=order.symbol,
@@ -269,13 +310,18 @@ class Exchange:
             price=order.price,
             time_in_force=order.time_in_force,
         )
-        market = self.price(order.symbol)
+        market = self.market.price(order.symbol)
         found = matching.match(terms, order.filled, market, behaviour.liquidity)
-        if found.state is not order.state or found.quantity:
-            self._apply(order, found, market)
+        if behaviour.fill is FillMode.GRADUAL and found.quantity > behaviour.lots_per_fill:
+            found = Match(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)
+        if found.state is order.state and not found.quantity:
+            return
+        changed = self._apply(order, found, market)
+        if found.quantity and behaviour.fill is FillMode.GRADUAL and not changed.final:
+            self._settle_later(broker_order_id, behaviour)
 
     def _apply(self, order: LedgerOrder, found: Match, price: Decimal | None) -> LedgerOrder:
-        now = _now_ms()
+        now = self._now()
         new = self._fills(found.quantity, price or Decimal(0), now)
         changed = order.model_copy(
             update={
@@ -288,35 +334,19 @@ class Exchange:
         with self.ledger.transaction():
             self.ledger.update_order(changed, new)
         if changed.final:
-            self._resting.pop(order.broker_order_id, None)
+            self._book.remove(order)
+            self._timers.pop(order.broker_order_id, None)
         else:
-            self._resting[order.broker_order_id] = changed
-        self.publish(order.account, self._events_of(changed, new))
+            self._book.put(changed)
+        self.tape.publish(order.account, self.tape.events_of(changed, new))
         return changed
 
     def _resting_order(self, broker_order_id: str) -> LedgerOrder:
-        try:
-            return self._resting[broker_order_id]
-        except KeyError:
-            raise OrderRejected(f"no open order {broker_order_id}") from None
+        if (order := self._book.get(broker_order_id)) is None:
+            raise OrderRejected(f"no open order {broker_order_id}")
+        return order
 
     def _fills(self, quantity: int, price: Decimal, now: int) -> tuple[LedgerFill, ...]:
         if not quantity:
             return ()
         return (LedgerFill(fill_id=self.ledger.new_fill_id(), quantity=quantity, price=price, at_ms=now),)
-
-    def _events_of(self, order: LedgerOrder, fills: tuple[LedgerFill, ...]) -> tuple[OrderChanged, ...]:
-        sent = order.as_sent()
-        if not fills:
-            return (OrderChanged(event_id=self._new_event_id(), order=sent),)
-        return tuple(
-            OrderChanged(event_id=self._new_event_id(), order=sent, fill=fill.as_sent()) for fill in fills
-        )
-
-    def _new_event_id(self) -> str:
-        self._events += 1
-        return f"{self._boot}-{self._events}"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,7 +7,6 @@ Faults combine: `lost_ack` with `lost_event` leaves the client without any word 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
 
 
 class FaultPoint(StrEnum):
@@ -19,17 +18,25 @@ class FaultPoint(StrEnum):
     LATE_ACK = "late_ack"
     #: The order is taken; then the connection breaks, before the answer.
     DROP_BEFORE_ACK = "drop_before_ack"
+    #: A cancel or replacement does not arrive: nothing happens, and it is never answered.
+    LOST_CHANGE = "lost_change"
+    #: A cancel or replacement is done; its answer is never sent.
+    LOST_CHANGE_ACK = "lost_change_ack"
+    #: A cancel or replacement is done; then the connection breaks, before the answer.
+    DROP_IN_CHANGE = "drop_in_change"
+    #: A question for orders, positions or money is never answered.
+    LOST_QUERY = "lost_query"
+    #: The connection breaks at a question for orders, positions or money.
+    DROP_IN_QUERY = "drop_in_query"
     #: Each fill is reported twice: another event, the same fill id.
     DUPLICATE_FILL = "duplicate_fill"
     #: Events about an order are never sent.
     LOST_EVENT = "lost_event"
+    #: An event comes `late_event_ms` later: others overtake it.
+    LATE_EVENT = "late_event"
+    #: All events of the account are lost for `event_gap_ms`; then they go on.
+    EVENT_GAP = "event_gap"
     #: Pings are not answered: the session looks alive and is not.
     LOST_PONG = "lost_pong"
     #: A login is neither answered nor refused.
     LOST_LOGIN = "lost_login"
-
-
-class Faults(Protocol):
-    """What asks whether a fault strikes now; each yes uses up one of its times."""
-
-    def strikes(self, account: str, point: FaultPoint) -> bool: ...

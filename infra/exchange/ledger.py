@@ -11,12 +11,19 @@ A process lock is not needed: SQLite's own lock in exclusive mode refuses a seco
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 
-from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
+from infra.exchange.records import (
+    Incident,
+    IncidentKind,
+    LedgerFill,
+    LedgerOrder,
+    LedgerSession,
+    OwnerKind,
+)
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
@@ -45,8 +52,23 @@ CREATE TABLE IF NOT EXISTS fills (
     price TEXT NOT NULL, at_ms INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS fills_order ON fills (broker_order_id);
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS incidents (
+    number INTEGER PRIMARY KEY, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, owner_kind TEXT NOT NULL,
+    owner TEXT NOT NULL, account TEXT NOT NULL, cause TEXT NOT NULL, detail TEXT NOT NULL, until_ms INTEGER
+) STRICT;
+CREATE INDEX IF NOT EXISTS incidents_owner ON incidents (owner, at_ms);
 """
+#: Ledgers of earlier releases lack it.
+_ADDRESS = "ALTER TABLE sessions ADD COLUMN address TEXT NOT NULL DEFAULT ''"
+_INDICES = """
+CREATE INDEX IF NOT EXISTS sessions_person ON sessions (person_id, opened_ms);
+CREATE INDEX IF NOT EXISTS sessions_address ON sessions (address, opened_ms);
+"""
+_START = "start"
 
+_SESSION_COLUMNS = "session_id, account, person_id, client, opened_ms, closed_ms, close_reason, address"
+_INCIDENT_COLUMNS = "at_ms, kind, owner_kind, owner, account, cause, detail, until_ms"
 _ORDER_COLUMNS = (
     "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, price_type,"
     " price, time_in_force, state, reason, received_ms, updated_ms"
@@ -77,6 +99,9 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
+            if "address" not in {row[1] for row in self._db.execute("PRAGMA table_info (sessions)")}:
+                self._db.execute(_ADDRESS)
+            self._db.executescript(_INDICES)
         except sqlite3.OperationalError as error:
             self._db.close()
             if "locked" in str(error):
@@ -88,6 +113,9 @@ class Ledger:
         self._next_order = self._count("orders")
         self._next_session = self._count("sessions")
         self._next_fill = int(self._db.execute("SELECT count(*) FROM fills").fetchone()[0])
+        #: Which time this ledger was opened, from 1.
+        self.start = int(self.setting(_START) or 0) + 1
+        self.save_setting(_START, str(self.start))
 
     def _count(self, table: str) -> int:
         return int(self._db.execute(f"SELECT coalesce(max(number), 0) FROM {table}").fetchone()[0])  # noqa: S608
@@ -133,11 +161,13 @@ class Ledger:
         """Rows of account, key hash, person id, behaviour (JSON)."""
         return self._db.execute("SELECT account, key_hash, person_id, behaviour FROM accounts").fetchall()
 
-    def save_price(self, symbol: str, price: Decimal) -> None:
-        self._db.execute(
-            "INSERT INTO prices VALUES (?, ?) ON CONFLICT (symbol) DO UPDATE SET price = excluded.price",
-            (symbol, str(price)),
-        )
+    def save_prices(self, prices: Mapping[str, Decimal]) -> None:
+        """By symbol."""
+        with self.transaction():
+            self._db.executemany(
+                "INSERT INTO prices VALUES (?, ?) ON CONFLICT (symbol) DO UPDATE SET price = excluded.price",
+                [(symbol, str(price)) for symbol, price in prices.items()],
+            )
 
     def prices(self) -> dict[str, Decimal]:
         return {s: Decimal(p) for s, p in self._db.execute("SELECT symbol, price FROM prices")}
@@ -146,8 +176,12 @@ class Ledger:
 
     def open_session(self, session: LedgerSession) -> None:
         self._db.execute(
-            "INSERT INTO sessions (session_id, account, person_id, client, opened_ms) VALUES (?, ?, ?, ?, ?)",
-            (session.session_id, session.account, session.person_id, session.client, session.opened_ms),
+            "INSERT INTO sessions (session_id, account, person_id, client, opened_ms, address)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                *(session.session_id, session.account, session.person_id, session.client),
+                *(session.opened_ms, session.address),
+            ),
         )
 
     def close_session(self, session_id: str, at_ms: int, reason: str) -> None:
@@ -164,13 +198,59 @@ class Ledger:
 
     def sessions(self, account: str | None = None, only_open: bool | None = None) -> list[LedgerSession]:
         query = (
-            "SELECT session_id, account, person_id, client, opened_ms, closed_ms, close_reason FROM sessions"
+            f"SELECT {_SESSION_COLUMNS} FROM sessions"  # noqa: S608
             " WHERE (:account IS NULL OR account = :account)"
             " AND (:open IS NULL OR (closed_ms IS NULL) = :open) ORDER BY number"
         )
         rows = self._db.execute(query, {"account": account, "open": only_open})
-        names = tuple(LedgerSession.model_fields)
+        names = _SESSION_COLUMNS.split(", ")
         return [LedgerSession.model_validate(dict(zip(names, row, strict=True))) for row in rows]
+
+    def count_sessions(self, owner_kind: OwnerKind, owner: str, since_ms: int) -> int:
+        """Logins of a person, or through an address, since then."""
+        column = "person_id" if owner_kind is OwnerKind.PERSON else "address"
+        query = f"SELECT count(*) FROM sessions WHERE {column} = ? AND opened_ms >= ?"  # noqa: S608
+        return int(self._db.execute(query, (owner, since_ms)).fetchone()[0])
+
+    # --- incidents and settings -----------------------------------------------------------------------
+
+    def add_incident(self, incident: Incident) -> None:
+        self._db.execute(
+            f"INSERT INTO incidents ({_INCIDENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+            (
+                *(incident.at_ms, incident.kind.value, incident.owner_kind.value, incident.owner),
+                *(incident.account, incident.cause, incident.detail, incident.until_ms),
+            ),
+        )
+
+    def incidents(
+        self, *, kind: IncidentKind | None = None, owner: str | None = None, since_ms: int = 0
+    ) -> list[Incident]:
+        """Refusals, bans, suspensions and what lifted them, oldest first."""
+        rows = self._db.execute(
+            f"SELECT {_INCIDENT_COLUMNS} FROM incidents WHERE (:kind IS NULL OR kind = :kind)"  # noqa: S608
+            " AND (:owner IS NULL OR owner = :owner) AND at_ms >= :since ORDER BY number",
+            {"kind": kind, "owner": owner, "since": since_ms},
+        )
+        names = _INCIDENT_COLUMNS.split(", ")
+        return [Incident.model_validate(dict(zip(names, row, strict=True))) for row in rows]
+
+    def setting(self, name: str) -> str | None:
+        """What an admin call has set for the whole exchange (JSON)."""
+        return self.settings_like(name).get("")
+
+    def settings_like(self, prefix: str) -> dict[str, str]:
+        """Settings whose names begin with `prefix`, by the rest of the name."""
+        rows = self._db.execute(
+            "SELECT name, value FROM settings WHERE substr(name, 1, ?) = ?", (len(prefix), prefix)
+        )
+        return {name[len(prefix) :]: value for name, value in rows}
+
+    def save_setting(self, name: str, value: str) -> None:
+        self._db.execute(
+            "INSERT INTO settings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
+        )
 
     # --- orders ---------------------------------------------------------------------------------------
 
@@ -189,8 +269,12 @@ class Ledger:
 
     def update_order(self, order: LedgerOrder, new_fills: tuple[LedgerFill, ...]) -> None:
         self._db.execute(
-            "UPDATE orders SET state = ?, reason = ?, updated_ms = ? WHERE broker_order_id = ?",
-            (order.state.value, order.reason, order.updated_ms, order.broker_order_id),
+            "UPDATE orders SET state = ?, reason = ?, updated_ms = ?, quantity = ?, price = ?"
+            " WHERE broker_order_id = ?",
+            (
+                *(order.state.value, order.reason, order.updated_ms, order.quantity),
+                *(None if order.price is None else str(order.price), order.broker_order_id),
+            ),
         )
         self.insert_fills(order.broker_order_id, new_fills)
 

@@ -10,11 +10,13 @@ import structlog
 
 from infra.exchange.exchange import Exchange
 from infra.exchange.faults import FaultPoint
+from infra.exchange.limits import Call
 from infra.exchange.records import LedgerOrder, LedgerSession
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRejected, SessionDown
 from worker_runtime.protocol.exchange import (
     Cancel,
     ClientRequest,
+    GetBalance,
     ListOrders,
     ListPositions,
     Login,
@@ -22,6 +24,7 @@ from worker_runtime.protocol.exchange import (
     OrderChanged,
     Ping,
     Place,
+    Replace,
     Reply,
     SessionEnded,
 )
@@ -33,6 +36,9 @@ MAX_LINE = 64 * 1024
 MAX_UNSENT = 1024 * 1024
 #: Seconds a connection may take for its login.
 LOGIN_TIMEOUT = 10.0
+#: Why a session was closed, where nobody logged out.
+HUNG_UP = "the client hung up"
+LOST = "the connection was lost"
 
 _log = structlog.get_logger()
 
@@ -52,6 +58,7 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._session: LedgerSession | None = None
+        self._address = ""
         self._buffer = bytearray()
         self._login_timer: asyncio.TimerHandle | None = None
 
@@ -60,12 +67,14 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - create_server makes no other
         self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if peer else ""
         self._links.add(self)
         self._login_timer = self._loop.call_later(LOGIN_TIMEOUT, self._no_login)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._links.discard(self)
-        self._log_out("the connection was lost" if exc else "the client hung up")
+        self._log_out(LOST if exc else HUNG_UP)
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
@@ -132,16 +141,10 @@ class Link(asyncio.Protocol):
         match request:
             case Place():
                 self._place(session, request)
-            case Cancel():
-                order = self._exchange.cancel(
-                    request.broker_order_id, "cancelled by the client", session.account
-                )
-                self._answer(Reply(id=request.id, order=order.as_sent()))
-            case ListOrders():
-                orders = [order.as_sent() for order in self._exchange.orders(session.account)]
-                self._answer(Reply(id=request.id, orders=orders))
-            case ListPositions():
-                self._answer(Reply(id=request.id, positions=self._exchange.positions(session.account)))
+            case Cancel() | Replace():
+                self._change(session, request)
+            case GetBalance() | ListOrders() | ListPositions():
+                self._query(session, request)
             case Ping():
                 if not self._exchange.accounts.strikes(session.account, FaultPoint.LOST_PONG):
                     self._answer(Reply(id=request.id))
@@ -163,7 +166,7 @@ class Link(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing() or self._session is not None:
             return
         try:
-            session = self._exchange.login(request, self)
+            session = self._exchange.sessions.login(request, self, self._address)
         except BerthError as error:
             _log.info("exchange.login_refused", account=request.account, code=error.code)
             self._answer(Reply(id=request.id, error=error.code, detail=error.detail))
@@ -181,11 +184,12 @@ class Link(asyncio.Protocol):
         if exchange.accounts.strikes(account, FaultPoint.LOST_REQUEST):
             self._cut()
             return
+        exchange.sessions.admit(session, Call.ORDER)
         behaviour = exchange.accounts.behaviour(account)
         taken = exchange.place(session, request)
         if exchange.accounts.strikes(account, FaultPoint.DROP_BEFORE_ACK):
             self._cut()
-            exchange.publish(account, taken.events)
+            exchange.tape.publish(account, taken.events)
             return
         reply = _reply_to_place(request.id, taken.order)
         lost = exchange.accounts.strikes(account, FaultPoint.LOST_ACK)
@@ -196,9 +200,41 @@ class Link(asyncio.Protocol):
         def tell() -> None:
             if not lost:
                 self._after(late, lambda: self._answer(reply))
-            exchange.publish(account, taken.events)
+            exchange.tape.publish(account, taken.events)
 
         self._after(behaviour.latency_ms / 1000, tell)
+
+    def _change(self, session: LedgerSession, request: Cancel | Replace) -> None:
+        strikes, account = self._exchange.accounts.strikes, session.account
+        if strikes(account, FaultPoint.LOST_CHANGE):
+            return
+        self._exchange.sessions.admit(session, Call.ORDER)
+        if isinstance(request, Cancel):
+            order = self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
+        else:
+            order = self._exchange.replace(account, request)
+        if strikes(account, FaultPoint.DROP_IN_CHANGE):
+            self._cut()
+        elif not strikes(account, FaultPoint.LOST_CHANGE_ACK):
+            self._answer(Reply(id=request.id, order=order.as_sent()))
+
+    def _query(self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions) -> None:
+        exchange, account = self._exchange, session.account
+        if exchange.accounts.strikes(account, FaultPoint.DROP_IN_QUERY):
+            self._cut()
+            return
+        if exchange.accounts.strikes(account, FaultPoint.LOST_QUERY):
+            return
+        exchange.sessions.admit(session, Call.QUERY)
+        match request:
+            case GetBalance():
+                self._answer(Reply(id=request.id, balance=exchange.balance(account)))
+            case ListOrders():
+                listed, coverage = exchange.listing(session)
+                orders = [order.as_sent() for order in listed]
+                self._answer(Reply(id=request.id, orders=orders, coverage=coverage))
+            case ListPositions():
+                self._answer(Reply(id=request.id, positions=exchange.positions(account)))
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -217,7 +253,7 @@ class Link(asyncio.Protocol):
         if self._login_timer is not None:
             self._login_timer.cancel()
         if self._session is not None:
-            self._exchange.logout(self._session.session_id, reason)
+            self._exchange.sessions.logout(self._session.session_id, reason)
             _log.info("exchange.logout", session=self._session.session_id, reason=reason)
             self._session = None
 

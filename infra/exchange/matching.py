@@ -6,6 +6,7 @@ trading where the resting side sets the price.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from zlib import crc32
@@ -17,6 +18,8 @@ MAX_QUANTITY = 1_000_000
 #: Characters: all that Shioaji's `custom_field` holds.
 MAX_TAG = 6
 MAX_SYMBOL = 16
+#: TAIFEX: a product of three characters and the month (TXFA6, MXFR1), or strike and month (TXO18000L4).
+_TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
 
 
@@ -55,12 +58,19 @@ def refusal(terms: Terms) -> str | None:
         return f"quantity must be 1 to {MAX_QUANTITY} lots"
     if len(terms.tag) > MAX_TAG:
         return f"the tag has more than {MAX_TAG} characters"
-    if terms.price_type is PriceType.LIMIT and not _is_price(terms.price):
+    if (
+        terms.price_type is PriceType.MARKET
+        and terms.time_in_force is TimeInForce.ROD
+        and _TAIFEX.fullmatch(terms.symbol)
+    ):
+        return "9938: TAIFEX takes no market order that is good for the day"
+    if terms.price_type is PriceType.LIMIT and not is_price(terms.price):
         return "a limit order needs a price above zero"
     return None
 
 
-def _is_price(price: Decimal | None) -> bool:
+def is_price(price: Decimal | None) -> bool:
+    """Whether an order may have this price."""
     # NaN cannot be compared, so finiteness comes first.
     return price is not None and price.is_finite() and 0 < price <= _MAX_PRICE
 

@@ -1,4 +1,4 @@
-"""Positions, computed from the fills: the ledger is the only truth."""
+"""Positions and money, computed from the fills: the ledger is the only truth."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from decimal import Decimal
 
 from infra.exchange.records import LedgerOrder
-from worker_runtime.protocol.exchange import Position
+from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Side
 
 _CENT = Decimal("0.0001")
+#: What every account begins with.
+FIRST_MONEY = Decimal(100_000_000)
 
 
 def positions(orders: Iterable[LedgerOrder]) -> list[Position]:
@@ -33,3 +35,14 @@ def positions(orders: Iterable[LedgerOrder]) -> list[Position]:
         for symbol, (quantity, average) in sorted(held.items())
         if quantity
     ]
+
+
+def balance(orders: Iterable[LedgerOrder]) -> Balance:
+    """Money after the given orders' fills. A lot is worth its price: the exchange knows no contract sizes."""
+    cash, bound = FIRST_MONEY, Decimal(0)
+    for order in orders:
+        sign = -1 if order.side is Side.BUY else 1
+        cash += sum((sign * fill.quantity * fill.price for fill in order.fills), Decimal(0))
+        if order.side is Side.BUY and not order.final and order.price is not None:
+            bound += order.remaining * order.price
+    return Balance(currency="TWD", cash=cash, available=cash - bound)

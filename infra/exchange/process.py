@@ -20,11 +20,12 @@ class ExchangeServer(Server):
         port: int | None = None,
         *,
         admin_port: int | None = None,
-        connections_per_person: int | None = None,
+        options: Sequence[str] = (),
     ) -> None:
+        """`options` are further words of its command line, such as `--orders-per-10s 5000`."""
         super().__init__(directory, port)
         self.admin_port = admin_port or free_port()
-        self.connections_per_person = connections_per_person
+        self.options = tuple(options)
 
     @property
     def address(self) -> str:
@@ -37,9 +38,7 @@ class ExchangeServer(Server):
     def command(self) -> Sequence[str]:
         words = [sys.executable, "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
         words += ["--admin-port", str(self.admin_port), "--ledger", str(self.directory / "ledger.db")]
-        if self.connections_per_person is not None:
-            words += ["--connections-per-person", str(self.connections_per_person)]
-        return words
+        return [*words, *self.options]
 
     def answers(self) -> bool:
         return accepts(self.port) and accepts(self.admin_port)

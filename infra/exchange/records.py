@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -100,6 +101,39 @@ class LedgerSession(Record):
     opened_ms: int
     closed_ms: int | None
     close_reason: str | None
+    #: Where the connection came from.
+    address: str = ""
+
+
+class OwnerKind(StrEnum):
+    """Whose calls are counted together."""
+
+    PERSON = "person"
+    ADDRESS = "address"
+
+
+class IncidentKind(StrEnum):
+    #: A call was not executed: a limit, a ban, a suspension.
+    REFUSED = "refused"
+    #: A limit was exceeded; until `until_ms` nothing is executed.
+    BANNED = "banned"
+    #: Nothing is executed until someone lifts it.
+    SUSPENDED = "suspended"
+    LIFTED = "lifted"
+
+
+class Incident(Record):
+    """Something that a good client never causes; `cause` is what was counted, such as `orders`."""
+
+    at_ms: int
+    kind: IncidentKind
+    owner_kind: OwnerKind
+    owner: str
+    #: Whose call it was.
+    account: str
+    cause: str
+    detail: str
+    until_ms: int | None = None
 
 
 class Health(Record):

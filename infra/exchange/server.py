@@ -7,16 +7,19 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import time
 from pathlib import Path
 
 import structlog
 import uvicorn
 
 from infra.exchange.admin import create_admin
-from infra.exchange.exchange import CONNECTIONS_PER_PERSON, Exchange
+from infra.exchange.exchange import Exchange
 from infra.exchange.ledger import Ledger
+from infra.exchange.limits import Limits
 from infra.exchange.link import Link
+from infra.exchange.market import Walk
 
 _log = structlog.get_logger()
 
@@ -30,7 +33,10 @@ class ExchangeOptions:
     admin_port: int
     ledger: Path
     seed: int = 1
-    connections_per_person: int = CONNECTIONS_PER_PERSON
+    limits: Limits = field(default_factory=Limits)
+    walk: Walk = field(default_factory=Walk)
+    day_closes: time | None = None
+    day_begins: time = time()
 
 
 class _AdminServer(uvicorn.Server):
@@ -58,7 +64,10 @@ async def _serve(options: ExchangeOptions, ledger: Ledger, admin_socket: socket.
         ledger,
         loop.call_later,
         seed=options.seed,
-        connections_per_person=options.connections_per_person,
+        limits=options.limits,
+        walk=options.walk,
+        day_closes=options.day_closes,
+        day_begins=options.day_begins,
     )
     admin = _AdminServer(
         uvicorn.Config(

@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# One image for the API, the orchestrator, the node and the paper exchange; the command says which.
+# One image for the API, the orchestrator, the node, job runners and the paper exchange; the command says which.
 #   docker build -f infra/images/server.Dockerfile -t berth-server .
 ARG BASE_IMAGE=python:3.11-slim
 
@@ -30,7 +30,7 @@ RUN apt-get update \
     && useradd --uid 10001 --gid berth --no-create-home --home-dir /data --shell /usr/sbin/nologin berth \
     # A new named volume takes over the owner and the mode of the folder it is mounted on.
     && install --directory --owner=berth --group=berth --mode=0700 \
-       /data /keys/private /keys/public /run/berth
+       /data /keys/private /keys/public /keys/jobs /run/berth
 COPY --from=build /opt/berth /opt/berth
 ENV PATH=/opt/berth/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     BERTH_DATA_DIR=/data BERTH_NODE_SOCKET=/run/berth/node.sock

@@ -1,26 +1,31 @@
-# syntax=docker/dockerfile:1
 # A user's worker: the core dependencies, the broker SDK and `worker_runtime`. No other room is in here.
-# Its launch document comes on standard input: `docker run -i berth-worker < config.json`.
-#   docker build -f infra/images/worker.Dockerfile -t berth-worker .
+#   docker build -f infra/images/worker.Dockerfile -t berth-worker:0.1.0 .
+# Where no image can be pulled and nothing downloaded: `python -m infra.images.worker` (a base image of this
+# machine's own Debian, wheels beside the source).
+#
+# Its launch document comes on standard input. By hand, as the launcher does it:
+#   docker run -i --rm --init --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges \
+#     berth-worker:0.1.0 < config.json
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS build
+# Extras of pyproject.toml: the SDKs of the brokers that these workers are for.
+ARG EXTRAS=shioaji
+# For a build without a network: --no-index --find-links=/src, with wheels in infra/images/wheels.
+ARG PIP_OPTIONS=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/berth
+RUN python3 -m venv /opt/berth
 WORKDIR /src
-COPY pyproject.toml requirements.lock ./
-COPY infra/images/requirements.py ./
-RUN python requirements.py shioaji > wanted.txt \
-    && /opt/berth/bin/pip install -c requirements.lock -r wanted.txt \
+# The wheels need not be there: a pattern that finds nothing is no error beside files that exist.
+COPY pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s] ./
+RUN /opt/berth/bin/python requirements.py ${EXTRAS} > wanted.txt \
+    && /opt/berth/bin/pip install ${PIP_OPTIONS} -c requirements.lock -r wanted.txt \
     && /opt/berth/bin/pip uninstall --yes pip setuptools
 COPY worker_runtime /opt/berth/room/worker_runtime
 RUN /opt/berth/bin/python -m compileall -q /opt/berth
 
 FROM ${BASE_IMAGE}
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
-    && groupadd --gid 10002 worker \
+RUN groupadd --gid 10002 worker \
     && useradd --uid 10002 --gid worker --no-create-home --home-dir /tmp --shell /usr/sbin/nologin worker
 COPY --from=build /opt/berth /opt/berth
 # The SDK writes a log, a home folder and a contract cache; with a read-only root only /tmp takes them.
@@ -29,5 +34,5 @@ ENV PATH=/opt/berth/bin:$PATH PYTHONPATH=/opt/berth/room PYTHONUNBUFFERED=1 PYTH
 WORKDIR /tmp
 USER 10002:10002
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["/usr/bin/tini", "--"]
-CMD ["python", "-m", "worker_runtime"]
+# No init process in the image: the launcher asks Docker for one (`--init`, which is tini), and ECS has its own.
+ENTRYPOINT ["python", "-P", "-m", "worker_runtime"]

@@ -30,6 +30,7 @@ class FakeLauncher:
         self.stops: list[tuple[str, str]] = []
         #: While True, every call raises `LauncherUnreachable`.
         self.unreachable = False
+        self.list_lag = 0.0
         self._on_launch = on_launch
         self._by_token: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
@@ -62,7 +63,7 @@ class FakeLauncher:
         if self._on_launch is not None:
             await self._on_launch(spec, task)
 
-    async def stop(self, task_id: str, reason: str) -> None:
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
         self._check()
         self.stops.append((task_id, reason))
         self.end(task_id, 0, "stopped", {"stop_reason": reason})
@@ -163,3 +164,43 @@ class LostReplyLauncher(FakeLauncher):
             self.losses -= 1
             raise LauncherUnreachable("the answer was lost")
         return task
+
+
+class UnsteadyLauncher(FakeLauncher):
+    """Its list is behind by `list_lag` seconds, and the answers of every `loses`-th launch are lost."""
+
+    def __init__(self, *, list_lag: float, loses: int, on_launch: OnLaunch | None = None) -> None:
+        super().__init__(on_launch)
+        self.list_lag = list_lag
+        self.loses = loses
+        self._calls = 0
+        #: What ran, and from when on (monotonic seconds).
+        self._versions: list[tuple[float, list[Task]]] = [(0.0, [])]
+
+    def _changed(self) -> None:
+        self._versions.append((time.monotonic(), list(self._running.values())))
+
+    async def launch(self, spec: LaunchSpec, token: str) -> Task:
+        task = await super().launch(spec, token)
+        self._changed()
+        self._calls += 1
+        if self._calls % self.loses == 0:
+            raise LauncherUnreachable("the answer was lost")
+        return task
+
+    def end(
+        self,
+        task_id: str,
+        exit_code: int | None = -9,
+        reason: str = "killed",
+        detail: dict[str, str] | None = None,
+    ) -> None:
+        super().end(task_id, exit_code, reason, detail)
+        self._changed()
+
+    async def list(self) -> list[Task]:
+        self._check()
+        then = time.monotonic() - self.list_lag
+        while len(self._versions) > 1 and self._versions[1][0] <= then:
+            self._versions.pop(0)
+        return list(self._versions[0][1])

@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_co
 from worker_runtime.protocol.messages import decode, encode
 
 #: Seconds. A launch takes 5 ms of the node's time; the rest is for a host that is very busy.
-CONNECT_TIMEOUT = 2.0
+CONNECT_TIMEOUT = 5.0
 ANSWER_TIMEOUT = 10.0
 #: Seconds of silence after which a subscribed node counts as lost: three beats.
 SILENCE = 3 * protocol.BEAT_PERIOD
@@ -37,6 +37,9 @@ class ProcessLauncher:
     A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
     with the same token.
     """
+
+    #: The node knows its workers.
+    list_lag = 0.0
 
     def __init__(
         self,
@@ -59,14 +62,15 @@ class ProcessLauncher:
         )
         return (await self._ask(request, protocol.Launched)).task
 
-    async def stop(self, task_id: str, reason: str) -> None:
-        request = protocol.Stop(task_id=task_id, reason=reason, grace=self._grace)
-        await self._ask(request, protocol.Stopped, extra=self._longest_stop())
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+        grace = self._grace if grace is None else grace
+        request = protocol.Stop(task_id=task_id, reason=reason, grace=grace)
+        await self._ask(request, protocol.Stopped, extra=_longest_stop(grace))
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""
         request = protocol.StopAll(reason=reason, grace=self._grace)
-        return (await self._ask(request, protocol.Stopped, extra=self._longest_stop())).count
+        return (await self._ask(request, protocol.Stopped, extra=_longest_stop(self._grace))).count
 
     async def list(self) -> list[Task]:
         return (await self._ask(protocol.ListTasks(), protocol.Tasks)).tasks
@@ -96,9 +100,6 @@ class ProcessLauncher:
 
     async def close(self) -> None:
         """Nothing stays open between two calls."""
-
-    def _longest_stop(self) -> float:
-        return (protocol.GRACE_MAX if self._grace is None else self._grace) + protocol.KILL_CONFIRM
 
     async def _ask(self, request: msgspec.Struct, wanted: type[R], extra: float = 0.0) -> R:
         async with self._connected() as (reader, writer):
@@ -143,3 +144,7 @@ class ProcessLauncher:
         if isinstance(reply, protocol.Refused):
             return from_code(reply.code, reply.detail)
         return LauncherUnreachable(f"the node at {self._path} answered {type(reply).__name__}")
+
+
+def _longest_stop(grace: float | None) -> float:
+    return (protocol.GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infra.launchers.port import Launcher
-from infra.settings import Settings
+from infra.settings import EcsSettings, Settings
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -21,8 +21,29 @@ def _process(settings: Settings) -> Launcher:
     return ProcessLauncher(settings.node_socket)
 
 
+def _ecs(_: Settings) -> Launcher:
+    from infra.launchers.ecs_making import create_ecs_launcher
+
+    return create_ecs_launcher(EcsSettings())
+
+
+def _docker(settings: Settings) -> Launcher:
+    from infra.launchers.docker import DockerLauncher
+
+    return DockerLauncher(
+        settings.docker_socket,
+        image=settings.docker_image,
+        network=settings.docker_network,
+        fleet=settings.docker_fleet,
+    )
+
+
 #: Each maker imports its launcher itself: nobody loads the libraries of one that is not used.
-_MAKERS: dict[str, Callable[[Settings], Launcher]] = {"process": _process}
+_MAKERS: dict[str, Callable[[Settings], Launcher]] = {
+    "docker": _docker,
+    "ecs": _ecs,
+    "process": _process,
+}
 
 
 def create_launcher(settings: Settings) -> Launcher:

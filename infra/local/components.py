@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from redis import Redis
+from redis.exceptions import RedisError
+
 from infra.launchers.port import Task
 from infra.local.process import HOST, Server, accepts
 from infra.node.address import reachable
@@ -29,6 +32,7 @@ from infra.node.protocol import (
     Tasks,
 )
 from infra.settings import Settings
+from worker_runtime.protocol import job_keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import decode, encode
 
@@ -149,14 +153,26 @@ class Node(Component):
 
 
 class Orchestrator(Component):
-    """Says by a file that its workers poll and the pool's workflow runs."""
+    """Says by a file that its workers poll and the pool's workflow runs. Several have different names."""
 
     name = "orchestrator"
     module = "activities"
 
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        self.name = settings.orchestrator_name
+        super().__init__(directory, settings)
+
     @property
     def ready_file(self) -> Path:
-        return self.settings.data_dir / "orchestrator.ready"
+        return self.settings.data_dir / f"{self.settings.orchestrator_name}.ready"
+
+    @property
+    def promised(self) -> int:
+        """Free workers that there will be at the least, once it is ready; 0: nobody knows."""
+        try:
+            return int(self.ready_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0
 
     def ports(self) -> list[tuple[int, str]]:
         return []
@@ -167,6 +183,31 @@ class Orchestrator(Component):
 
     def answers(self) -> bool:
         return self.ready_file.exists()
+
+
+class JobFleet(Component):
+    """One runner of the fleet's jobs."""
+
+    name = "jobs"
+    module = "infra.job_fleet"
+
+    def ports(self) -> list[tuple[int, str]]:
+        return []
+
+    def answers(self) -> bool:
+        """Whether it is registered: another one than before it was started."""
+        return bool(self._registered() - self._before)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._before = self._registered()
+
+    def _registered(self) -> set[bytes]:
+        try:
+            with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0) as client:
+                return set(client.hkeys(job_keys.beats(job_keys.FLEET)))
+        except RedisError:
+            return set()
 
 
 class Api(Component):

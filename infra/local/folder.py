@@ -56,6 +56,7 @@ class DataFolder:
             for folder in (self.records, self.logs):
                 folder.mkdir(exist_ok=True)
             self.keys.mkdir(mode=0o700, exist_ok=True)
+            self._api_note.unlink(missing_ok=True)  # of an earlier run, which may have had another port
         except FolderUnusable:
             self.close()
             raise
@@ -101,6 +102,21 @@ class DataFolder:
             except BlockingIOError:
                 text = lock.read().strip()
                 return int(text) if text.isdigit() else None
+            return None
+
+    @property
+    def _api_note(self) -> Path:
+        return self.records / "api.url"
+
+    def note_api(self, url: str) -> None:
+        """Notes where the API listens, for the commands that talk to it."""
+        self._api_note.write_text(url, encoding="utf-8")
+
+    def api_url(self) -> str | None:
+        """Where the API of the `berth up` that has this folder listens; None while none is ready."""
+        try:
+            return self._api_note.read_text(encoding="utf-8") if self.holder() else None
+        except OSError:
             return None
 
     def _check_space(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -30,6 +31,14 @@ HOST = "127.0.0.1"
 #: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 idle cores.
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
+
+#: Below those that Linux gives to connections, and to servers that ask for any (from 32768): a port of ours
+#: is bound seconds after it was chosen. Each process takes them in turn from a part of its own, so that two
+#: which start servers at the same time do not choose the same ones.
+_PORTS = range(12_000, 32_000)
+_PARTS = 50
+_PART = len(_PORTS) // _PARTS
+_turns = itertools.count()
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,15 +65,19 @@ class StartAborted(ServerFailed):
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that were free a moment ago."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Different TCP ports that were free a moment ago. Raises `ServerFailed` when there are not so many."""
+    first = _PORTS.start + os.getpid() % _PARTS * _PART
+    found: list[int] = []
+    for _ in range(_PART):
+        if len(found) == count:
+            break
+        port = first + next(_turns) % _PART
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            found.append(port)
+    if len(found) < count:
+        raise ServerFailed(f"no {count} free ports from {first} to {first + _PART - 1}")
+    return found
 
 
 def free_port() -> int:
@@ -116,6 +129,8 @@ class Server:
         self.records: Path | None = None
         #: Set by the owner to give up waiting for readiness.
         self.abort = Event()
+        #: Seconds after which a start that has not answered is given up.
+        self.start_timeout = START_TIMEOUT
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> Sequence[str]:
@@ -189,7 +204,8 @@ class Server:
             **self._identity(),
         )
 
-    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+    def wait_ready(self) -> None:
+        timeout = self.start_timeout
         deadline = time.monotonic() + timeout
         while not self.answers():
             if not self.running:
@@ -240,6 +256,16 @@ class Server:
 
     def kill(self) -> None:
         self.stop(signal.SIGKILL)
+
+    def restart(self, how: signal.Signals = signal.SIGTERM, down: float = 0.0) -> Self:
+        """Stops it and, after `down` seconds, starts it again: on its port, with its data.
+
+        Raises `ServerFailed` if it does not come up; then `start()` may be tried again.
+        """
+        self.stop(how)
+        if self.abort.wait(down):
+            raise StartAborted(f"{self.name}: given up")
+        return self.start()
 
     def __enter__(self) -> Self:
         return self.start()

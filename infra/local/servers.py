@@ -181,6 +181,13 @@ class PostgresServer(Server):
             raise ServerFailed(f"postgres: createdb {name}: {done.stdout}")
         return self.url(name)
 
+    def drop_database(self, name: str) -> None:
+        """Ends its connections and removes it; one that is missing is no error."""
+        connection = ["-h", HOST, "-p", str(self.port), "-U", self.user]
+        done = self._run([self._binary("dropdb"), *connection, "--force", "--if-exists", name])
+        if done.returncode:
+            raise ServerFailed(f"postgres: dropdb {name}: {done.stdout}")
+
 
 class TemporalServer(Server):
     """Temporal's dev server with its web UI.

@@ -16,8 +16,10 @@ from typing import Any, Self
 from redis import Redis
 
 from infra.database.migrate import migrate
+from infra.launchers.port import LauncherUnreachable, Task
 from infra.local import keyring, steps
-from infra.local.components import Api, Exchange, Node, NodeSilent, Orchestrator
+from infra.local.components import Api, Exchange, JobFleet, Node, NodeSilent, Orchestrator
+from infra.local.containers import Containers, fleet_of
 from infra.local.folder import DataFolder
 from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
@@ -38,7 +40,8 @@ POOL_LOOK = 0.05
 class LocalStack:
     """Use it as a context manager. Every part can be stopped, killed and started again by itself.
 
-    Without `ports` all ports are free ones. `overrides` are fields of `Settings`.
+    Without `ports` all ports are free ones. `orchestrators`: how many run beside each other. `overrides` are
+    fields of `Settings`.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class LocalStack:
         *,
         ports: LocalSettings | None = None,
         durable: bool = True,
+        orchestrators: int = 1,
         search_attributes: Sequence[str] = SEARCH_ATTRIBUTES,
         progress: OnProgress = steps.silent,
         **overrides: Any,
@@ -74,21 +78,48 @@ class LocalStack:
             path / "exchange", self.settings, ports.exchange_port, ports.exchange_admin_port
         )
         self.node = Node(path / "node", self.settings)
-        self.orchestrator = Orchestrator(path, self.settings)
+        #: None unless Docker runs the workers; the node then has none.
+        self.containers = Containers(self.settings) if self.settings.launcher == "docker" else None
+        self.orchestrators = [
+            Orchestrator(path, self._orchestrator_settings(number)) for number in range(1, orchestrators + 1)
+        ]
         self.api = Api(path, self.settings, self.settings.api_port)
+        #: One runner of the fleet's jobs, unless the settings want none.
+        self.jobs = [JobFleet(path, self.settings)] if self.settings.jobs_runner else []
         #: In the order in which they start.
         self.servers: tuple[Server, ...] = (
             *(self.valkey, self.postgres, self.temporal, self.exchange),
-            *(self.node, self.orchestrator, self.api),
+            *(self.node, *self.orchestrators, self.api, *self.jobs),
         )
         for server in self.servers:
-            server.log_path = self.folder.logs / f"{server.name}.log"
-            server.records = self.folder.records
+            self._place(server)
             server.port_setting = f"BERTH_LOCAL_{server.name.upper()}_PORT"
         self.api.port_setting = "--port or BERTH_API_PORT"
         self.exchange.admin_port_setting = "BERTH_LOCAL_EXCHANGE_ADMIN_PORT"
         self.temporal.ui_port_setting = "BERTH_LOCAL_UI_PORT"
         self._admin_key = ""
+
+    def _place(self, server: Server) -> None:
+        server.log_path = self.folder.logs / f"{server.name}.log"
+        server.records = self.folder.records
+
+    def _orchestrator_settings(self, number: int, **overrides: Any) -> Settings:
+        name = self.settings.orchestrator_name + (f"-{number}" if number > 1 else "")
+        return self.settings.model_copy(update={"orchestrator_name": name, **overrides})
+
+    def add_orchestrator(self, **overrides: Any) -> Orchestrator:
+        """One more, not started yet, with fields of `Settings` of its own; it is stopped with the others."""
+        made = Orchestrator(
+            self.folder.path, self._orchestrator_settings(len(self.orchestrators) + 1, **overrides)
+        )
+        self._place(made)
+        self.orchestrators.append(made)
+        return made
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        """The first one, of which there is always one."""
+        return self.orchestrators[0]
 
     @property
     def api_url(self) -> str:
@@ -121,6 +152,7 @@ class LocalStack:
             for server in self.servers:  # before anything is started or written
                 server.check_ports()
             steps.run(self._steps(), self._progress, self._give_up)
+            self.folder.note_api(self.api_url)
         except BaseException:
             self.stop()
             raise
@@ -136,9 +168,10 @@ class LocalStack:
             self._server(self.exchange),
             Step("node", self._start_node),
             Step("database", self._make_database, ("postgres",)),
-            self._server(self.orchestrator, (*ours, "node", "exchange")),
+            *(self._server(one, (*ours, "node", "exchange")) for one in self.orchestrators),
             self._server(self.api, ours),
-            Step("pool", self._wait_pool, ("orchestrator",)),
+            *(self._server(one, ("valkey",)) for one in self.jobs),
+            Step("pool", self._wait_pool, tuple(one.name for one in self.orchestrators)),
         ]
 
     @staticmethod
@@ -167,10 +200,13 @@ class LocalStack:
         """Workers that a killed `berth up` left behind are ended: their users get new ones."""
         self.node.start()
         left = self.node.stop_all("left by an earlier run")
+        if self.containers is not None:
+            left += self.containers.stop_all("left by an earlier run")
         return f"ended {left} workers of an earlier run" if left else ""
 
     def _wait_pool(self) -> str:
-        target = self.settings.pool_target
+        # An operator, or a window, may want fewer than the settings.
+        target = min(self.settings.pool_target, max(one.promised for one in self.orchestrators))
         self.wait_pool(target)
         return f"{target} workers ready"
 
@@ -182,7 +218,7 @@ class LocalStack:
             if ready != shown:
                 self._progress(Progress("pool", Status.STARTED, detail=f"{ready} of {count} ready"))
                 shown = ready
-            if not self.orchestrator.running:
+            if not any(one.running for one in self.orchestrators):
                 raise ServerFailed(f"orchestrator ended:\n{self.orchestrator.log_tail()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
@@ -200,7 +236,11 @@ class LocalStack:
             alive = {name for name in named if client.exists(keys.pool_worker(pool, name))}
         if not alive:
             return set()
-        return alive & {task.worker_id for task in self.node.tasks()}
+        return alive & {task.worker_id for task in self.tasks()}
+
+    def tasks(self) -> list[Task]:
+        """The workers that run now. Raises `NodeSilent` or `LauncherUnreachable`."""
+        return self.node.tasks() if self.containers is None else self.containers.tasks()
 
     # --- stop ---------------------------------------------------------------------------------------
 
@@ -221,13 +261,18 @@ class LocalStack:
                 )
                 order.callback(self.node.stop)
                 order.callback(self._stop_workers)
-                order.callback(_together, self.api.stop, self.orchestrator.stop)
+                order.callback(
+                    _together, self.api.stop, *(one.stop for one in (*self.orchestrators, *self.jobs))
+                )
 
     def _close(self) -> None:
         self.folder.close()
         self._opened = False
 
     def _stop_workers(self) -> None:
+        if self.containers is not None:
+            with contextlib.suppress(LauncherUnreachable):
+                self.containers.stop_all("berth down")
         if not self.node.was_started:
             return
         if not self.node.running:  # it crashed; its successor adopts the workers and can end them
@@ -262,6 +307,9 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
         "database_url": f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}",
         "temporal_address": f"{HOST}:{ports.temporal_port}",
         "node_socket": folder.path / "node.sock",
+        # All our servers listen on 127.0.0.1 only.
+        "docker_network": "host",
+        "docker_fleet": fleet_of(folder.path),
         "exchange_address": f"{HOST}:{ports.exchange_port}",
         "exchange_admin_url": f"http://{HOST}:{ports.exchange_admin_port}",
         "master_key_file": folder.keys / "master.key",
@@ -287,6 +335,9 @@ def end_leftovers(directory: Path) -> list[str]:
     stack.folder.lock()
     try:
         names = stack.folder.end_leftovers()
+        if stack.containers is not None:
+            count = stack.containers.stop_all("berth down")
+            names += [f"{count} containers"] if count else []
         if (stack.node.directory / "register.db").exists():
             stack.node.start()
             try:

@@ -21,9 +21,9 @@ from worker_runtime.protocol.errors import BerthError
 
 
 class LimitsUnavailable(BerthError):
-    """This host lets the node set no memory limits."""
+    """This host lets the node set no limits."""
 
-    code = "MEMORY_LIMITS_UNAVAILABLE"
+    code = "LIMITS_UNAVAILABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,12 @@ def find_groups(name: str, parent: Path | None = None, proc: Path = Path("/proc/
 
     `parent` is a group delegated to the node, to be used instead of its own. Raises `LimitsUnavailable`.
     """
-    version, own = (_version(parent), parent) if parent else _own_group(proc)
+    version, own = (_version(parent), parent) if parent else own_group("memory", proc)
     folder = own / name
     try:
         folder.mkdir(exist_ok=True)
         if version == 2:
-            _delegate(own)
+            delegate(own, "memory")
             (folder / "cgroup.subtree_control").write_text("+memory")
         groups = MemoryGroups(version, folder)
         # One trial tells whether limits really can be set, before any worker relies on them.
@@ -145,8 +145,11 @@ def _version(group: Path) -> int:
     return 1 if (group / "memory.limit_in_bytes").exists() else 2
 
 
-def _own_group(proc: Path) -> tuple[int, Path]:
-    """The version of the hierarchy that has the memory controller, and this process's folder in it."""
+def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Path]:
+    """The version of the hierarchy that has this controller, and this process's folder in it.
+
+    Raises `LimitsUnavailable`.
+    """
     memberships = {}  # controllers, comma-separated; "" is v2 → path
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -155,16 +158,16 @@ def _own_group(proc: Path) -> tuple[int, Path]:
         left, _, right = line.partition(" - ")
         root, mount = left.split(" ")[3:5]
         kind, _, options = right.split(" ", 2)
-        if kind == "cgroup" and "memory" in options.split(","):
+        if kind == "cgroup" and controller in options.split(","):
             for names, path in memberships.items():
-                if "memory" in names.split(","):
+                if controller in names.split(","):
                     return 1, _inside(Path(mount), root, path)
         if kind == "cgroup2" and "" in memberships:
             own = _inside(Path(mount), root, memberships[""])
             with contextlib.suppress(OSError):
-                if "memory" in (own / "cgroup.controllers").read_text().split():
+                if controller in (own / "cgroup.controllers").read_text().split():
                     return 2, own
-    raise LimitsUnavailable("no cgroup hierarchy with a memory controller is mounted")
+    raise LimitsUnavailable(f"no cgroup hierarchy with a {controller} controller is mounted")
 
 
 def _inside(mount: Path, root: str, path: str) -> Path:
@@ -173,19 +176,19 @@ def _inside(mount: Path, root: str, path: str) -> Path:
     return mount / below.lstrip("/")
 
 
-def _delegate(own: Path) -> None:
-    """v2: hands the memory controller to the groups below. Raises `OSError` where others live in `own`.
+def delegate(own: Path, controller: str) -> None:
+    """v2: hands a controller to the groups below. Raises `OSError` where others live in `own`.
 
     A group that hands controllers down may hold no process itself, so the node moves to a leaf of its own.
     """
     control = own / "cgroup.subtree_control"
-    if "memory" in control.read_text().split():
+    if controller in control.read_text().split():
         return
     leaf = own / "berth-node"
     leaf.mkdir(exist_ok=True)
     (leaf / "cgroup.procs").write_text(str(os.getpid()))
     try:
-        control.write_text("+memory")
+        control.write_text(f"+{controller}")
     except OSError:
         (own / "cgroup.procs").write_text(str(os.getpid()))
         leaf.rmdir()

@@ -7,12 +7,13 @@ import contextlib
 import os
 import socket
 import sqlite3
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from infra import tasks
-from infra.node.keeper import Keeper
+from infra.launchers.port import Task, TaskExit
 from infra.node.protocol import (
     BEAT_PERIOD,
     MAX_LINE,
@@ -32,7 +33,6 @@ from infra.node.protocol import (
     Tasks,
     Watch,
 )
-from infra.node.register import Register
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import decode, encode
 
@@ -46,10 +46,34 @@ _CONNECTIONS_MAX = 200
 _WRITE_TIMEOUT = 10.0
 
 
+class Keeping(Protocol):
+    """Who has the workers: `keeper.Keeper`, or a simulated one. May raise `BerthError`."""
+
+    def launch(self, request: Launch) -> Task: ...
+
+    async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int: ...
+
+    async def stop_all(self, reason: str, grace: float | None = None) -> int: ...
+
+    def tasks(self) -> list[Task]: ...
+
+    async def news(self, timeout: float) -> None:
+        """Returns when a worker has ended since the call, or after `timeout` seconds."""
+        ...
+
+
+class EndsLog(Protocol):
+    """Who knows how workers ended: `register.Register`, or a simulated keeper."""
+
+    log: str
+
+    def ends_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]: ...
+
+
 class NodeServer:
     """Serves one keeper. `limits` is what `Pong` says of memory limits."""
 
-    def __init__(self, keeper: Keeper, register: Register, *, limits: str) -> None:
+    def __init__(self, keeper: Keeping, register: EndsLog, *, limits: str) -> None:
         self._keeper = keeper
         self._register = register
         self._limits = limits

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
-import psutil
 import pytest
 from redis import Redis
 
+from infra.chaos.processes import processes_of
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import LedgerOrder, LedgerSession
@@ -48,11 +48,15 @@ class House:
     def __init__(self, stack: LocalStack) -> None:
         self.stack = stack
         self.threads = ThreadPoolExecutor(max_workers=8)
+        #: Made once: each client would read the authorities' certificates again, which takes 23 ms.
+        self._tls = httpx.create_ssl_context(trust_env=False)
 
     # --- REST ---------------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, key: str, **how: Any) -> httpx.Response:
-        with httpx.Client(base_url=self.stack.api_url, timeout=PATIENCE, trust_env=False) as http:
+        with httpx.Client(
+            base_url=self.stack.api_url, timeout=PATIENCE, trust_env=False, verify=self._tls
+        ) as http:
             return http.request(method, path, headers={"X-API-Key": key}, **how)
 
     def trader(self, *, api_key: str = "key", secret_key: str = "secret", wrong_key: bool = False) -> Trader:
@@ -94,18 +98,20 @@ class House:
     def begin(self, trader: Trader) -> Future[httpx.Response]:
         """Starts the trader's worker, in the background."""
         return self.threads.submit(
-            self.call, "POST", f"/v1/users/{trader.user_id}/worker/start", trader.api_key
+            self.call,
+            *("POST", f"/v1/users/{trader.user_id}/worker/start", trader.api_key),
+            params={"wait": 40},  # not before the API gives up
         )
 
     def start_until_active(self, trader: Trader) -> dict[str, Any]:
-        """As a client does it: asks again while the answer is 503."""
+        """As a client does it: asks again while it is under way (202), or nobody is there (503)."""
 
         def active() -> dict[str, Any] | None:
             try:
                 answer = self.begin(trader).result(PATIENCE)
             except httpx.HTTPError:
                 return None
-            assert answer.status_code in {200, 503}, answer.text
+            assert answer.status_code in {200, 202, 503}, answer.text
             return answer.json() if answer.status_code == 200 else None
 
         return until(active, "an active worker")
@@ -156,33 +162,37 @@ class House:
         )
 
     def worker_pid(self, worker_id: str) -> int:
-        """The pid of a worker's first process."""
-        found = [
-            process.info["pid"]
-            for process in psutil.process_iter(["pid", "cmdline"])
-            if worker_id in (process.info["cmdline"] or [])
-        ]
-        assert found, f"no process of {worker_id}"
-        return int(min(found))
+        """The pid of a worker's first process. By its name, for its children may have lower numbers: those of
+        a machine begin anew after 32,768."""
+        zygote = processes_of(worker_id).zygote
+        assert zygote, f"no process of {worker_id}"
+        return zygote
 
     def kill_worker(self, worker_id: str) -> None:
         os.kill(self.worker_pid(worker_id), signal.SIGKILL)
 
 
 def until(condition: Callable[[], T | None], what: str, patience: float = PATIENCE) -> T:
-    """The first value that is neither None nor False."""
+    """The first value that is neither None nor False.
+
+    Rests twice as long as a look takes: what is waited for needs the machine, too.
+    """
     deadline = time.monotonic() + patience
     pause = threading.Event()
     while True:
+        began = time.monotonic()
         value = condition()
         if value is not None and value is not False:
             return value
-        assert time.monotonic() < deadline, f"no {what} within {patience:.0f} s"
-        pause.wait(0.02)
+        now = time.monotonic()
+        assert now < deadline, f"no {what} within {patience:.0f} s"
+        pause.wait(min(max(0.02, 2 * (now - began)), 0.5))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running_house() -> Iterator[House]:
+    """Ends with the tests of this folder: left running it would take its share of the machine from all later
+    ones, and hundreds of processes would be looked through whenever one is sought."""
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
@@ -204,7 +214,9 @@ def house(running_house: House) -> House:
     return running_house
 
 
-@pytest.fixture(autouse=True)
-def _long_enough(request: pytest.FixtureRequest) -> None:
-    """The first test pays for the start of the whole system."""
-    request.node.add_marker(pytest.mark.timeout(150))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of this folder pays for the start of the whole system. A mark that a fixture made would
+    come too late: the limit counts from before the first fixture."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(150))

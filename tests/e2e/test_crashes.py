@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import httpx
 import pytest
 from redis import Redis
+from temporalio.client import Client
 
 from infra.local.process import Server
 from tests.e2e.conftest import House, Trader, until
@@ -31,14 +33,23 @@ def assert_one_owner(house: House, trader: Trader, worker_id: str) -> None:
     assert [entry.client_note for entry in house.ledger(trader)] == [order.json()["id"]]
 
 
+def logs_in(house: House, trader: Trader) -> bool:
+    """Whether a worker has taken one of the person's connections, right before its login. A later worker of a
+    person who has no count yet waits for 10 s: it may have been lost."""
+    with house.valkey() as client:
+        held = [name for key in client.scan_iter("broker:budget:*:holders") for name in client.hkeys(key)]
+    return any(name.startswith(f"{trader.user_id}/".encode()) for name in held)
+
+
 def test_a_worker_killed_while_it_is_claimed_is_replaced_and_the_caller_does_not_notice(
     house: House,
 ) -> None:
     trader = house.trader()
-    house.slow_login(trader, LOGIN)
+    house.slow_login(trader, 4.5)  # the worker must not be Active when it is killed, however slow we are
     before = house.claims()
     started = house.begin(trader)
     _, worker_id = house.next_claim(before)
+    until(lambda: logs_in(house, trader), "login that has begun")
     house.kill_worker(worker_id)
     house.slow_login(trader, 0)
     answer = started.result(45)
@@ -115,3 +126,23 @@ def test_a_user_keeps_trading_while_temporal_and_the_orchestrator_are_down(house
         house.stack.orchestrator.start()
     house.start_until_active(newcomer)
     assert house.order(newcomer).status_code == 201
+
+
+def test_a_terminated_workflow_leaves_no_second_session_of_its_user(house: House) -> None:
+    """The next run knows nothing of the worker that is logged in: it hears of it, and ends it first."""
+    trader = house.trader()
+    first = house.start_until_active(trader)
+
+    async def terminate() -> None:
+        settings = house.stack.settings
+        client = await Client.connect(settings.temporal_address, namespace=settings.temporal_namespace)
+        await client.get_workflow_handle(f"user-worker-{trader.user_id}").terminate()
+
+    asyncio.run(terminate())
+    second = house.start_until_active(trader)
+    assert second["worker_id"] != first["worker_id"]
+    assert second["epoch"] > first["epoch"]
+    before, after = house.sessions(trader)
+    assert before.closed_ms is not None
+    assert before.closed_ms <= after.opened_ms
+    assert_one_owner(house, trader, second["worker_id"])

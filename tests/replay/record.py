@@ -16,18 +16,22 @@ from typing import Any
 from temporalio.client import Client, WorkflowHistory
 
 from infra.local.servers import TemporalServer
+from tests.replay.bulk_scenes import play_bulk
+from tests.replay.order_scenes import play_orders
 from tests.replay.scenes import play_all
+from tests.replay.statement_scenes import play_statements
 from workflows.names import SEARCH_ATTRIBUTES
 
 HISTORIES = Path(__file__).parent / "histories"
 #: The folder for new recordings.
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"
 
 
 async def play(address: str) -> dict[str, WorkflowHistory]:
     # An identity of its own: the SDK's default is the name of the machine.
     client = await Client.connect(address, identity="replay")
-    histories = await play_all(client)
+    histories = await play_all(client) | await play_orders(client) | await play_bulk(client)
+    histories |= await play_statements(client)
     await asyncio.sleep(0.1)  # the SDK's core lets go before the loop ends
     return histories
 
@@ -51,6 +55,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, history in histories.items():
         path = folder / f"{name}.json"
+        if path.exists():  # what was recorded of a release stays
+            continue
         kept = without_stack_traces(json.loads(history.to_json()))
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"{path}\n")

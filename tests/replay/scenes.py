@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
 
-from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, until, until_state
+from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, tell, until, until_state
 from workflows import messages as m
 from workflows import names
+from workflows import pool_messages as pm
 from workflows.user_worker import UserWorkerWorkflow
 from workflows.worker_pool import WorkerPoolWorkflow
 
 UNREACHABLE = m.ClaimResult(
     status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
 )
+SILENT = m.ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
 REJECTED = m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
 
 
@@ -114,6 +118,67 @@ async def crashes_reload_and_check(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
+async def session_replaced_then_broker_lost(stage: Stage) -> WorkflowHistory:
+    stage.fleet.reload_script = [SILENT, m.ReloadResult(ok=True)]
+    await stage.ensure()
+    await tell(stage.client, stage.user, "session_replaced", 3, "frozen")
+    await until(lambda: len(stage.fleet.reloads) == 2)
+    await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await tell(stage.client, stage.user, "degraded", 4, "refused")
+    await until_state(stage.client, stage.user, m.WorkerState.RECONNECTING)
+    await tell(stage.client, stage.user, "failed", 6, "SESSION_DOWN: the SDK does not come back")
+    await stage.ended()
+    return await stage.history()
+
+
+async def mark_expired(stage: Stage) -> WorkflowHistory:
+    stage.fleet.health = [m.WorkerHealth(marked=False, running=True, generation="g1")]
+    stage.fleet.stop_failures = 1
+    await stage.ensure()
+    unmarked = m.WorkerUnmarked(worker_id="w1", epoch=1, generation="g1")
+    await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_unmarked, unmarked)
+    await until(lambda: len(stage.fleet.claims) == 2)
+    await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def held_back_by_earlier_crashes(stage: Stage) -> WorkflowHistory:
+    stage.fleet.crashes = (time.time() - 1.0, time.time())
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def parked_and_resumed(stage: Stage) -> WorkflowHistory:
+    stage.fleet.crashes = tuple(time.time() - ago for ago in range(5))
+    with contextlib.suppress(WorkflowUpdateFailedError):
+        await stage.ensure()
+    await until_state(stage.client, stage.user, m.WorkerState.PARKED)
+    await handle(stage.client, stage.user).signal(UserWorkerWorkflow.resume)
+    await until_state(stage.client, stage.user, m.WorkerState.POOL_IDLE)
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def timeline_written_late(stage: Stage) -> WorkflowHistory:
+    stage.fleet.record_failures = 2
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
+async def garbage(stage: Stage) -> WorkflowHistory:
+    await stage.ensure()
+    worker = handle(stage.client, stage.user)
+    for name in ("reload_credentials", "worker_lost", "worker_event", "worker_unmarked", "renew", "resume"):
+        await worker.signal(name, args=["x", {"epoch": "seven"}])
+    await stage.ensure()
+    await stage.shut_down()
+    return await stage.history()
+
+
 async def renewed(stage: Stage) -> WorkflowHistory:
     """The second run: what continue-as-new carried is in its first event."""
     await stage.ensure()
@@ -134,15 +199,15 @@ async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHi
     pool.failures = 1
     running = await client.start_workflow(
         WorkerPoolWorkflow.run,
-        m.PoolInput(target=2, pool="replay"),
+        pm.PoolInput(target=2, pool="replay"),
         id=names.worker_pool_id("replay"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
     await until(lambda: len(pool.ready) == 2)
     pool.ready.pop()
-    await running.signal(WorkerPoolWorkflow.claimed, m.Claimed())
+    await running.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
     await until(lambda: len(pool.ready) == 2)
-    await running.execute_update("set_target", m.SetTarget(target=1), result_type=m.PoolView)
+    await running.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
     await until(lambda: len(pool.ready) == 1)
     history = await running.fetch_history()
     await running.terminate()
@@ -157,6 +222,12 @@ USER_SCENES: tuple[Callable[[Stage], Awaitable[WorkflowHistory]], ...] = (
     dead_worker_then_unconfirmed_stop,
     lost_while_connecting,
     crashes_reload_and_check,
+    session_replaced_then_broker_lost,
+    mark_expired,
+    held_back_by_earlier_crashes,
+    parked_and_resumed,
+    timeline_written_late,
+    garbage,
     renewed,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -107,3 +108,17 @@ def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(name: str) -> N
         used = {int(n) for n in re.findall(rf"{kind}\[(\d+)\]", code)}
         assert used <= explained, f"{kind}{sorted(used - explained)} is not explained"
         assert explained == used or open_ended, f"{kind}{sorted(explained - used)} is explained, not used"
+
+
+def test_nobody_runs_workflows_in_the_default_sandbox() -> None:
+    """There a finalizer of redis-py on a workflow's thread would load hiredis anew: workflows/sandbox.py."""
+    without = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("activities/*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Worker", "Replayer")
+        and {one.arg for one in node.keywords} & {"workflows", "workflow_runner"} == {"workflows"}
+    ]
+    assert without == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ from workflows.names import SEARCH_ATTRIBUTES
 async def skipping() -> AsyncIterator[WorkflowEnvironment]:
     """A server of its own for each test, whose clock jumps over timers while nothing runs."""
     program = Path(sys.executable).with_name("temporal-test-server")
-    async with await WorkflowEnvironment.start_time_skipping(test_server_existing_path=str(program)) as env:
+    starting = WorkflowEnvironment.start_time_skipping(
+        test_server_existing_path=str(program),
+        test_server_startup_timeout=timedelta(seconds=30),  # 5 by default
+    )
+    async with await starting as env:
         await env.client.operator_service.add_search_attributes(
             AddSearchAttributesRequest(
                 namespace=env.client.namespace,

@@ -6,21 +6,36 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, cast
 
 from temporalio import activity
-from temporalio.client import Client, WorkflowHandle
+from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
+from activities.orchestrator import RATHER_FAILED
 from workflows import messages as m
 from workflows import names
+from workflows import pool_messages as pm
+from workflows.sandbox import bare_runner
 from workflows.user_worker import UserWorkerWorkflow
 from workflows.worker_pool import WorkerPoolWorkflow
 
 Answer = m.ClaimResult | Exception
+#: How often an activity that is held tells the server that it lives. The SDK's own pause would be 4 of the
+#: 5 s that it has: where the machine stands still for more than a second, it would be begun a second time.
+BEAT = timedelta(seconds=1)
+
+
+def patient(worker: Worker) -> Worker:
+    """The SDK takes a moment of 2 s in which the machine stands still for a workflow that does not yield. It
+    fails the task then and tries it again, with all local activities, and tests count those."""
+    if worker._workflow_worker is not None:
+        worker._workflow_worker._deadlock_timeout_seconds = 30
+    return worker
 
 
 class FakeFleet:
@@ -32,17 +47,34 @@ class FakeFleet:
         self.stops: list[m.StopWorker] = []
         self.connects: list[int] = []
         self.checks = 0
-        self.reloads: list[str] = []
+        self.reloads: list[m.ReloadRequest] = []
+        self.reload_script: list[m.ReloadResult] = []
+        self.reload_failures = 0
+        self.hold_reload = asyncio.Event()
+        self.hold_reload.set()
+        self.heeded: list[bool] = []
+        self.crashes: tuple[float, ...] = ()
+        #: Batches that were written to the timeline, by chain of runs.
+        self.written: list[m.RecordTimeline] = []
+        self.record_failures = 0
         self.claim_script: list[str] = []
         self.connect_script: list[m.ClaimResult] = []
         self.launch_failures = 0
+        self.launch_failure = "LAUNCH_FAILED"
         self.claim_failures = 0
         self.check_failures = 0
         self.stop_failures = 0
+        self.stop_started = asyncio.Event()
+        self.hold_stop = asyncio.Event()
+        self.hold_stop.set()
         self.waiting_orders = 0
         self.health: list[m.WorkerHealth] = []
+        #: When the worker was last used, seen from the time of a look (both Unix seconds).
+        self.last_use: Callable[[float], float] = lambda _now: 0.0
         self.hold_connect = asyncio.Event()
         self.hold_connect.set()
+        #: Workers whose held connection is given up: the clock never jumps while an activity runs.
+        self.gone: set[str] = set()
         self.claim_started = asyncio.Event()
         self.connect_started = asyncio.Event()
         self.hold_claim = asyncio.Event()
@@ -67,6 +99,9 @@ class FakeFleet:
         if self.claim_failures:
             self.claim_failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
+        self.heeded.append(request.heed_crashes)
+        if request.heed_crashes and self.crashes:
+            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=self.crashes)
         status = self.claim_script.pop(0) if self.claim_script else m.ClaimStatus.ACTIVE
         warm = request.claim_id not in self.launches
         worker = None if status == m.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
@@ -81,13 +116,13 @@ class FakeFleet:
         self.launches.append(request.claim_id)
         if self.launch_failures:
             self.launch_failures -= 1
-            raise ApplicationError("no host", type="LAUNCH_FAILED", non_retryable=True)
+            raise ApplicationError("no host", type=self.launch_failure, non_retryable=True)
         return m.Launched(worker_id="w", task_id="t")
 
     async def _connected(self, request: m.ConnectRequest) -> m.ClaimResult:
         self.connects.append(request.attempt)
         self.connect_started.set()
-        while not self.hold_connect.is_set():
+        while not self.hold_connect.is_set() and request.worker.worker_id not in self.gone:
             activity.heartbeat()
             await asyncio.sleep(0.02)
         if self.connect_script:
@@ -104,6 +139,10 @@ class FakeFleet:
 
     @activity.defn
     async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+        self.stop_started.set()
+        while not self.hold_stop.is_set():
+            activity.heartbeat()
+            await asyncio.sleep(0.02)
         if self.stop_failures:
             self.stop_failures -= 1
             raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE", non_retryable=True)
@@ -117,12 +156,33 @@ class FakeFleet:
         if self.check_failures:
             self.check_failures -= 1
             raise ApplicationError("no valkey", non_retryable=True)
-        return self.health.pop(0) if self.health else m.WorkerHealth(marked=True, running=True)
+        if self.health:
+            return self.health.pop(0)
+        now = activity.info().current_attempt_scheduled_time.timestamp()
+        return m.WorkerHealth(marked=True, running=True, last_activity=self.last_use(now))
 
     @activity.defn
     async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
-        self.reloads.append(request.reload_id)
-        return m.ReloadResult(ok=True)
+        self.reloads.append(request)
+        while not self.hold_reload.is_set():
+            activity.heartbeat()
+            await asyncio.sleep(0.02)
+        if self.reload_failures:
+            self.reload_failures -= 1
+            raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
+        return self.reload_script.pop(0) if self.reload_script else m.ReloadResult(ok=True)
+
+    @activity.defn
+    async def record_timeline(self, request: m.RecordTimeline) -> None:
+        if self.record_failures:
+            self.record_failures -= 1
+            raise ApplicationError("no database", type="DATABASE_UNAVAILABLE")
+        self.written.append(request)
+
+    @property
+    def timeline(self) -> list[m.Transition]:
+        """Every transition that was written, in the order of writing."""
+        return [transition for batch in self.written for transition in batch.transitions]
 
     def activities(self) -> list[Callable[..., Any]]:
         return [
@@ -133,6 +193,7 @@ class FakeFleet:
             self.stop_worker,
             self.check_worker,
             self.reload_credentials,
+            self.record_timeline,
         ]
 
 
@@ -145,30 +206,47 @@ class FakePool:
         self.launched: list[str] = []
         self.highest = 0
         self.failures = 0
+        #: Type of a failed launch.
+        self.failure = "LAUNCH_FAILED"
+        #: Launches that go well, and whose answers nobody gets.
+        self.lost_replies = 0
         self.counts = 0
         self.uncounted = 0
+        self.in_use = 0
+        self.claims: int | None = 0
+        #: The window that holds now.
+        self.window: Callable[[], Awaitable[pm.WindowNow]] | None = None
 
     @activity.defn
-    async def count_pool(self, request: m.CountPool) -> m.PoolCount:
+    async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
         self.counts += 1
         if self.uncounted:
             self.uncounted -= 1
             raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE")
         known = self.ready - set(request.launching)
-        return m.PoolCount(ready=len(known), starting=self.starting)
+        return pm.PoolCount(
+            ready=len(known),
+            starting=self.starting,
+            in_use=self.in_use,
+            claims=self.claims,
+            window=await self.window() if self.window else pm.WindowNow(),
+        )
 
     @activity.defn
-    async def launch_pool_worker(self, request: m.LaunchPoolWorker) -> m.Launched:
+    async def launch_pool_worker(self, request: pm.LaunchPoolWorker) -> m.Launched:
         if self.failures:
             self.failures -= 1
-            raise ApplicationError("no room", type="LAUNCH_FAILED")
+            raise ApplicationError("no room", pm.NOTHING_RUNS, type=self.failure)
         self.launched.append(request.token)
         self.ready.add(request.token)
         self.highest = max(self.highest, len(self.ready))
+        if self.lost_replies:
+            self.lost_replies -= 1
+            raise ApplicationError("the answer was lost", type="LauncherUnreachable")
         return m.Launched(worker_id=request.token, task_id=request.token)
 
     @activity.defn
-    async def shrink_pool(self, request: m.StopPoolWorkers) -> int:
+    async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
         for _ in range(request.count):
             self.ready.pop()
         return request.count
@@ -181,13 +259,23 @@ class FakePool:
 async def serving(client: Client, activities: list[Callable[..., Any]]) -> AsyncIterator[None]:
     """Workers for the two task queues that the workflows use."""
     async with (
+        patient(
+            Worker(
+                client,
+                task_queue=names.LIFECYCLE_QUEUE,
+                workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
+                activities=activities,
+                workflow_runner=bare_runner(),
+                workflow_failure_exception_types=RATHER_FAILED,
+                max_heartbeat_throttle_interval=BEAT,
+            )
+        ),
         Worker(
             client,
-            task_queue=names.LIFECYCLE_QUEUE,
-            workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
+            task_queue=names.LAUNCH_QUEUE,
             activities=activities,
+            max_heartbeat_throttle_interval=BEAT,
         ),
-        Worker(client, task_queue=names.LAUNCH_QUEUE, activities=activities),
     ):
         yield
 
@@ -202,7 +290,7 @@ async def ensure_active(
     """What the API does, in two calls: the time-skipping server does not know update-with-start."""
     await client.start_workflow(
         UserWorkerWorkflow.run,
-        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
+        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings(), timeline=True),
         id=names.user_worker_id(user_id),
         task_queue=names.LIFECYCLE_QUEUE,
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
@@ -233,10 +321,23 @@ def skipped(env: WorkflowEnvironment) -> AbstractAsyncContextManager[None]:
     return unlocked
 
 
+async def tell(client: Client, user_id: str, kind: str, sequence: int, detail: str = "") -> None:
+    """Signals an event of the user's first worker, as the relay does."""
+    event = m.WorkerEventSignal(worker_id="w1", epoch=1, sequence=sequence, kind=kind, at=0.0, detail=detail)
+    await handle(client, user_id).signal(UserWorkerWorkflow.worker_event, event)
+
+
 async def finished(env: WorkflowEnvironment, user_id: str) -> None:
     """Waits for the end of the run, its timers skipped."""
     async with skipped(env):
         await handle(env.client, user_id).result()
+
+
+def failed_tasks(history: WorkflowHistory) -> list[str]:
+    """The workflow tasks that failed. Not those in which the machine stood still: after 2 s the SDK takes
+    that for a workflow that does not yield, and the task is tried again."""
+    failed = [str(one) for one in history.events if one.HasField("workflow_task_failed_event_attributes")]
+    return [one for one in failed if "TMPRL1101" not in one]
 
 
 async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:

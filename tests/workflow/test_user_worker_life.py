@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
+from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError, WorkflowUpdateStage
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
@@ -49,9 +49,10 @@ async def test_newer_activity_lets_the_worker_sleep_the_rest(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
-        ended = await skipping.get_current_time()
+        closed = (await handle(skipping.client, "u1").describe()).close_time
     assert fleet.checks == 2
-    assert ended.timestamp() - began == pytest.approx(900 + 1800, abs=120)
+    assert closed is not None
+    assert closed.timestamp() - began == pytest.approx(900 + 1800, abs=60)
 
 
 async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
@@ -62,25 +63,6 @@ async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
         await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
     assert fleet.checks == 3
-
-
-async def test_an_idle_worker_costs_at_most_six_actions_an_hour(
-    skipping: WorkflowEnvironment, fleet: FakeFleet
-) -> None:
-    """Actions are timers, activities and signals: two looks an hour make a timer and an activity each."""
-    began = time.time()
-    uses = [began + 1790 * number for number in range(1, 9)]
-    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=at) for at in uses]
-    async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
-        await finished(skipping, "u1")
-        ended = (await skipping.get_current_time()).timestamp()
-        history = await handle(skipping.client, "u1").fetch_history()
-    kinds = [event.WhichOneof("attributes") or "" for event in history.events]
-    actions = sum(
-        kind.startswith(("timer_started", "activity_task_scheduled", "marker_recorded")) for kind in kinds
-    )
-    assert actions / ((ended - began) / 3600) <= 6
 
 
 async def test_a_shutdown_without_payload_ends_worker_and_run(
@@ -104,19 +86,59 @@ async def test_a_cancelled_workflow_ends_its_worker(skipping: WorkflowEnvironmen
 async def test_a_workflow_cancelled_while_it_drains_still_confirms_the_end(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.stop_failures = 2
+    fleet.stop_failures = 5  # half a minute of tries
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("shutdown")
 
         async def waits_for_the_next_try() -> bool:
             view = await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
-            return view.deadline is not None and view.deadline - view.since < 10
+            return "not confirmed" in view.note
 
         await until(waits_for_the_next_try)
         await handle(skipping.client, "u1").cancel()
         await finished(skipping, "u1")
     assert len(fleet.stops) == 1
+
+
+async def test_a_workflow_cancelled_while_a_dead_worker_is_stopped_claims_no_other(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.hold_stop.clear()
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        lost = m.WorkerLost(task_id="t1", worker_id="w1")
+        await handle(skipping.client, "u1").signal("worker_lost", lost)
+        await fleet.stop_started.wait()
+        await handle(skipping.client, "u1").cancel()
+
+        async def asks_again() -> bool:
+            view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
+            return view.note != ""
+
+        await until(asks_again)
+        fleet.hold_stop.set()
+        await finished(skipping, "u1")
+    assert len(fleet.claims) == 1
+
+
+async def test_a_cancel_answers_those_who_wait_for_a_reload(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.hold_reload.clear()
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        update = await handle(skipping.client, "u1").start_update(
+            "reload_credentials_now",
+            wait_for_stage=WorkflowUpdateStage.ACCEPTED,
+            result_type=m.ReloadResult,
+        )
+        await until(lambda: bool(fleet.reloads))
+        await handle(skipping.client, "u1").cancel()
+        result = await update.result()
+        fleet.hold_reload.set()
+        await finished(skipping, "u1")
+    assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
 
 
 async def test_a_check_that_fails_keeps_the_worker(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:

@@ -9,7 +9,16 @@ from temporalio.client import WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, skipped, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    skipped,
+    until,
+    until_state,
+)
 from workflows import messages as m
 from workflows.user_worker import UserWorkerWorkflow
 
@@ -59,6 +68,37 @@ async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironmen
     assert active.worker.claim_id == fleet.claims[1] != fleet.claims[0]
 
 
+async def test_a_full_house_is_told_at_once_and_leaves_nothing_behind(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.EMPTY]
+    fleet.launch_failures, fleet.launch_failure = 1, "POOL_EXHAUSTED"
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await finished(skipping, "u1")
+    assert code_of(failed.value) == "POOL_EXHAUSTED"
+    assert len(fleet.launches) == 1
+    assert [stop.worker.claim_id for stop in fleet.stops] == fleet.launches
+
+
+async def test_a_worker_that_maintenance_doubts_is_looked_at(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1")
+        user = handle(skipping.client, "u1")
+        epoch = active.worker.epoch
+        await user.signal("examine", m.Examine(worker_id="another", epoch=epoch))
+        await user.signal("examine", m.Examine(worker_id="w1", epoch=epoch + 1))
+        assert fleet.checks == 0
+        fleet.health = [m.WorkerHealth(marked=True, running=True)]
+        await user.signal("examine", m.Examine(worker_id="w1", epoch=epoch, reason="idle for too long"))
+        await until(lambda: fleet.checks == 1)
+        assert (await user.query(UserWorkerWorkflow.view)).state == m.WorkerState.ACTIVE
+    assert fleet.stops == []
+
+
 async def test_a_dead_claimed_worker_is_confirmed_stopped_before_a_new_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
@@ -95,9 +135,12 @@ async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
     fleet.claim_script = [m.ClaimStatus.FAILED]
     fleet.connect_script = [UNREACHABLE] * 3
     async with serving(skipping.client, fleet.activities()):
+        starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
+        # The clock jumps from here on: before, it would jump over the time that the run waits for its caller.
+        await until(lambda: bool(fleet.claims))
         async with skipped(skipping):
             with pytest.raises(WorkflowUpdateFailedError) as failed:
-                await ensure_active(skipping.client, "u1")
+                await starting
         await finished(skipping, "u1")
     assert code_of(failed.value) == "BROKER_UNREACHABLE"
     assert fleet.connects == [2, 3]
@@ -225,9 +268,35 @@ async def test_nobody_in_need_of_a_worker_ends_the_run(
     async with serving(skipping.client, fleet.activities()):
         await skipping.client.execute_workflow(
             UserWorkerWorkflow.run,
-            m.UserWorkerInput(user_id="u1"),
+            m.UserWorkerInput(user_id="u1", timeline=True),
             id="user-worker-u1",
             task_queue="berth-lifecycle",
         )
     assert not fleet.claims
     assert not fleet.stops
+
+
+async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_parked(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_script = [m.ClaimStatus.CONNECTING] * 3
+    fleet.hold_connect.clear()
+    now = (await skipping.get_current_time()).timestamp()
+    fleet.crashes = (now - 20, now - 10)  # of an earlier run
+    async with serving(skipping.client, fleet.activities()):
+        starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
+        for number in (2, 3, 4):  # the first claim of the run was put off
+            await until(lambda number=number: len(fleet.connects) == number - 1)  # type: ignore[misc]
+            lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-11)
+            await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+            await until(lambda number=number: len(fleet.stops) == number - 1)  # type: ignore[misc]
+            fleet.gone.add(f"w{number}")
+            if number < 4:
+                async with skipped(skipping):  # over the pause, and not while the next login is waited for
+                    await until(lambda number=number: len(fleet.connects) == number)  # type: ignore[misc]
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await starting
+        view = await until_state(skipping.client, "u1", m.WorkerState.PARKED)
+    assert code_of(failed.value) == "PARKED"
+    assert view.crashes == 5
+    assert [stop.crashed for stop in fleet.stops] == [True] * 3

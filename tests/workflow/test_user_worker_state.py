@@ -88,7 +88,7 @@ def test_a_step_that_the_table_does_not_know_is_refused() -> None:
 
 def test_the_idle_deadline_counts_from_the_last_use() -> None:
     assert active().deadline == 104.0 + 1800.0
-    assert active().used(1000.0).deadline == 1000.0 + 1800.0
+    assert active().used(1000.0, 1804.0).deadline == 1000.0 + 1800.0
 
 
 def test_crashes_are_replaced_at_once_then_after_one_two_four_seconds() -> None:
@@ -117,6 +117,7 @@ def test_a_resumed_user_starts_without_crashes() -> None:
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (S.POOL_IDLE, ())
+    assert resumed.deadline == 301.0 + CRASH_WINDOW  # or a new run would count the same crashes again
 
 
 @given(

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from temporalio.client import WorkflowHandle
+from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakePool, serving, skipped, until
-from workflows import messages as m
+from tests.workflow.test_cost_at_rest import actions
 from workflows import names
-from workflows.worker_pool import BACKOFF_MAX, PoolState, WorkerPoolWorkflow
+from workflows import pool_messages as pm
+from workflows.pool_policy import PoolPolicy, PoolWindow
+from workflows.pool_state import CIRCUIT_AFTER, PROBE_PERIOD
+from workflows.worker_pool import LONG, WorkerPoolWorkflow
 
 Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 
@@ -21,13 +23,13 @@ Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 async def start(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
     return await env.client.start_workflow(
         WorkerPoolWorkflow.run,
-        m.PoolInput(target=target, **given),
+        pm.PoolInput(target=target, exact=True, counts_apart=True, **given),
         id=names.worker_pool_id("default"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
 
 
-async def until_ready(handle: Pool, count: int) -> m.PoolView:
+async def until_ready(handle: Pool, count: int) -> pm.PoolView:
     async def ready() -> bool:
         return (await handle.query(WorkerPoolWorkflow.view)).ready == count
 
@@ -59,7 +61,7 @@ async def test_a_claim_is_refilled_at_once(skipping: WorkflowEnvironment, pool: 
         pool.ready.pop()
         pool.ready.pop()
         for _ in range(2):
-            await handle.signal(WorkerPoolWorkflow.claimed, m.Claimed(worker_id="w"))
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed(worker_id="w"))
         await until(lambda: len(pool.launched) == 5)
         await until_ready(handle, 3)
     assert pool.highest == 3
@@ -73,8 +75,8 @@ async def test_signals_that_say_nothing_new_launch_nothing(
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
         for _ in range(20):
-            await handle.signal(WorkerPoolWorkflow.claimed, m.Claimed())
-        await handle.signal(WorkerPoolWorkflow.worker_gone, m.WorkerGone())
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await handle.signal(WorkerPoolWorkflow.worker_gone, pm.WorkerGone())
         await skipping.sleep(120)
     assert len(pool.launched) == 2
 
@@ -114,10 +116,10 @@ async def test_a_smaller_target_stops_free_workers_and_a_larger_one_launches(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 4)
         await until_ready(handle, 4)
-        view = await handle.execute_update("set_target", m.SetTarget(target=1), result_type=m.PoolView)
+        view = await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
         assert view.target == 1
         await until(lambda: len(pool.ready) == 1)
-        await handle.execute_update("set_target", m.SetTarget(target=2), result_type=m.PoolView)
+        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
         await until(lambda: len(pool.ready) == 2)
 
 
@@ -127,13 +129,13 @@ async def test_a_paused_pool_launches_nothing_until_it_is_resumed(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
-        paused = await handle.execute_update("pause", result_type=m.PoolView)
+        paused = await handle.execute_update("pause", result_type=pm.PoolView)
         assert paused.paused
         pool.ready.pop()
-        await handle.signal(WorkerPoolWorkflow.claimed, m.Claimed())
+        await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
         await skipping.sleep(300)
         assert len(pool.launched) == 2
-        await handle.execute_update("resume", result_type=m.PoolView)
+        await handle.execute_update("resume", result_type=pm.PoolView)
         await until_ready(handle, 2)
     assert len(pool.launched) == 3
 
@@ -144,7 +146,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 1)
         await until_ready(handle, 1)
-        await handle.execute_update("set_target", m.SetTarget(target=2), result_type=m.PoolView)
+        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
         await until(lambda: len(pool.ready) == 2)
         latest = skipping.client.get_workflow_handle(names.worker_pool_id("default"))
         run_id = (await latest.describe()).run_id
@@ -155,38 +157,190 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
 
         await until(renewed)
         pool.ready.pop()
-        await latest.signal(WorkerPoolWorkflow.claimed, m.Claimed())
+        await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
         await until(lambda: len(pool.launched) == 3)
         view = await until_ready(latest, 2)
-    assert view.target == 2
+    assert (view.target, view.revision) == (2, 1)
+    assert view.policy is not None
+    assert view.policy.buffer == "0"
     assert len(set(pool.launched)) == 3
 
 
-@pytest.mark.parametrize("in_flight", [0, 1, 5])
-def test_failing_launches_are_tried_one_at_a_time(in_flight: int) -> None:
-    state = PoolState(target=9).failed("no room", 100.0)
-    assert state.allowance(in_flight, 100.5) == 0
-    assert state.allowance(in_flight, 101.5) == (1 if in_flight == 0 else 0)
-
-
-def test_the_backoff_doubles_up_to_its_cap_and_a_success_ends_it() -> None:
-    state, pauses = PoolState(target=1), []
-    for _ in range(9):
-        state = state.failed("no room", 0.0)
-        pauses.append(state.not_before)
-    assert pauses == [1, 2, 4, 8, 16, 32, BACKOFF_MAX, BACKOFF_MAX, BACKOFF_MAX]
-    assert state.launched().allowance(3, 0.0) > 1
-
-
-@given(
-    target=st.integers(0, 50),
-    ready=st.integers(0, 50),
-    starting=st.integers(0, 50),
-    flying=st.integers(0, 50),
-)
-def test_what_is_launched_never_exceeds_the_target(
-    target: int, ready: int, starting: int, flying: int
+async def test_a_long_history_ends_while_nothing_is_being_launched(
+    skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
-    gap = PoolState(target=target).gap(m.PoolCount(ready=ready, starting=starting), flying)
-    if gap > 0:
-        assert ready + starting + flying + gap == target
+    """The server suggests it at 4,096 events; whoever takes the pool over has to replay them all."""
+    async with serving(skipping.client, pool.activities()):
+        latest = await start(skipping, 1)
+        await until_ready(latest, 1)
+        run_id = (await latest.describe()).run_id
+        first = skipping.client.get_workflow_handle(latest.id, run_id=run_id)
+
+        async def renewed() -> bool:
+            counted = pool.counts
+            await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+            await until(lambda: pool.counts > counted)
+            return (await latest.describe()).run_id != run_id
+
+        await until(renewed)
+        events = len((await first.fetch_history()).events)
+        view = await until_ready(latest, 1)
+    assert LONG <= events < 2 * LONG
+    assert view.launches == len(pool.launched) == 1
+
+
+async def policy(handle: Pool, policy: PoolPolicy, **given: Any) -> pm.PoolView:
+    view: pm.PoolView = await handle.execute_update(
+        "set_policy", pm.SetPolicy(policy=policy, **given), result_type=pm.PoolView
+    )
+    return view
+
+
+async def test_a_policy_that_makes_no_sense_changes_nothing(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until_ready(handle, 2)
+        for wanted, code in (
+            (pm.SetPolicy(policy=PoolPolicy(target=9, maximum=8)), "POOL_POLICY_INVALID"),
+            (pm.SetPolicy(policy=PoolPolicy(target=3), revision=7), "POOL_CHANGED"),
+        ):
+            with pytest.raises(WorkflowUpdateFailedError) as refused:
+                await handle.execute_update("set_policy", wanted)
+            assert isinstance(refused.value.cause, ApplicationError)
+            assert refused.value.cause.type == code
+        with pytest.raises(WorkflowUpdateFailedError, match="update failed"):
+            await handle.execute_update("set_target", pm.SetTarget(target=-1))
+        view = await policy(handle, PoolPolicy(target=3), revision=0)
+        await until_ready(handle, 3)
+    assert (view.revision, view.policy) == (1, PoolPolicy(target=3))
+
+
+async def test_a_window_changes_the_size_when_it_begins_and_when_it_ends(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    now = (await skipping.get_current_time()).timestamp()
+    bell = PoolWindow(name="bell", target=5, begins="08:30", ends="09:30")
+
+    async def window() -> pm.WindowNow:
+        at = (await skipping.get_current_time()).timestamp()
+        return pm.WindowNow(
+            name="bell" if now + 100 <= at < now + 400 else "",
+            until=now + 100 if at < now + 100 else now + 400 if at < now + 400 else None,
+        )
+
+    pool.window = window
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2, policy=PoolPolicy(target=2, windows=(bell,)), check_period=3600.0)
+        view = await until_ready(handle, 2)
+        assert view.changes_at == pytest.approx(now + 100)
+        await skipping.sleep(110)
+        view = await until_ready(handle, 5)
+        assert view.reasons == ("window bell: 5 instead of 2",)
+        await skipping.sleep(300)
+        view = await until_ready(handle, 2)
+    assert (view.wanted, view.changes_at) == (2, None)
+
+
+async def test_claims_of_the_last_minutes_and_workers_in_use_raise_the_size(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        sized = PoolPolicy(target=2, demand_minutes=5, buffer="50%", maximum=9)
+        handle = await start(skipping, 2, policy=sized)
+        await until_ready(handle, 2)
+        pool.claims, pool.in_use = 4, 3
+        await handle.signal(WorkerPoolWorkflow.claimed)
+        view = await until_ready(handle, 6)
+        assert (view.claims, view.in_use, view.wanted) == (4, 3, 6)
+        pool.claims = None  # PostgreSQL is away: the last known number counts on
+        await skipping.sleep(120)
+        assert (await handle.query(WorkerPoolWorkflow.view)).wanted == 6
+
+
+async def test_a_surplus_is_stopped_after_a_while_and_at_once_when_an_operator_says_so(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        demand = PoolPolicy(target=1, demand_minutes=5, shrink_after=300)
+        pool.claims = 4
+        handle = await start(skipping, 1, policy=demand)
+        await until_ready(handle, 4)
+        pool.claims = 0
+        await skipping.sleep(200)
+        assert len(pool.ready) == 4
+        await skipping.sleep(200)
+        await until_ready(handle, 1)
+        await policy(handle, PoolPolicy(target=3, shrink_after=300))
+        await until_ready(handle, 3)
+        await policy(handle, PoolPolicy(target=2, shrink_after=300))
+        await until(lambda: len(pool.ready) == 2)
+
+
+async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 60, policy=PoolPolicy(target=60, shrink_after=300))
+        await until_ready(handle, 60)
+        view = await handle.execute_update("drain", result_type=pm.PoolView)
+        assert view.mode == pm.PoolMode.DRAINING
+        await until(lambda: not pool.ready)
+        await skipping.sleep(300)
+    assert len(pool.launched) == 60
+
+
+async def test_an_image_that_never_becomes_ready_is_not_launched_for_ever(
+    skipping: WorkflowEnvironment, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.failures, pool.failure = 1000, pm.NEVER_READY
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 8)
+
+        async def failures(count: int) -> pm.PoolView:
+            async def seen() -> bool:
+                return (await handle.query(WorkerPoolWorkflow.view)).failures >= count
+
+            async with skipped(skipping):
+                await until(seen)
+            return await handle.query(WorkerPoolWorkflow.view)
+
+        view = await failures(8 + CIRCUIT_AFTER - 1)
+        assert view.circuit_open
+        # The first round is the whole gap, the others are one launch each.
+        assert view.failures == 8 + CIRCUIT_AFTER - 1
+        probed = await failures(view.failures + 1)
+        assert (probed.next_launch or 0) - (view.next_launch or 0) >= PROBE_PERIOD
+        events = (line.getMessage().split(" ")[0] for line in caplog.records)
+        told = [event for event in events if event.startswith("pool_")]
+        assert told == ["pool_launches_fail", "pool_refilling_stopped"]
+        pool.failures = 0
+        async with skipped(skipping):
+            view = await until_ready(handle, 8)
+    assert not view.circuit_open
+
+
+async def test_a_launch_of_unknown_outcome_is_settled_under_its_own_token(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    """Its worker may run, and no list may show it yet: a new token would be one worker too many."""
+    pool.lost_replies = 3
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 5)
+        async with skipped(skipping):
+            view = await until_ready(handle, 5)
+        await skipping.sleep(120)
+    assert view.failures == 3
+    assert len(pool.ready) == len(set(pool.launched)) == 5
+
+
+async def test_a_pool_at_rest_costs_two_actions_a_minute(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    """A timer and an activity a look, whatever the policy."""
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2, policy=PoolPolicy(target=2, demand_minutes=5, buffer="10%"))
+        await until_ready(handle, 2)
+        before = actions(await handle.fetch_history())
+        await skipping.sleep(1800)
+        after = actions(await handle.fetch_history())
+    assert len(after) - len(before) <= 2 * 31

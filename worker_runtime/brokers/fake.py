@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from msgspec.structs import replace
 
-from worker_runtime.brokers.port import OnOrderChanged
+from worker_runtime.brokers.port import Listing, OnOrderChanged
 from worker_runtime.protocol.errors import (
     LoginLimited,
     LoginRejected,
@@ -20,7 +20,7 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Credentials,
@@ -32,6 +32,8 @@ from worker_runtime.protocol.messages import (
     TimeInForce,
 )
 
+#: Seconds: the market's ledger begins with the test.
+_FOR_EVER = 1e9
 #: Price of a symbol before anyone sets it.
 _FIRST_PRICE = Decimal(100)
 
@@ -98,6 +100,27 @@ class FakeMarket:
                 self._tell(account, new)
             return new
 
+    def change(
+        self, account: str, broker_order_id: str, quantity: int | None, price: Decimal | None, cancel: bool
+    ) -> ExchangeOrder:
+        with self._lock:
+            own = [
+                index
+                for index, (owner, _, order) in enumerate(self.taken)
+                if (owner, order.broker_order_id) == (account, broker_order_id)
+                and order.state not in FINAL_ORDER_STATES
+            ]
+            if not own:
+                raise OrderRejected(f"no open order {broker_order_id}")
+            _, note, order = self.taken[own[0]]
+            if cancel:
+                settled = replace(order, state=OrderState.CANCELLED)
+            else:
+                settled = self._match(_changed(order, quantity, price))
+            self.taken[own[0]] = (account, note, settled)
+            self._tell(account, settled)
+            return settled
+
     def _match(self, order: ExchangeOrder) -> ExchangeOrder:
         market = self._prices.get(order.symbol, _FIRST_PRICE)
         crosses = order.price_type is PriceType.MARKET or order.price is None
@@ -118,10 +141,21 @@ class FakeMarket:
 
     def _tell(self, account: str, order: ExchangeOrder) -> None:
         self._numbers += 1
-        change = OrderChanged(event_id=f"E{self._numbers}", order=order, fill=order.fills[-1])
+        fill = order.fills[-1] if order.fills else None
+        change = OrderChanged(event_id=f"E{self._numbers}", order=order, fill=fill)
         for session in list(self.sessions):
             if session.account == account:
                 session.on_order(change)
+
+
+def _changed(order: ExchangeOrder, quantity: int | None, price: Decimal | None) -> ExchangeOrder:
+    filled = sum(done.quantity for done in order.fills)
+    wanted = order.quantity if quantity is None else quantity
+    if not max(filled, 1) <= wanted <= order.quantity:
+        raise OrderRejected("the quantity can only fall")
+    if price is not None and (order.price is None or not price.is_finite() or price <= 0):
+        raise OrderRejected("only a limit order has a price, above zero")
+    return replace(order, quantity=wanted, price=order.price if price is None else price)
 
 
 class FakeBroker:
@@ -151,9 +185,23 @@ class FakeBroker:
             raise OrderRejected(taken.reason or "")
         return taken
 
-    def orders(self, timeout: float) -> list[ExchangeOrder]:
+    def looks_first(self, broker_order_id: str) -> bool:
+        return False
+
+    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         self._check()
-        return self._market.orders(self.account)
+        return self._market.change(self.account, broker_order_id, None, None, cancel=True)
+
+    def replace(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+    ) -> ExchangeOrder:
+        self._check()
+        return self._market.change(self.account, broker_order_id, quantity, price, cancel=False)
+
+    def orders(self, timeout: float) -> Listing:
+        self._check()
+        orders = self._market.orders(self.account)
+        return Listing(orders, behind=0.0, reaches=_FOR_EVER, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:
         self._check()
@@ -170,8 +218,19 @@ class FakeBroker:
             if quantity
         ]
 
+    def balance(self, timeout: float) -> Balance:
+        self._check()
+        money = Decimal(1_000_000)
+        for order in self._market.orders(self.account):
+            sign = -1 if order.side is Side.BUY else 1
+            money += sum((sign * done.quantity * done.price for done in order.fills), Decimal(0))
+        return Balance(currency="TWD", cash=money, available=money)
+
     def ping(self, timeout: float) -> None:
         self._check()
+
+    def alive(self) -> bool:
+        return self in self._market.sessions
 
     def close(self) -> None:
         self._closed = True

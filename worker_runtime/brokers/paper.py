@@ -5,23 +5,29 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from decimal import Decimal
 
 from worker_runtime.brokers.paper_link import Link, LinkLost, NoAnswer, NothingSent
-from worker_runtime.brokers.port import OnOrderChanged
+from worker_runtime.brokers.port import Listing, OnOrderChanged
 from worker_runtime.log import Log
 from worker_runtime.protocol.errors import (
+    BrokerMaintenance,
     BrokerUnreachable,
     LoginLimited,
     LoginRejected,
     MalformedMessage,
     OrderRejected,
     OutcomeUnknown,
+    RateLimited,
     SessionDown,
     from_code,
 )
 from worker_runtime.protocol.exchange import (
+    Balance,
+    Cancel,
     ClientRequest,
     ExchangeOrder,
+    GetBalance,
     ListOrders,
     ListPositions,
     Login,
@@ -29,15 +35,18 @@ from worker_runtime.protocol.exchange import (
     Ping,
     Place,
     Position,
+    Replace,
     Reply,
 )
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.4
-#: Replies to `place` with these codes say that the order was not taken; any other leaves it open.
-_NOT_TAKEN = frozenset({OrderRejected.code, SessionDown.code, MalformedMessage.code})
-_LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code})
+#: Replies to a place, cancel or replace with these codes say that nothing was done; any other leaves it open.
+_NOT_TAKEN = frozenset(
+    error.code for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
+)
+_LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code, BrokerMaintenance.code})
 
 
 class PaperBroker:
@@ -100,26 +109,47 @@ class PaperBroker:
                 client_note=order.order_id,
             )
 
-        try:
-            reply = self._connected().call(request, time.monotonic() + timeout)
-        except NothingSent as error:
-            raise SessionDown(str(error)) from None
-        except (LinkLost, NoAnswer) as error:
-            raise OutcomeUnknown(str(error)) from None
-        if reply.error in _NOT_TAKEN:
-            raise from_code(str(reply.error), reply.detail)
-        if reply.error is not None or reply.order is None:
-            raise OutcomeUnknown(f"{reply.error}: {reply.detail}")
-        return reply.order
+        return self._change(request, timeout)
 
-    def orders(self, timeout: float) -> list[ExchangeOrder]:
-        return self._ask(lambda number: ListOrders(id=number), timeout).orders
+    def looks_first(self, broker_order_id: str) -> bool:
+        return False
+
+    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+        return self._change(lambda number: Cancel(id=number, broker_order_id=broker_order_id), timeout)
+
+    def replace(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+    ) -> ExchangeOrder:
+        return self._change(
+            lambda number: Replace(
+                id=number, broker_order_id=broker_order_id, quantity=quantity, price=price
+            ),
+            timeout,
+        )
+
+    def orders(self, timeout: float) -> Listing:
+        reply = self._ask(lambda number: ListOrders(id=number), timeout)
+        told = reply.coverage
+        if told is None or not told.all_sessions:
+            return Listing(reply.orders)
+        behind, reaches = told.behind_ms / 1000, told.reaches_ms / 1000
+        return Listing(reply.orders, behind=behind, reaches=reaches, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:
         return self._ask(lambda number: ListPositions(id=number), timeout).positions
 
+    def balance(self, timeout: float) -> Balance:
+        balance = self._ask(lambda number: GetBalance(id=number), timeout).balance
+        if balance is None:
+            raise BrokerUnreachable("the exchange answered without a balance")
+        return balance
+
     def ping(self, timeout: float) -> None:
         self._ask(lambda number: Ping(id=number), timeout)
+
+    def alive(self) -> bool:
+        link = self._link
+        return link is not None and link.down_reason is None
 
     def close(self) -> None:
         self._closed = True
@@ -145,6 +175,20 @@ class PaperBroker:
         if self._link is None:
             raise SessionDown("not logged in")
         return self._link
+
+    def _change(self, request: Callable[[int], ClientRequest], timeout: float) -> ExchangeOrder:
+        """A call that may have its effect though no answer comes."""
+        try:
+            reply = self._connected().call(request, time.monotonic() + timeout)
+        except NothingSent as error:
+            raise SessionDown(str(error)) from None
+        except (LinkLost, NoAnswer) as error:
+            raise OutcomeUnknown(str(error)) from None
+        if reply.error in _NOT_TAKEN:
+            raise from_code(str(reply.error), reply.detail)
+        if reply.error is not None or reply.order is None:
+            raise OutcomeUnknown(f"{reply.error}: {reply.detail}")
+        return reply.order
 
     def _ask(self, request: Callable[[int], ClientRequest], timeout: float) -> Reply:
         """A call that changes nothing, so that a missing answer leaves nothing open."""

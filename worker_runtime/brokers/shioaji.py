@@ -6,13 +6,12 @@ blocks runs through `within`, because neither the constructor nor the login take
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,10 @@ from typing import Any, TypeVar
 
 from worker_runtime.brokers import shioaji_mapping as mapping
 from worker_runtime.brokers.patience import TookTooLong, within
-from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged
 from worker_runtime.brokers.shioaji_book import OrderBook
+from worker_runtime.brokers.shioaji_files import files, private_folder
+from worker_runtime.brokers.shioaji_orders import SECURITY, asks_first, find, milliseconds, prepare
 from worker_runtime.log import Log
 from worker_runtime.protocol.errors import (
     BerthError,
@@ -32,8 +33,8 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
-from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType, TimeInForce
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, PlaceOrder
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
 _MIN_KEY = 10
@@ -42,57 +43,17 @@ _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _LOGOUT_WAIT = 0.8
 #: Seconds of a call's time that are kept for the way back from the SDK.
 _RETURN = 0.05
-_MEMORY = Path("/dev/shm")  # noqa: S108 - memory-backed: what is written there never reaches a disk
-_SECURITY = {"stock": ("STK",), "futures": ("FUT", "OPT")}
+#: Seconds: the broker's day, and by how much Taipei is ahead of UTC.
+_DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
 
 T = TypeVar("T")
 
 
-def _private_folder() -> str:
-    """A folder that only this process's user can read, in memory where there is some."""
-    return tempfile.mkdtemp(prefix="berth-sj-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
-
-
-class _Files:
-    """Where the SDK keeps its log, its tokens and its contracts: one folder a process, because it learns of
-    it from the environment. Emptied when the last session is closed; a worker ends without `atexit`."""
-
-    def __init__(self) -> None:
-        self.folder = _private_folder()
-        self._lock = threading.Lock()
-        self._sessions = 0
-
-    def session_opened(self) -> None:
-        with self._lock:
-            self._sessions += 1
-
-    def session_closed(self) -> None:
-        with self._lock:
-            self._sessions -= 1
-            if self._sessions > 0:
-                return
-            for entry in os.scandir(self.folder):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.unlink(entry.path)
-
-
-@cache
-def _files() -> _Files:
-    files = _Files()
-    atexit.register(shutil.rmtree, files.folder, ignore_errors=True)
-    os.environ["SJ_LOG_PATH"] = f"{files.folder}/shioaji.log"
-    os.environ["SJ_HOME_PATH"] = files.folder
-    os.environ["SJ_CONTRACTS_PATH"] = files.folder
-    return files
-
-
 @cache
 def load_sdk() -> Any:
     """Imports the SDK, once a process, with its files in a private folder."""
-    _files()
+    files()
     return import_module("shioaji")
 
 
@@ -128,7 +89,7 @@ class ShioajiBroker:
         self._blank = mapping.blank_of(credentials)
         if not self._uses_files:
             self._uses_files = True
-            _files().session_opened()
+            files().session_opened()
         deadline = time.monotonic() + timeout
 
         def open_session() -> tuple[Any, Any]:
@@ -142,7 +103,7 @@ class ShioajiBroker:
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
                 left = max(1, int((deadline - time.monotonic()) * 1000))
-                api.contracts.preload(list(_SECURITY[self._key.broker_type]), timeout=left)
+                api.contracts.preload(list(SECURITY[self._key.broker_type]), timeout=left)
                 return api, account
             except BaseException:  # the login itself may have succeeded; perhaps nobody waits any more
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
@@ -162,11 +123,11 @@ class ShioajiBroker:
         deadline = time.monotonic() + timeout - _RETURN
 
         def submit() -> ExchangeOrder:
-            contract, native = self._prepare(api, account, order)
+            contract, native = prepare(self._load(), api, account, self._key.broker_type, order)
             left = deadline - time.monotonic()
             if left <= 0:  # the caller has given up by now, or is about to: nothing may follow that
                 raise OrderRejected("no time was left to send the order; it was not sent")
-            return self._book.listed(api.place_order(contract, native, timeout=_milliseconds(left)))
+            return self._book.listed(api.place_order(contract, native, timeout=milliseconds(left)))
 
         try:
             return within(timeout, submit, self._told_late)
@@ -177,27 +138,71 @@ class ShioajiBroker:
         except Exception as error:
             raise mapping.place_error(error, self._blank) from None
 
-    def orders(self, timeout: float) -> list[ExchangeOrder]:
+    def looks_first(self, broker_order_id: str) -> bool:
+        api, _ = self._session()
+        return asks_first(api, self._key.broker_type, broker_order_id)
+
+    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+        def cancel(api: Any, trade: Any, left: int) -> Any:
+            return api.cancel_order(trade, timeout=left)
+
+        return self._change(broker_order_id, timeout, cancel)
+
+    def replace(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+    ) -> ExchangeOrder:
+        """One of the two: the SDK sends a quantity and a price as two changes, of which one may fail."""
+        if (quantity is None) == (price is None):
+            raise OrderRejected("Shioaji changes either the quantity or the price")
+
+        def change(api: Any, trade: Any, left: int) -> Any:
+            if price is not None:
+                return api.update_order(trade, price=float(price), timeout=left)
+            # The new total, as the manual's examples of 2026 have it (10 lots, qty=2: 2 remain, 8 cancelled).
+            return api.update_order(trade, qty=quantity, timeout=left)
+
+        return self._change(broker_order_id, timeout, change)
+
+    def orders(self, timeout: float) -> Listing:
+        """In simulation, later sessions do not see the orders of earlier ones (Sinotrade/Shioaji #218): what
+        is not listed may be there. Whether last night's orders are listed after midnight is not documented,
+        so it is not relied on. Nor is it when positions show a fill: those are other books."""
         api, account = self._session()
 
         def read() -> list[ExchangeOrder]:
-            api.update_status(account, timeout=_milliseconds(timeout))
+            api.update_status(account, timeout=milliseconds(timeout))
             return [self._book.listed(trade) for trade in api.list_trades() if self._is_ours(trade)]
 
-        return self._query(timeout, read)
+        orders = self._query(timeout, read)
+        if self._key.simulation:
+            return Listing(orders)
+        return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI) % _DAY)
 
     def positions(self, timeout: float) -> list[Position]:
         api, account = self._session()
-        limit = _milliseconds(timeout)
+        limit = milliseconds(timeout)
         return mapping.positions_of(
             self._query(timeout, lambda: api.list_positions(account, unit="Common", timeout=limit))
         )
+
+    def balance(self, timeout: float) -> Balance:
+        api, account = self._session()
+        limit = milliseconds(timeout)
+        if self._key.broker_type == "stock":
+            return mapping.balance_of(
+                self._query(timeout, lambda: api.account_balance(account, timeout=limit))
+            )
+        return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
 
     def ping(self, timeout: float) -> None:
         """Asks for the usage: a real round trip. The SDK's own view of its session is known to be wrong
         for hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
-        self._query(timeout, lambda: api.usage(timeout=_milliseconds(timeout)))
+        self._query(timeout, lambda: api.usage(timeout=milliseconds(timeout)))
+
+    def alive(self) -> bool:
+        """Whether the session-down callback has not come. The SDK misses some ends: the ping finds those."""
+        return self._down is None and self._api is not None
 
     def close(self) -> None:
         with self._closing:
@@ -211,7 +216,7 @@ class ShioajiBroker:
                 self._log.warning("shioaji.logout_unanswered")
         if used:
             try:
-                _files().session_closed()
+                files().session_closed()
             except OSError as error:
                 self._log.warning("shioaji.files_left", error=type(error).__name__)
 
@@ -224,6 +229,42 @@ class ShioajiBroker:
             raise SessionDown("not logged in")
         return self._api, self._account
 
+    def _change(
+        self, broker_order_id: str, timeout: float, call: Callable[[Any, Any, int], Any]
+    ) -> ExchangeOrder:
+        """Finds the SDK's own object of the order and makes one call with it."""
+        api, account = self._session()
+        deadline = time.monotonic() + timeout - _RETURN
+
+        def run() -> ExchangeOrder:
+            trade = self._working(api, account, broker_order_id, deadline)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise OrderRejected("no time was left for the change; it was not sent")
+            return self._book.listed(call(api, trade, milliseconds(left)))
+
+        try:
+            return within(timeout, run, self._told_late)
+        except TookTooLong as error:
+            raise OutcomeUnknown(str(error)) from None
+        except BerthError:
+            raise
+        except Exception as error:
+            raise mapping.place_error(error, self._blank) from None
+
+    def _working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
+        """The SDK's own object of a working order. Whatever this raises, nothing was changed."""
+        try:
+            trade = find(api, account, self._key.broker_type, broker_order_id, deadline)
+        except Exception as error:
+            told = mapping.query_error(error, self._blank)
+            raise told if isinstance(told, SessionDown) else OrderRejected(f"not sent: {told}") from None
+        if trade is None or not self._is_ours(trade):
+            raise OrderRejected(f"no order {broker_order_id}")
+        if mapping.order_of(trade).state in FINAL_ORDER_STATES:
+            raise OrderRejected(f"order {broker_order_id} is final")
+        return trade
+
     def _choose(self, accounts: list[Any]) -> Any:
         """The account of this connection: the one that has its id, or the only one of its type."""
         kind = _ACCOUNT[self._key.broker_type]
@@ -235,45 +276,6 @@ class ShioajiBroker:
         if not self._key.simulation and not chosen[0].signed:
             raise LoginRejected("the account is not signed for orders by API")
         return chosen[0]
-
-    def _prepare(self, api: Any, account: Any, order: PlaceOrder) -> tuple[Any, Any]:
-        """Contract and order of the SDK; raises `OrderRejected` for what it cannot express."""
-        if len(order.tag) > mapping.MAX_TAG:
-            raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
-        market = order.price_type is PriceType.MARKET
-        if not market and order.price is None:
-            raise OrderRejected("a limit order needs a price")
-        sdk = self._load()
-        words = {
-            "action": mapping.action_of(order.side),
-            "price": 0.0 if market or order.price is None else float(order.price),
-            "quantity": order.quantity,
-            "price_type": order.price_type.value,
-            "time_in_force": order.time_in_force.value,
-            "custom_field": order.tag,
-            "account": account,
-        }
-        try:
-            if self._key.broker_type == "stock":
-                native = sdk.StockOrder(**words, order_lot="Common", order_cond="Cash")
-            else:
-                if market and order.time_in_force is TimeInForce.ROD:
-                    raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
-                native = sdk.FuturesOrder(**words, octype="Auto")
-            return self._contract(api, order.symbol), native
-        except BerthError:
-            raise
-        except Exception as error:  # nothing has been sent yet, whatever it is
-            raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
-
-    def _contract(self, api: Any, symbol: str) -> Any:
-        for security in _SECURITY[self._key.broker_type]:
-            found = api.contracts.get(symbol, security_type=security)
-            if found is not None:
-                # A rolling code (TXFR1) stands for a real one, and orders name the real one.
-                real = found.target_code
-                return api.contracts.get(real, security_type=security) if real else found
-        raise OrderRejected(f"{symbol} is no {self._key.broker_type} contract")
 
     def _query(self, timeout: float, call: Callable[[], T]) -> T:
         try:
@@ -321,10 +323,6 @@ class ShioajiBroker:
             self._log.crash("shioaji.late_answer_failed", error)
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(1, int(seconds * 1000))
-
-
 def _check_keys(credentials: Credentials) -> None:
     """Refuses at once what the SDK would refuse after a trip to the network (up to 5.6 s without one)."""
     for name, key in (("API key", credentials.api_key), ("secret key", credentials.secret_key)):
@@ -338,7 +336,7 @@ def _activate_certificate(api: Any, credentials: Credentials) -> None:
     """Production orders are signed. The SDK wants a path, so the certificate is a file for a moment."""
     if not credentials.ca_certificate:
         raise LoginRejected("orders in production need a certificate, and none is stored")
-    folder = _private_folder()
+    folder = private_folder()
     try:
         path = Path(folder) / "certificate.pfx"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

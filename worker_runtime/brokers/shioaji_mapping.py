@@ -20,7 +20,7 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder, Position
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import (
     Credentials,
     Fill,
@@ -143,7 +143,7 @@ def order_of(trade: Any) -> ExchangeOrder:
         side=side_of(_value(order.action)),
         quantity=quantity,
         price_type=price_type,
-        price=price_of(order.price) if price_type is PriceType.LIMIT else None,
+        price=price_of(status.modified_price or order.price) if price_type is PriceType.LIMIT else None,
         time_in_force=TimeInForce(_value(order.time_in_force) or "ROD"),
         state=state_of(_value(status.status), filled, quantity),
         fills=fills,
@@ -161,6 +161,19 @@ def positions_of(found: Iterable[Any]) -> list[Position]:
         )
         for one in found
     ]
+
+
+def balance_of(told: Any) -> Balance:
+    """`account_balance` of a stock account: settled money, all of it available as far as the SDK says."""
+    money = price_of(told.acc_balance)
+    return Balance(currency="TWD", cash=money, available=money)
+
+
+def margin_of(told: Any) -> Balance:
+    """`margin` of a futures account."""
+    return Balance(
+        currency="TWD", cash=price_of(told.today_balance), available=price_of(told.available_margin)
+    )
 
 
 def fill(order_id: str, sequence: str, quantity: int, price: float, at: float) -> Fill:

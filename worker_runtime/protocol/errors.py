@@ -16,8 +16,10 @@ class BerthError(Exception):
     #: Whether the same call may succeed later without anyone changing anything.
     retryable: ClassVar[bool] = False
 
-    def __init__(self, detail: str = "") -> None:
+    def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
+        """`retry_after`: seconds after which the same call may succeed, where that is known."""
         self.detail = detail or self.title()
+        self.retry_after = retry_after
         super().__init__(self.detail)
 
     @classmethod
@@ -91,6 +93,14 @@ class WorkerUnavailable(BerthError):
     retryable = True
 
 
+class PoolExhausted(WorkerUnavailable):
+    """All workers that there may be are in use; who asks again soon keeps his place in the line."""
+
+    code = "POOL_EXHAUSTED"
+    #: Seconds after which to ask again.
+    PAUSE: ClassVar[float] = 5.0
+
+
 class Parked(BerthError):
     """The user's worker crashed too often; an operator has to let it start again."""
 
@@ -136,6 +146,12 @@ class BrokerUnreachable(BrokerError):
     retryable = True
 
 
+class BrokerMaintenance(BrokerUnreachable):
+    """The broker is closed for maintenance; nothing was sent on."""
+
+    code = "BROKER_MAINTENANCE"
+
+
 class SessionDown(BrokerError):
     """The broker session is no longer alive."""
 
@@ -155,13 +171,94 @@ class OutcomeUnknown(BrokerError):
     code = "OUTCOME_UNKNOWN"
 
 
+class TradingHalted(BerthError):
+    """Trading is halted for this user or account; cancels still pass."""
+
+    code = "TRADING_HALTED"
+
+
+class ReducingOnly(BerthError):
+    """Only orders that make a position smaller are taken now; cancels still pass."""
+
+    code = "REDUCING_ONLY"
+
+
+class SymbolBlocked(BerthError):
+    """An earlier order in this symbol has an unknown outcome; it has to be settled first."""
+
+    code = "SYMBOL_BLOCKED"
+
+
+class AccountBlocked(BerthError):
+    """The account's books differ from the broker's; a person has to look first."""
+
+    code = "ACCOUNT_BLOCKED"
+
+
+class RateLimited(BerthError):
+    """The broker's rate limit for this person is used up; nothing was sent."""
+
+    code = "RATE_LIMITED"
+    retryable = True
+
+
+class CheckFailed(BerthError):
+    """The order was refused before it went anywhere."""
+
+    code = "CHECK_FAILED"
+
+
+class QuantityLimit(CheckFailed):
+    """The quantity is above what one order may have."""
+
+    code = "QUANTITY_LIMIT"
+
+
+class NotionalLimit(CheckFailed):
+    """The order's value is above what one order may have."""
+
+    code = "NOTIONAL_LIMIT"
+
+
+class DailyOrderLimit(CheckFailed):
+    """The account has placed as many orders today as it may."""
+
+    code = "DAILY_ORDER_LIMIT"
+
+
+class PriceTypeRule(CheckFailed):
+    """The exchange does not take this price type with this time in force."""
+
+    code = "PRICE_TYPE_RULE"
+
+
+class DuplicateOrder(CheckFailed):
+    """The same order was placed a moment ago under another client order id."""
+
+    code = "DUPLICATE_ORDER"
+
+
+class UnknownSymbol(CheckFailed):
+    """There is no such symbol."""
+
+    code = "UNKNOWN_SYMBOL"
+
+
+class MarketClosed(CheckFailed):
+    """The market of this symbol is closed."""
+
+    code = "MARKET_CLOSED"
+
+
 def _all_subclasses(cls: type[BerthError]) -> list[type[BerthError]]:
     return [cls, *(found for sub in cls.__subclasses__() for found in _all_subclasses(sub))]
 
 
-def from_code(code: str, detail: str = "") -> BerthError:
+def from_code(code: str, detail: str = "", retry_after: float | None = None) -> BerthError:
     """The error that a code from another process stands for; `BerthError` if this release lacks it."""
     for cls in _all_subclasses(BerthError):
         if cls.code == code:
-            return cls(detail)
+            error = cls(detail)
+            error.retry_after = retry_after
+            return error
     return BerthError(f"{code}: {detail}")

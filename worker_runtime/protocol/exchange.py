@@ -43,11 +43,24 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="can
     broker_order_id: str
 
 
+class Replace(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="replace"):
+    """Change a resting order: a smaller quantity (the total, at least what is filled), another price."""
+
+    id: int
+    broker_order_id: str
+    quantity: int | None = None
+    price: Decimal | None = None
+
+
 class ListOrders(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_orders"):
     id: int
 
 
 class ListPositions(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_positions"):
+    id: int
+
+
+class GetBalance(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="get_balance"):
     id: int
 
 
@@ -59,7 +72,7 @@ class Logout(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="log
     id: int
 
 
-ClientRequest = Login | Place | Cancel | ListOrders | ListPositions | Ping | Logout
+ClientRequest = Login | Place | Cancel | Replace | ListOrders | ListPositions | GetBalance | Ping | Logout
 
 
 class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +98,26 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     average_price: Decimal
 
 
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """Money of an account, in the account's currency."""
+
+    currency: str
+    cash: Decimal
+    #: Available for new orders.
+    available: Decimal
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the exchange says of a list of orders: which of the account's orders are certainly in it."""
+
+    #: Those of all sessions, not only of the one that asks.
+    all_sessions: bool
+    #: Those that were taken at least so many ms before the answer; later ones may be missing.
+    behind_ms: int
+    #: Those that were taken at most so many ms before the answer; older ones may be missing.
+    reaches_ms: int
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
     """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went well)."""
 
@@ -94,7 +127,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="re
     session_id: str = ""
     order: ExchangeOrder | None = None
     orders: list[ExchangeOrder] = []
+    #: With `orders`; None: the exchange does not say how complete they are.
+    coverage: Coverage | None = None
     positions: list[Position] = []
+    balance: Balance | None = None
 
 
 class OrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):

@@ -14,15 +14,29 @@ keys of one pool (`{pool}`), live in one slot and one script may touch them toge
 | worker:metadata:{user} | hash | 30 s | task, worker, epoch, version, state, activity… |
 | worker:owner:{user} | hash | for ever | epoch, worker, generation; the orchestrator writes it |
 | worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
+| trading:switch:{user} | hash | for ever | `*version`; `*` (all) and accounts: open, reducing, halted |
+| trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
+| broker:budget:{owner}:<what> | zset | its window | calls of one person or egress address |
+| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted |
+| broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
+| broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
+| berth:webhook:{webhook}:<minute> | string | 2 min | calls of one webhook in this minute |
 | worker:control:{user}:messages | list | until popped | control messages; they overtake requests |
 | pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
 | pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, state, claim |
 | pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
+| pool:{pool}:trial | hash | 1 h | what a rollout tries: version, what was before, users served |
+| pool:{pool}:faults | set | 1 h | users in a row whom a worker of that version failed |
+| pool:{pool}:line | zset | 30 s | users who wait for a worker → since when (ms) |
+| pool:{pool}:asked | zset | 30 s | the same users → when they asked last (ms) |
 | pool:{pool}:inbox:<worker> | list | 1 h | what a worker without a user waits on |
 | pool:{pool}:reply:<claim> | list | 1 h | the worker's answers to a claim |
 | pool:{pool}:born:<claim> | list | 1 h | the worker launched for this claim, once ready |
 | worker:events | stream | trimmed | what workers tell the orchestrator |
 | berth:generation | string | for ever | random; another one means that data was lost |
+| berth:since | hash | for ever | `server`: run id; `at_ms`: since when it is known, 0: it is the first |
+| berth:exits | string | for ever | position behind the last end of a worker that was told |
+| berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process> | channel |  | answers for one API process |
 """
 
@@ -39,6 +53,10 @@ CLAIM_TTL = 3600
 
 EVENTS = "worker:events"
 GENERATION = "berth:generation"
+#: Since when the present server is known: its run id, and Unix ms by its own clock.
+SINCE = "berth:since"
+EXITS_TOLD = "berth:exits"
+LAUNCHES = "berth:launches"
 
 #: The user id of a worker that belongs to nobody yet (requirement P1).
 POOL_USER = "-1"
@@ -80,6 +98,23 @@ def pop(user_id: str) -> str:
     return f"worker:pop:{{{user_id}}}"
 
 
+def switch(user_id: str) -> str:
+    return f"trading:switch:{{{user_id}}}"
+
+
+def journal(user_id: str, order_id: str) -> str:
+    return f"trading:journal:{{{user_id}}}:{order_id}"
+
+
+def budget(owner: str, what: str) -> str:
+    """`owner`: a hash of a person id or of an egress address; `what`: orders, queries, logins…"""
+    return f"broker:budget:{{{owner}}}:{what}"
+
+
+def webhook(webhook_id: str, minute: int) -> str:
+    return f"berth:webhook:{{{webhook_id}}}:{minute}"
+
+
 def control(user_id: str) -> str:
     return f"worker:control:{{{user_id}}}:messages"
 
@@ -94,6 +129,22 @@ def pool_worker(pool: str, worker_id: str) -> str:
 
 def pool_claim(pool: str, claim_id: str) -> str:
     return f"pool:{{{pool}}}:claim:{claim_id}"
+
+
+def pool_trial(pool: str) -> str:
+    return f"pool:{{{pool}}}:trial"
+
+
+def pool_faults(pool: str) -> str:
+    return f"pool:{{{pool}}}:faults"
+
+
+def pool_line(pool: str) -> str:
+    return f"pool:{{{pool}}}:line"
+
+
+def pool_asked(pool: str) -> str:
+    return f"pool:{{{pool}}}:asked"
 
 
 def pool_inbox(pool: str, worker_id: str) -> str:

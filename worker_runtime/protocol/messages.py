@@ -7,6 +7,7 @@ milliseconds, prices are decimal strings, quantities are lots.
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -70,13 +71,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     detail: str
     retryable: bool = False
+    #: Milliseconds after which it may succeed, where that is known.
+    retry_after_ms: int | None = None
 
     @classmethod
     def of(cls, error: BerthError) -> Failure:
-        return cls(code=error.code, detail=error.detail, retryable=error.retryable)
+        after = error.retry_after
+        return cls(
+            code=error.code,
+            detail=error.detail,
+            retryable=error.retryable,
+            retry_after_ms=None if after is None else math.ceil(after * 1000),
+        )
 
     def error(self) -> BerthError:
-        return from_code(self.code, self.detail)
+        after = self.retry_after_ms
+        return from_code(self.code, self.detail, None if after is None else after / 1000)
 
 
 # --- API → worker -----------------------------------------------------------------------------------
@@ -101,9 +111,18 @@ class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
     reply_to: str
     #: Generation of Valkey under which this was enqueued.
     generation: str
-
-
-Request = PlaceOrder
+    #: It can only make a position smaller: passes a switch that says REDUCING.
+    reduce_only: bool = False
+    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
+    #: `account`, or nothing (`off`).
+    unknown_blocks: str = "symbol"
+    #: Milliseconds from its acceptance to its deadline; 0: not told, as by earlier releases.
+    lifetime_ms: int = 0
+    #: The broker's id of it, where it is known already: in `open_orders` only.
+    broker_order_id: str | None = None
+    #: Our books say that its submission was begun: in `open_orders` only. Never submitted again then, even if
+    #: a Valkey that came back older has it in the queue once more, without its journal entry.
+    begun: bool = False
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +134,10 @@ class Fill(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
 
 
+#: The reason of an order that was cancelled while it stood in its queue: the broker never had it.
+CANCELLED_IN_QUEUE = "cancelled before it was sent to the broker"
+
+
 class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an order after the broker answered."""
 
@@ -124,6 +147,9 @@ class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     filled_quantity: int = 0
     average_price: Decimal | None = None
     reason: str | None = None
+    #: Taken back from its queue, so no worker has spoken. A copy of Valkey that lags behind may hold an order
+    #: there that a worker had taken: this outcome counts for an order that nobody is known to have taken.
+    withdrawn: bool = False
 
 
 class Answer(Message, frozen=True, kw_only=True, tag="answer"):
@@ -132,6 +158,8 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     request_id: str
     outcome: OrderOutcome | None = None
     failure: Failure | None = None
+    #: For `QueryAccount`: an `AccountReport`, which `requests.report_of` reads.
+    report: dict[str, Any] | None = None
 
 
 # --- orchestrator → worker --------------------------------------------------------------------------
@@ -173,6 +201,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
     connect_timeout: float
     accounts: list[SealedAccount]
     attempt: int = 1
+    #: The user's orders that are not final: what the worker compares with the broker's list.
+    open_orders: list[PlaceOrder] = []
 
 
 class Connect(Message, frozen=True, kw_only=True, tag="connect"):
@@ -214,6 +244,8 @@ class ReloadCredentials(Message, frozen=True, kw_only=True, tag="reload_credenti
     epoch: int
     worker_id: str
     accounts: list[SealedAccount]
+    #: As in `Claim`.
+    open_orders: list[PlaceOrder] = []
 
 
 ControlMessage = Shutdown | ReloadCredentials
@@ -242,13 +274,16 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
 
 
 class WorkerEventKind(StrEnum):
-    CONNECTED = "connected"
-    RECONNECTING = "reconnecting"
-    DEGRADED = "degraded"
-    CLOSED = "closed"
+    """What a worker tells of itself. Told once at each change of the whole worker, not once an account."""
+
+    CONNECTED = "connected"  # every account has a broker session
+    RECONNECTING = "reconnecting"  # a broker session was found dead and is being rebuilt
+    DEGRADED = "degraded"  # the broker cannot be reached: tried again, the worker stays
+    SESSION_REPLACED = "session_replaced"  # a fresh session process with a new key waits for credentials
+    FAILED = "failed"  # no broker session can be had, also not by a fresh process: the worker ends
+    CLOSED = "closed"  # the session has ended
     OWNER_MISSING = "owner_missing"
     FENCED = "fenced"
-    SESSION_REPLACED = "session_replaced"
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
@@ -277,9 +312,28 @@ class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
     filled_quantity: int = 0
     average_price: Decimal | None = None
     reason: str | None = None
+    #: What the order is for now, where the broker shows another quantity (lots) or price than our books.
+    quantity: int | None = None
+    price: Decimal | None = None
 
 
-Event = WorkerEvent | OrderEvent
+class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
+    """What a session found at the broker right after a login, for a comparison with our books.
+
+    Its events of orders that it knows came before. `(worker_id, account_id, at_ms)` is unique.
+    """
+
+    worker_id: str
+    user_id: str
+    account_id: str
+    epoch: int
+    at_ms: int
+    #: An `AccountReport` (`requests.report_of` reads it); of the orders only those that the session could
+    #: not match.
+    report: dict[str, Any]
+
+
+Event = WorkerEvent | OrderEvent | AccountReported
 
 T = TypeVar("T")
 

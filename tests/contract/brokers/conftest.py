@@ -19,6 +19,8 @@ from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType,
 
 _numbers = itertools.count(1)
 API_KEY, SECRET_KEY = "an-api-key", "a-secret-key"
+#: Seconds that a machine may stand still.
+STANDSTILL = 3.5
 CREDENTIALS = Credentials(api_key=API_KEY, secret_key=SECRET_KEY)
 
 
@@ -34,7 +36,7 @@ class Heard:
             self.changes.append(change)
             self._arrived.notify_all()
 
-    def wait(self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 5.0) -> list[OrderChanged]:
+    def wait(self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 20.0) -> list[OrderChanged]:
         with self._arrived:
             assert self._arrived.wait_for(lambda: enough(self.changes), timeout), self.changes
             return list(self.changes)
@@ -67,7 +69,7 @@ def order(
     )
 
 
-def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
     """Waits for a condition that nothing announces."""
     end = time.monotonic() + timeout
     while not condition():
@@ -111,6 +113,6 @@ def broker(stage: Stage, account: str, heard: Heard) -> Iterator[Broker]:
     """Logged in."""
     stage.register(account, API_KEY, SECRET_KEY)
     made = stage.broker(account, heard)
-    made.login(CREDENTIALS, 5.0)
+    made.login(CREDENTIALS, 20.0)
     yield made
     made.close()

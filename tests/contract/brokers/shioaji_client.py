@@ -13,6 +13,13 @@ from worker_runtime.brokers.shioaji import ShioajiBroker, load_sdk
 from worker_runtime.protocol.messages import Credentials
 
 KEYS = Credentials(api_key="A" * 44, secret_key="B" * 44)
+WITH_CERTIFICATE = Credentials(
+    api_key="A" * 44,
+    secret_key="B" * 44,
+    person_id="A123456789",
+    ca_certificate=b"certificate",
+    ca_password="pass",
+)
 REAL = load_sdk()
 
 
@@ -61,6 +68,22 @@ class Client:
 
     def list_trades(self) -> Any:
         return self._do("list_trades", [trade(REAL)])
+
+    def cancel_order(self, found: Any, timeout: int) -> Any:
+        return self._do("cancel_order", trade(REAL, status="Cancelled"), trade=found, timeout=timeout)
+
+    def update_order(
+        self, found: Any, price: float | None = None, qty: int | None = None, *, timeout: int
+    ) -> Any:
+        told = trade(REAL, order_quantity=qty, modified_price=price)
+        return self._do("update_order", told, trade=found, price=price, qty=qty, timeout=timeout)
+
+    def account_balance(self, account: Any, timeout: int) -> Any:
+        return self._do("account_balance", SimpleNamespace(acc_balance=12345.0), account=account)
+
+    def margin(self, account: Any, timeout: int) -> Any:
+        told = SimpleNamespace(today_balance=900000.0, available_margin=700000.0)
+        return self._do("margin", told, account=account)
 
     def list_positions(self, account: Any, unit: str, timeout: int) -> Any:
         return self._do("list_positions", [], account=account, unit=unit, timeout=timeout)
@@ -112,5 +135,5 @@ class Setting:
         return self.client
 
     def login(self, credentials: Credentials = KEYS) -> ShioajiBroker:
-        self.broker.login(credentials, 5.0)
+        self.broker.login(credentials, 20.0)
         return self.broker

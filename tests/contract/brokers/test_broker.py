@@ -7,7 +7,15 @@ from decimal import Decimal
 
 import pytest
 
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, Heard, order, until
+from tests.contract.brokers.conftest import (
+    API_KEY,
+    CREDENTIALS,
+    SECRET_KEY,
+    STANDSTILL,
+    Heard,
+    order,
+    until,
+)
 from tests.contract.brokers.stages import Stage, Taken
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (
@@ -22,8 +30,14 @@ from worker_runtime.protocol.messages import Credentials, OrderState, Side, Time
 
 def test_a_good_login_gives_a_session_that_answers_pings(broker: Broker) -> None:
     broker.ping(5.0)
-    assert broker.orders(5.0) == []
+    assert broker.orders(5.0).orders == []
     assert broker.positions(5.0) == []
+
+
+def test_a_session_is_alive_until_it_is_closed(broker: Broker) -> None:
+    assert broker.alive()
+    broker.close()
+    assert not broker.alive()
 
 
 def test_a_wrong_key_is_rejected(stage: Stage, account: str, heard: Heard) -> None:
@@ -83,7 +97,7 @@ def test_a_limit_order_rests_and_is_filled_when_the_price_comes(
     assert change.order.state is OrderState.FILLED
     assert change.fill is not None
     assert change.fill.price == Decimal("89.5")
-    assert [known.state for known in broker.orders(5.0)] == [OrderState.FILLED]
+    assert [known.state for known in broker.orders(5.0).orders] == [OrderState.FILLED]
 
 
 @pytest.mark.parametrize("kind", [TimeInForce.IOC, TimeInForce.FOK])
@@ -130,7 +144,7 @@ def test_a_new_session_sees_the_orders_of_the_lost_one(
         broker.place(wanted, 5.0)
     again = stage.broker(account, heard)
     again.login(CREDENTIALS, 5.0)
-    assert [known.tag for known in again.orders(5.0)] == [wanted.tag]
+    assert [known.tag for known in again.orders(5.0).orders] == [wanted.tag]
     again.close()
 
 
@@ -138,7 +152,7 @@ def test_closing_is_quick_and_may_be_repeated(broker: Broker) -> None:
     started = time.monotonic()
     broker.close()
     broker.close()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 1.0 + STANDSTILL
     with pytest.raises(SessionDown):
         broker.place(order(), 5.0)
     with pytest.raises(SessionDown):
@@ -173,3 +187,54 @@ def test_the_sixth_connection_of_a_person_is_refused_until_one_is_closed(
     until(admitted)
     for other in [*others, sixth]:
         other.close()
+
+
+def test_a_resting_order_is_cancelled_once(stage: Stage, broker: Broker, heard: Heard) -> None:
+    stage.set_price("2303", Decimal(50))
+    resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
+    cancelled = broker.cancel(resting.broker_order_id, 5.0)
+    assert (cancelled.broker_order_id, cancelled.state) == (resting.broker_order_id, OrderState.CANCELLED)
+    [change] = heard.wait(lambda changes: len(changes) == 1)
+    assert (change.order.state, change.fill) == (OrderState.CANCELLED, None)
+    with pytest.raises(OrderRejected):
+        broker.cancel(resting.broker_order_id, 5.0)
+
+
+def test_a_resting_order_gets_smaller_and_another_price(stage: Stage, broker: Broker) -> None:
+    stage.set_price("2303", Decimal(50))
+    resting = broker.place(order(symbol="2303", price=Decimal(40), quantity=5), 5.0)
+    smaller = broker.replace(resting.broker_order_id, 3, None, 5.0)
+    assert (smaller.quantity, smaller.price, smaller.state) == (3, Decimal(40), OrderState.SUBMITTED)
+    dearer = broker.replace(resting.broker_order_id, None, Decimal(41), 5.0)
+    assert (dearer.quantity, dearer.price) == (3, Decimal(41))
+    assert [(known.quantity, known.price) for known in broker.orders(5.0).orders] == [(3, Decimal(41))]
+    with pytest.raises(OrderRejected):
+        broker.replace(resting.broker_order_id, 4, None, 5.0)
+
+
+def test_a_change_that_crosses_the_market_is_filled(stage: Stage, broker: Broker) -> None:
+    stage.set_price("2303", Decimal(50))
+    resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
+    changed = broker.replace(resting.broker_order_id, None, Decimal(50), 5.0)
+    assert (changed.state, sum(done.quantity for done in changed.fills)) == (OrderState.FILLED, 2)
+
+
+def test_an_unknown_order_is_neither_cancelled_nor_changed(broker: Broker) -> None:
+    with pytest.raises(OrderRejected):
+        broker.cancel("nobody's", 5.0)
+    with pytest.raises(OrderRejected):
+        broker.replace("nobody's", 1, None, 5.0)
+
+
+def test_money_is_spent_by_fills(stage: Stage, broker: Broker) -> None:
+    stage.set_price("1103", Decimal(10))
+    before = broker.balance(5.0)
+    broker.place(order(symbol="1103", quantity=3), 5.0)
+    after = broker.balance(5.0)
+    assert (before.currency, before.cash - after.cash) == ("TWD", Decimal(30))
+
+
+def test_these_brokers_say_that_their_lists_leave_nothing_out(broker: Broker) -> None:
+    listing = broker.orders(5.0)
+    assert listing.behind == 0
+    assert listing.reaches > 0

@@ -132,6 +132,7 @@ def trade(sdk: Any, **changes: Any) -> Any:
         "price_type": "LMT",
         "status": "Submitted",
         "order_quantity": None,
+        "modified_price": None,
         "deals": [],
         "tag": "abc123",
         "msg": "",
@@ -155,6 +156,7 @@ def trade(sdk: Any, **changes: Any) -> Any:
             status=sdk.OrderStatus(words["status"]),
             msg=words["msg"],
             order_quantity=words["order_quantity"],
+            modified_price=words["modified_price"],
             deals=[
                 SimpleNamespace(seq=seq, quantity=quantity, price=price, ts=ts)
                 for seq, quantity, price, ts in words["deals"]

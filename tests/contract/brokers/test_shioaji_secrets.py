@@ -48,10 +48,10 @@ def test_no_text_of_the_sdk_carries_a_credential_out_of_the_adapter(heard: Heard
     setting.client.does |= {name: fails("ServerError", SAID) for name in ("place_order", "usage")}
     setting.client.does["list_trades"] = lambda: [trade(REAL, msg=SAID, account=setting.client.accounts[0])]
     with pytest.raises(OutcomeUnknown) as placing:
-        broker.place(order(symbol="2890", price=Decimal(17)), 2.0)
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     with pytest.raises(BrokerUnreachable) as asking:
-        broker.ping(1.0)
-    [listed] = broker.orders(1.0)
+        broker.ping(20.0)
+    [listed] = broker.orders(20.0).orders
     event = order_event("New", "88")
     event["operation"]["op_msg"] = SAID
     assert setting.client.callback is not None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
+from infra.launchers.docker import DockerLauncher
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Launcher, Task
 from infra.launchers.process import ProcessLauncher
+from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
+from tests.contract.launchers.ecs_ground import EcsGround, on_moto
 from tests.contract.launchers.node_process import NodeProcess
 
 
@@ -50,6 +54,46 @@ class ProcessGround:
         os.kill(self.node.pid_of(task.task_id), signal.SIGKILL)
 
 
+class DockerGround:
+    """A fleet of its own on the session's daemon."""
+
+    _fleets = itertools.count(1)
+
+    def __init__(self, house: DockerHouse) -> None:
+        self.house = house
+        self.fleet = f"contract-{os.getpid()}-{next(self._fleets)}"
+        self._made: list[DockerLauncher] = []
+
+    def client(
+        self, image: str = STAND_IN_IMAGE, *, socket: Path | None = None, **options: Any
+    ) -> DockerLauncher:
+        made = DockerLauncher(
+            socket or self.house.socket, image=image, network="host", fleet=self.fleet, **options
+        )
+        self._made.append(made)
+        return made
+
+    def ids(self) -> list[str]:
+        """All containers of the fleet, also ended ones."""
+        label = f"label=berth.fleet={self.fleet}"
+        return self.house.docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
+
+    async def crash(self, task: Task) -> None:
+        os.kill(self.house.pid_of(task.task_id), signal.SIGKILL)
+
+    async def close(self) -> None:
+        for launcher in self._made:
+            await launcher.close()
+        self.house.remove_all(self.fleet)
+
+
+@pytest.fixture
+async def docker_ground(docker_house: DockerHouse) -> AsyncIterator[DockerGround]:
+    made = DockerGround(docker_house)
+    yield made
+    await made.close()
+
+
 @pytest.fixture
 async def node(short_directory: Path) -> AsyncIterator[NodeProcess]:
     """A running node whose workers are stand-ins."""
@@ -59,12 +103,29 @@ async def node(short_directory: Path) -> AsyncIterator[NodeProcess]:
     await made.close()
 
 
-@pytest.fixture(params=["fake", "process"])
-async def ground(request: pytest.FixtureRequest, short_directory: Path) -> AsyncIterator[Ground]:
+@pytest.fixture(params=["fake", "process", "ecs", "docker"])
+async def ground(
+    request: pytest.FixtureRequest, short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Ground]:
     if request.param == "fake":
         yield FakeGround()
+        return
+    if request.param == "ecs":
+        async with on_moto(monkeypatch) as on_ecs:
+            yield on_ecs
+        return
+    if request.param == "docker":
+        on_docker = DockerGround(request.getfixturevalue("docker_house"))
+        yield on_docker
+        await on_docker.close()
         return
     made = NodeProcess(short_directory)
     await made.start()
     yield ProcessGround(made)
     await made.close()
+
+
+@pytest.fixture
+async def ecs_ground(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
+    async with on_moto(monkeypatch) as made:
+        yield made

@@ -16,7 +16,7 @@ import pytest
 from infra.launchers.port import LauncherUnreachable, LaunchFailed, Task
 from infra.launchers.process import ProcessLauncher
 from infra.node import processes
-from tests.contract.launchers.node_process import NodeProcess, cgroups_named, until
+from tests.contract.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
 
@@ -52,6 +52,15 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_its_grace(node: Nod
     await launcher.stop(task.task_id, "test")
     assert time.monotonic() - asked >= 0.2
     assert processes.read(pid) is None
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
+
+
+async def test_one_stop_may_give_less_time_than_the_workers_own(node: NodeProcess) -> None:
+    launcher = ProcessLauncher(node.socket)
+    task = await launcher.launch(spec("w-1", "stubborn"), "token-1")
+    await node.until_ready("w-1")
+    await launcher.stop(task.task_id, "test", grace=0.2)
     (end,) = await take(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
@@ -249,8 +258,15 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
         await asyncio.sleep(choice.uniform(0, 0.02))  # the moment of the crash is what varies
         await node.restart(signal.SIGKILL)
         tasks += await asyncio.gather(*launching)
+    # A node killed between its record and the config leaves a worker without one: it ends, and is told. The
+    # others say that they are ready.
+    deadline = time.monotonic() + PATIENCE
+    listed = {task.task_id for task in tasks}
+    while any(task.task_id in listed and "ready" not in node.output_of(task.worker_id) for task in tasks):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+        listed = {task.task_id for task in await launcher.list()}
     listed = {task.task_id for task in await launcher.list()}
-    # A node killed between its record and the config leaves a worker without one: it ends, and is told.
     missing = {task.task_id for task in tasks} - listed
     assert {end.task_id for end in await take(launcher.exits(), len(missing))} == missing
     for task in tasks:

@@ -48,6 +48,7 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
     second = await launcher.launch(
         LaunchSpec(config=msgspec.structs.replace(config, worker_id="w-second")), "token-2"
     )
+    deadline = time.monotonic() + PATIENCE
     while await valkey_client.zscore(keys.pool_ready("default"), "w-second") is None:
         assert time.monotonic() < deadline, node.output_of("w-second")
         await asyncio.sleep(0.02)

@@ -16,13 +16,14 @@ from activities.checking import Checking
 from activities.claiming import Claiming
 from activities.launching import Launching
 from activities.pool import Pool
+from activities.pool_situation import PoolSituation
 from activities.reloading import Reloading
 from activities.stopping import Stopping
 from infra.database import accounts, users
 from infra.database.engine import Database
-from infra.database.migrate import migrate
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec
+from infra.market import calendar
 from infra.settings import Settings
 from infra.vault import master_key, orchestrator_keys, vault
 from infra.vault.master_key import MasterKeyRing
@@ -52,11 +53,13 @@ class Yard:
 
     def __post_init__(self) -> None:
         self.claiming = Claiming(self.client, self.database, self.ring, self.keys)
-        self.launching = Launching(self.client, self.launcher, self.settings, self.keys)
+        self.launching = Launching(self.client, self.database, self.launcher, self.settings, self.keys)
         self.stopping = Stopping(self.client, self.database, self.launcher, self.keys)
-        self.checking = Checking(self.client, self.launcher)
+        self.checking = Checking(self.client, self.database, self.launcher)
         self.reloading = Reloading(self.client, self.database, self.ring, self.keys)
-        self.pool = Pool(self.client, self.database, self.launcher)
+        self.pool = Pool(
+            self.client, self.database, self.launcher, PoolSituation(self.database, calendar.load())
+        )
 
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
         return await ActivityEnvironment().run(activity, request)
@@ -91,16 +94,15 @@ class Yard:
         await self.launcher.launch(LaunchSpec(config=config), f"token-{name}")
         return self.made[name]
 
-    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 1.0) -> m.ClaimRequest:
+    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 4.0) -> m.ClaimRequest:
         return m.ClaimRequest(
             user_id=user_id, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=reply_wait
         )
 
 
 @pytest.fixture
-async def yard(valkey_client: Redis, empty_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
-    await migrate(empty_database)
-    database = Database(empty_database)
+async def yard(valkey_client: Redis, migrated_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
+    database = Database(migrated_database, pool_wait=30.0)
     keys = orchestrator_keys.create(tmp_path / "orchestrator.key")
     master_key.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
     made: dict[str, ScriptedWorker] = {}
@@ -110,7 +112,7 @@ async def yard(valkey_client: Redis, empty_database: str, tmp_path: Path) -> Asy
         keys=keys,
         ring=master_key.load_ring(tmp_path / "master.key"),
         launcher=FakeLauncher(born(valkey_client, keys, made)),
-        settings=Settings(data_dir=tmp_path),
+        settings=Settings(data_dir=tmp_path, database_url=migrated_database),
         made=made,
     )
     await database.close()

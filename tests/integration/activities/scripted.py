@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -29,6 +30,14 @@ from worker_runtime.protocol.messages import (
 POOL = "default"
 
 
+async def popped(client: Redis, key: str, patience: float) -> bytes | None:
+    """The first item of a list, once there is one; in short waits, below the client's socket timeout."""
+    end = time.monotonic() + patience
+    while (item := await ask(client.blpop([key], 1))) is None and time.monotonic() < end:
+        pass
+    return None if item is None else bytes(item[1])
+
+
 class ScriptedWorker:
     """Announces itself; `serve` answers what comes to its inbox."""
 
@@ -40,10 +49,12 @@ class ScriptedWorker:
         *,
         task_id: str = "",
         reserved_claim: str = "",
+        version: str = "test",
     ) -> None:
         self._client = client
         self._keys = orchestrator_keys
         self._reserved = reserved_claim
+        self._version = version
         self.worker_id = worker_id
         self.task_id = task_id or f"task-{worker_id}"
         self.private_key = X25519PrivateKey.generate()
@@ -70,24 +81,24 @@ class ScriptedWorker:
                 self._reserved,
                 keys.CLAIM_TTL,
                 *("public_key", self.public_key, "proof", self.proof),
-                *("task", self.task_id, "version", "test"),
+                *("task", self.task_id, "version", self._version),
             ],
         )
         return bytes(state).decode()
 
-    async def next(self) -> InboxMessage:
+    async def next(self, patience: float = 30.0) -> InboxMessage:
         """Takes one message from the inbox and checks its signature."""
-        item = await ask(self._client.blpop([keys.pool_inbox(POOL, self.worker_id)], 3))
+        item = await popped(self._client, keys.pool_inbox(POOL, self.worker_id), patience)
         assert item is not None, "nothing came to the inbox"
-        payload = sealing.verify(item[1], Ed25519PublicKey.from_public_bytes(self._keys.public_key))
+        payload = sealing.verify(item, Ed25519PublicKey.from_public_bytes(self._keys.public_key))
         message: InboxMessage = decode(payload, InboxMessage)
         self.received.append(message)
         return message
 
-    async def serve(self, messages: int = 1) -> None:
-        """Answers this many messages as a real worker would."""
+    async def serve(self, messages: int = 1, patience: float = 30.0) -> None:
+        """Answers this many messages as a real worker would; waits `patience` seconds for each."""
         for _ in range(messages):
-            message = await self.next()
+            message = await self.next(patience)
             if isinstance(message, Claim):
                 await self.confirm(message)
                 self._open(message)

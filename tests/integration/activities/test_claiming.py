@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from activities.launching import COLD_PREFIX, worker_id_of
 from activities.slot import ask
@@ -68,8 +69,9 @@ async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yar
 async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
     a, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
-    b, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     assert a.worker is not None
+    await _stop(yard, user, "c1")
+    b, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     assert b.worker is not None
     assert (a.worker.epoch, b.worker.epoch) == (1, 2)
 
@@ -77,10 +79,43 @@ async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:
 async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    await _stop(yard, user, "c1")
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
     assert late.status == m.ClaimStatus.GONE
     assert await ask(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
+
+
+async def test_no_worker_is_claimed_while_another_one_of_the_user_may_run(yard: Yard) -> None:
+    """The workflow was terminated: the next run knows nothing of the worker that is logged in."""
+    user, first, second = await yard.user(), await yard.worker(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    beside = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c2"))
+    assert beside.status == m.ClaimStatus.GONE
+    assert beside.worker is not None
+    assert (beside.worker.worker_id, beside.worker.epoch) == (first.worker_id, 1)
+    assert await second.announce() == "ready"
+    await yard.run(  # what the workflow does with it
+        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0)
+    )
+    assert first.task_id not in {task.task_id for task in await yard.launcher.list()}
+    after, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c3")), second.serve()
+    )
+    assert after.status == m.ClaimStatus.ACTIVE
+
+
+async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(yard: Yard) -> None:
+    """Its orchestrator stood still, and the workflow has given the claim up meanwhile."""
+    user = await yard.user()
+    empty = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
+    assert empty.status == m.ClaimStatus.EMPTY
+    await _stop(yard, user, "c1")
+    worker = await yard.worker()
+    late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
+    assert late.status == m.ClaimStatus.GONE
+    assert await worker.announce() == "ready"
+    assert not await ask(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
 
 
 async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(yard: Yard) -> None:
@@ -131,6 +166,52 @@ async def test_a_dead_workers_claim_is_gone(yard: Yard) -> None:
     assert result.worker.worker_id == worker.worker_id
 
 
+async def crash(yard: Yard, user: str, claim_id: str) -> None:
+    """The user's worker dies in service, and its workflow has its end confirmed."""
+    worker = await yard.worker()
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id)), worker.serve()
+    )
+    assert result.worker is not None
+    yard.launcher.end(worker.task_id)
+    request = m.StopWorker(user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True)
+    for _ in range(2):
+        await yard.run(yard.stopping.stop_worker, request)
+
+
+async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: Yard) -> None:
+    user = await yard.user()
+    await crash(yard, user, "c1")
+    first = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c2"))
+    assert first.status == m.ClaimStatus.EMPTY
+    await crash(yard, user, "c3")
+    worker = await yard.worker()
+    held = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    assert held.status == m.ClaimStatus.BACK_OFF
+    assert len(held.crashes) == 2
+    assert held.worker is None
+    assert await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4")) == held
+    assert await worker.announce() == "ready"
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c4")), worker.serve()
+    )
+    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.worker is not None
+    assert result.worker.epoch == 4
+    # What was assigned stays so, whoever asks again.
+    repeated = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    assert repeated.worker == result.worker
+
+
+async def test_an_unknown_user_is_said_so_also_to_a_heedful_claim(yard: Yard) -> None:
+    result = await yard.run(yard.claiming.claim_worker, heedful(yard, "nobody", "c1"))
+    assert (result.failure_code, result.retryable) == ("USER_NOT_FOUND", False)
+
+
+def heedful(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
+    return replace(yard.claim(user, claim_id), heed_crashes=True)
+
+
 async def claimed(yard: Yard, worker: ScriptedWorker) -> tuple[str, m.WorkerRef]:
     user = await yard.user()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
@@ -138,7 +219,7 @@ async def claimed(yard: Yard, worker: ScriptedWorker) -> tuple[str, m.WorkerRef]
     return user, result.worker
 
 
-def connect(user: str, ref: m.WorkerRef, attempt: int, timeout: float = 5.0) -> m.ConnectRequest:
+def connect(user: str, ref: m.WorkerRef, attempt: int, timeout: float = 30.0) -> m.ConnectRequest:
     return m.ConnectRequest(user_id=user, worker=ref, attempt=attempt, timeout=timeout)
 
 
@@ -221,3 +302,11 @@ async def test_no_secret_stands_in_valkey_after_a_claim(yard: Yard) -> None:
         everything += await ask(yard.client.dump(key)) or b""
     assert worker.worker_id.encode() in everything
     assert b"canary" not in everything
+
+
+async def _stop(yard: Yard, user: str, claim_id: str) -> None:
+    """As the workflow does when it does not know whether the claim got a worker."""
+    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool=POOL)
+    await yard.run(
+        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0)
+    )

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from activities.orchestrator import READY_FILE
 from infra.database.migrate import migrate
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
 from infra.vault import master_key, orchestrator_keys
+from workflows.names import SEARCH_ATTRIBUTES
+
+READY_FILE = "orchestrator.ready"
 
 
 class Orchestrator:
@@ -47,7 +49,7 @@ class Orchestrator:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(40)
 
 
 @pytest.fixture
@@ -70,10 +72,19 @@ def keys(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def own_temporal(short_directory: Path) -> Iterator[TemporalServer]:
+    """Not the suite's: a version that becomes current takes the task queues from unversioned workers."""
+    with TemporalServer(
+        short_directory / "temporal", durable=False, search_attributes=SEARCH_ATTRIBUTES
+    ) as server:
+        yield server
+
+
+@pytest.fixture
 def started(
-    tmp_path: Path, environment: dict[str, str], keys: None, temporal_server: TemporalServer
+    tmp_path: Path, environment: dict[str, str], keys: None, own_temporal: TemporalServer
 ) -> Iterator[Orchestrator]:
-    made = Orchestrator(tmp_path, {**environment, "BERTH_TEMPORAL_ADDRESS": temporal_server.address})
+    made = Orchestrator(tmp_path, {**environment, "BERTH_TEMPORAL_ADDRESS": own_temporal.address})
     yield made
     made.process.kill()
     made.process.wait(20)
@@ -88,6 +99,27 @@ async def test_it_says_when_it_is_ready_and_ends_gracefully(
     assert started.end() == 0
     assert not (started.folder / READY_FILE).exists()
     assert started.events()[-1] == "stopped"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("signals", [2, 1], ids=["a_second_signal", "time"])
+async def test_a_stop_that_waits_for_a_silent_temporal_is_cut_short(
+    started: Orchestrator, own_temporal: TemporalServer, environment: dict[str, str], signals: int
+) -> None:
+    await migrate(environment["BERTH_DATABASE_URL"])
+    started.until("ready")
+    os.kill(own_temporal.pid, signal.SIGSTOP)
+    try:
+        for _ in range(signals):
+            started.process.send_signal(signal.SIGTERM)
+            started.until("stopping")
+        assert started.process.wait(40) == 128 + signal.SIGTERM
+    finally:
+        os.kill(own_temporal.pid, signal.SIGCONT)
+    cut = started.lines()[-1]
+    assert cut["event"] == "stopped_at_once"
+    assert ("second signal" in cut["reason"]) == (signals == 2)
+    assert not (started.folder / READY_FILE).exists()
 
 
 def test_without_keys_it_ends_at_once_and_says_which(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -6,27 +6,30 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from redis.asyncio import Redis
 from temporalio.client import Client
+from temporalio.service import RPCError
 
 from api.app import create_app
 from api.services.container import Services
 from infra.database import api_keys
 from infra.database.engine import Database
-from infra.database.migrate import migrate
-from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.local.servers import TemporalServer, ValkeyServer, free_port
+from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.vault.master_key import create_master_key
 from tests.integration.api.lifecycle import Lifecycle, orchestrator
-from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled
+from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
 
 _numbers = itertools.count(1)
 
@@ -53,6 +56,14 @@ class Api:
         return httpx.AsyncClient(transport=transport, base_url="http://api/v1", headers=headers, timeout=40)
 
 
+async def on_one_day() -> None:
+    """Waits while a day in Taipei is about to end: what a test counts for a day is of one then."""
+    now = datetime.now(TAIPEI)
+    left = datetime.combine(now.date() + timedelta(days=1), time(), TAIPEI) - now
+    if left < timedelta(seconds=25):
+        await asyncio.sleep(left.total_seconds() + 0.1)
+
+
 def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         "client_order_id": f"order-{number}",
@@ -66,22 +77,9 @@ def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def migrated_template(postgres_server: PostgresServer) -> str:
-    """Name of a database with all tables, to copy from: a migration takes half a second."""
-    name = f"api_template_{os.getpid()}"
-    asyncio.run(migrate(postgres_server.create_database(name)))
-    return name
-
-
-@pytest.fixture
-def database_url(postgres_server: PostgresServer, migrated_template: str) -> str:
-    return postgres_server.create_database(f"api_{os.getpid()}_{next(_numbers)}", migrated_template)
-
-
 @pytest.fixture
 def settings(
-    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, database_url: str
+    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, migrated_database: str
 ) -> Settings:
     """Temporal is at an address where nobody listens; `temporal_settings` has a real one."""
     create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
@@ -90,8 +88,9 @@ def settings(
         master_key_file=tmp_path / "master.key",
         master_public_file=tmp_path / "master.pub",
         valkey_url=valkey_server.url,
-        database_url=database_url,
+        database_url=migrated_database,
         temporal_address="127.0.0.1:1",
+        database_pool_wait=30.0,
     )
 
 
@@ -111,6 +110,21 @@ async def running_api(settings: Settings) -> AsyncIterator[Api]:
             stored = await user.put(f"/users/{api.user}/accounts/main/credentials", json=body)
             assert stored.status_code == 200, stored.text
         yield api
+
+
+@asynccontextmanager
+async def served(api: Api) -> AsyncIterator[str]:
+    """The application behind a real uvicorn, whose lifespan is the fixture's; the URL."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(api.app, port=port, lifespan="off", log_config=None))
+    task = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        api.services.streams.end()
+        server.should_exit = True
+        await asyncio.wait_for(task, 30)
 
 
 async def make_key(settings: Settings, role: api_keys.Role) -> str:
@@ -145,7 +159,8 @@ async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> Asyn
         yield lifecycle
         lifecycle.go.set()
         async for found in client.list_workflows("ExecutionStatus = 'Running'"):
-            await client.get_workflow_handle(found.id).terminate()
+            with suppress(RPCError):  # the list is a moment behind: it may have ended by itself
+                await client.get_workflow_handle(found.id).terminate()
     await lifecycle.close()
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from temporalio import activity, workflow
 from temporalio.client import Client
-from temporalio.common import RetryPolicy
+from temporalio.common import RetryPolicy, SearchAttributeKey
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
@@ -15,12 +15,13 @@ from tests.integration.api.scripted_worker import ScriptedWorker
 from workflows.messages import (
     ActiveWorker,
     EnsureActive,
+    ReloadResult,
     ShutdownRequest,
     UserWorkerInput,
     UserWorkerView,
     WorkerRef,
 )
-from workflows.names import LIFECYCLE_QUEUE, USER_WORKER
+from workflows.names import LIFECYCLE_QUEUE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 
 
 class Lifecycle:
@@ -36,6 +37,8 @@ class Lifecycle:
         self.go.set()
         self.signals: list[tuple[str, str]] = []
         self.workers: list[ScriptedWorker] = []
+        #: What the update `reload_credentials_now` returns; None: nothing before the workflow ends.
+        self.reload: ReloadResult | None = ReloadResult(ok=True)
 
     @activity.defn(name="claim_for_test")
     async def claim(self, user_id: str) -> str:
@@ -89,6 +92,15 @@ class ScriptedUserWorker:
                 f"scripted {failure}", type=failure, non_retryable=failure != "LAUNCHER_BUSY"
             )
         self.active = True
+        workflow.upsert_search_attributes(
+            [
+                SearchAttributeKey.for_keyword(name).value_set(value)
+                for name, value in (
+                    *((SA_USER, self.user_id), (SA_STATE, "Active")),
+                    *((SA_WORKER, "scripted"), (SA_POOL, "default")),
+                )
+            ]
+        )
         worker = WorkerRef(worker_id="scripted", task_id="t", epoch=1, claim_id="c", pool="default")
         return ActiveWorker(worker=worker, state="Active", claimed_at=1_700_000_000.0, connected_at=0.0)
 
@@ -101,6 +113,17 @@ class ScriptedUserWorker:
     def reload_credentials(self) -> None:
         present[-1].signals.append(("reload_credentials", ""))
 
+    @workflow.signal(name="resume")
+    def resume(self) -> None:
+        present[-1].signals.append(("resume", ""))
+
+    @workflow.update(name="reload_credentials_now")
+    async def reload_credentials_now(self) -> ReloadResult:
+        if present[-1].reload is None:
+            await workflow.wait_condition(lambda: self.done)
+            raise ApplicationError("closed", type="AcceptedUpdateCompletedWorkflow")
+        return present[-1].reload
+
     @workflow.query(name="view")
     def view(self) -> UserWorkerView:
         return UserWorkerView(
@@ -112,6 +135,10 @@ class ScriptedUserWorker:
             reason="",
             next_step="",
             deadline=None,
+            health="degraded: broker unreachable",
+            health_at=1_700_000_060.0,
+            crashes=2,
+            last_activity=1_700_000_030.0,
         )
 
 
@@ -123,4 +150,6 @@ def orchestrator(client: Client, lifecycle: Lifecycle) -> Worker:
         workflows=[ScriptedUserWorker],
         activities=[lifecycle.claim],
         workflow_runner=UnsandboxedWorkflowRunner(),
+        # Else a task in which the machine stands still for 2 s fails, and what it told is told twice.
+        debug_mode=True,
     )

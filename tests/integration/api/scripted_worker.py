@@ -21,13 +21,16 @@ from worker_runtime.protocol.messages import (
     OrderOutcome,
     OrderState,
     PlaceOrder,
-    Request,
     decode,
     encode,
 )
+from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, Request
+from worker_runtime.protocol.switches import OPEN
 
 #: What the worker does with an order; None: it never answers.
 Script = Callable[[PlaceOrder], Answer | None]
+#: What else it may be asked for.
+Question = CancelOrder | ReplaceOrder | QueryAccount
 
 
 def filled(order: PlaceOrder) -> Answer:
@@ -56,7 +59,7 @@ def silent(order: PlaceOrder) -> None:
 
 
 class ScriptedWorker:
-    """Serves one user until it is stopped. `popped` are the orders it took, in order."""
+    """Serves one user until it is stopped. `popped` are the orders it took, `asked` all else, in order."""
 
     def __init__(self, url: str, user_id: str, script: Script = filled, *, announce: bool = True) -> None:
         self.user_id = user_id
@@ -64,6 +67,9 @@ class ScriptedWorker:
         #: False: answers are stored but not published, as if the message were lost.
         self.announce = announce
         self.popped: list[PlaceOrder] = []
+        self.asked: list[Question] = []
+        #: What it says to cancels, changes and queries; None: nothing.
+        self.reply: Callable[[Question], Answer | None] = lambda question: None
         self.taken = asyncio.Event()
         self._client = valkey.connect(url, socket_timeout=10.0)
         self._task: asyncio.Task[None] | None = None
@@ -72,7 +78,8 @@ class ScriptedWorker:
         """Makes itself the user's worker, as a claim does."""
         generation = await valkey.ensure_generation(self._client, "generation-1")
         owner, user = keys.owner(self.user_id), self.user_id
-        await valkey.run(self._client, scripts.OWN, [owner], ["1", "scripted", generation])
+        owned = ["1", "scripted", generation, *OPEN.words()]
+        await valkey.run(self._client, scripts.OWN, [owner, keys.switch(user)], owned)
         args = ["1", "scripted", "30000", "state", "Active", "version", "0"]
         await valkey.run(self._client, scripts.MARK, [owner, keys.mark(user), keys.metadata(user)], args)
 
@@ -94,21 +101,28 @@ class ScriptedWorker:
         user = self.user_id
         names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
         try:
-            kind, item, left, _ = await valkey.run(
-                self._client, scripts.POP, [*names, keys.pop(user)], ["1", "scripted", "s1", str(number)]
+            kind, item, left, *_ = await valkey.run(
+                self._client,
+                scripts.POP,
+                [*names, keys.pop(user), keys.switch(user)],
+                ["1", "scripted", "s1", str(number)],
             )
         except RedisError:
             await asyncio.sleep(0.05)
             return False
         if kind != b"request":
             return False
-        order: PlaceOrder = decode(parse(item).payload, Request)
+        request: Request = decode(parse(item).payload, Request)
         assert left > 0
-        self.popped.append(order)
+        if isinstance(request, PlaceOrder):
+            self.popped.append(request)
+            answer = self.script(request)
+        else:
+            self.asked.append(request)
+            answer = self.reply(request)
         self.taken.set()
-        answer = self.script(order)
         if answer is not None:
-            await self.answer(item, answer, order.reply_to if self.announce else "")
+            await self.answer(item, answer, request.reply_to if self.announce else "")
         return True
 
     async def answer(self, item: bytes, answer: Answer, channel: str) -> None:
@@ -123,7 +137,7 @@ class ScriptedWorker:
         await self.answer(b"", answer, order.reply_to)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Waits for a condition; fails when it does not come true in time."""
     end = time.monotonic() + seconds
     while not condition():

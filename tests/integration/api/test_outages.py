@@ -15,8 +15,12 @@ import pytest
 from temporalio.client import Client
 
 from api.app import create_app
+from api.errors import ValkeyUnavailable
+from api.services.answers import AnswerListener
+from api.services.container import VALKEY_TIMEOUT
+from infra import valkey
 from infra.database.migrate import migrate
-from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
 from infra.settings import Settings
 from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
 from tests.integration.api.lifecycle import Lifecycle, orchestrator
@@ -24,7 +28,7 @@ from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
 from workflows.names import SEARCH_ATTRIBUTES
 
 #: Seconds. "At once": no client's timeout was waited for.
-AT_ONCE = 0.5
+AT_ONCE = 1.5
 
 
 @pytest.fixture
@@ -59,6 +63,27 @@ async def timed(call: httpx.AsyncClient, method: str, path: str, **options: obje
     return Answered(response, time.perf_counter() - began)
 
 
+async def at_once(call: httpx.AsyncClient, method: str, path: str, **options: object) -> Answered:
+    """What is answered at once. Asked again when it was not: a machine that stands still for seconds does so
+    once, a client's timeout is waited for each time."""
+    for _ in range(3):
+        answered = await timed(call, method, path, **options)
+        if answered.seconds < AT_ONCE:
+            return answered
+    raise AssertionError(f"{method} {path} took {answered.seconds:.1f} s")
+
+
+async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
+    """Until `readyz` shows these states. A server that does not answer within 1 s is down there, and a
+    machine may stand still for longer."""
+    end = time.monotonic() + 30
+    while True:
+        shown = (await call.get("/readyz")).json()["dependencies"]
+        if {name: shown[name]["state"] for name in wanted} == wanted:
+            return
+        assert time.monotonic() < end, shown
+
+
 @pytest.fixture
 async def api_on_own_valkey(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[Api]:
     async with running_api(settings.model_copy(update={"valkey_url": own_valkey.url})) as api:
@@ -76,19 +101,16 @@ async def test_valkey_killed_is_told_at_once_and_gets_over(
         assert (await user.post(orders, json=an_order(1))).status_code == 201
         own_valkey.kill()
         for number in (2, 3):
-            down = await timed(user, "POST", orders, json=an_order(number))
+            down = await at_once(user, "POST", orders, json=an_order(number))
             assert down.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
-            assert down.seconds < AT_ONCE
         shown = await timed(user, "GET", f"/users/{api.user}/worker")
         assert shown.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
-        ready = await timed(user, "GET", "/readyz")
-        assert ready.response.json()["dependencies"]["valkey"]["state"] == "down"
-        assert ready.response.json()["dependencies"]["postgresql"]["state"] == "up"
+        await until_shown(user, valkey="down", postgresql="up")
         assert (await user.get("/healthz")).status_code == 200
 
         own_valkey.start()
         await worker.mark()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 40
         number = 10
         while (await user.post(orders, json=an_order(number))).status_code != 201:
             assert time.monotonic() < end
@@ -127,8 +149,31 @@ async def test_a_frozen_valkey_is_told_within_its_timeout(
         finally:
             os.kill(own_valkey.pid, signal.SIGCONT)
         assert down.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
-        assert down.seconds < 4
+        assert down.seconds < 2 * VALKEY_TIMEOUT  # waited for once
         assert down.response.json()["order"]["state"] == "accepted"
+
+
+async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that_is_gone(
+    own_valkey: ValkeyServer,
+) -> None:
+    async with valkey.connect(own_valkey.url, socket_timeout=30.0) as client:
+        listener = AnswerListener(client)
+        os.kill(own_valkey.pid, signal.SIGSTOP)
+        try:
+            starting = asyncio.create_task(listener.start(30.0))
+            await asyncio.sleep(1.5)  # more than a start needs, and than it once waited for
+            assert not starting.done()
+        finally:
+            os.kill(own_valkey.pid, signal.SIGCONT)
+        await starting
+        assert listener.generation
+        await listener.close()
+    async with valkey.connect(f"redis://127.0.0.1:{free_port()}/0") as client:
+        listener = AnswerListener(client)
+        await listener.start(3600.0)
+        with pytest.raises(ValkeyUnavailable):
+            _ = listener.generation
+        await listener.close()
 
 
 async def test_postgresql_killed_is_told_at_once_and_gets_over(
@@ -143,9 +188,8 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
         assert (await user.post(orders, json=an_order(1))).status_code == 201
         own_postgres.kill()
         for number in (2, 3):
-            down = await timed(user, "POST", orders, json=an_order(number))
+            down = await at_once(user, "POST", orders, json=an_order(number))
             assert down.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
-            assert down.seconds < AT_ONCE
         async with api.client("berth_not-in-the-cache") as other:
             unknown = await timed(other, "POST", orders, json=an_order(4))
         assert unknown.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
@@ -153,7 +197,7 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
         assert ready["dependencies"]["postgresql"]["state"] == "down"
 
         own_postgres.start()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 40
         number = 10
         while (await user.post(orders, json=an_order(number))).status_code != 201:
             assert time.monotonic() < end
@@ -179,7 +223,7 @@ async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
         refused = await timed(client, "POST", "/users", json={}, headers={"X-API-Key": "some"})
         assert refused.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
         own_postgres.start()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 40
         while (await client.get("/readyz")).json()["dependencies"]["postgresql"]["state"] != "up":
             assert time.monotonic() < end
             await asyncio.sleep(0.05)
@@ -191,22 +235,19 @@ async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
 async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
     api: Api, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    none = await timed(user, "POST", f"/users/{api.user}/orders", json=an_order(1))
+    none = await at_once(user, "POST", f"/users/{api.user}/orders", json=an_order(1))
     assert none.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
     assert none.response.json()["order"]["state"] == "rejected"
-    assert none.seconds < AT_ONCE
     await start_worker(api.user)
     assert (await user.post(f"/users/{api.user}/orders", json=an_order(2))).status_code == 201
     for path in ("start", "stop", "reload-credentials"):
-        down = await timed(user, "POST", f"/users/{api.user}/worker/{path}")
+        down = await at_once(user, "POST", f"/users/{api.user}/worker/{path}")
         assert down.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
-        assert down.seconds < AT_ONCE
-    ready = (await user.get("/readyz")).json()
-    assert ready["dependencies"]["temporal"]["state"] == "down"
-    assert ready["dependencies"]["valkey"]["state"] == "up"
+    await until_shown(user, temporal="down", valkey="up")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings, tmp_path: Path) -> None:
     with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:
         changed = settings.model_copy(update={"temporal_address": own_temporal.address})
@@ -221,12 +262,11 @@ async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings,
             assert (await user.post(start)).status_code == 200
             own_temporal.kill()
             for path in (start, f"/users/{api.user}/worker/stop"):
-                down = await timed(user, "POST", path)
+                down = await at_once(user, "POST", path)
                 assert down.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
-                assert down.seconds < 1.5
             assert (await user.post(f"/users/{api.user}/orders", json=an_order(1))).status_code == 201
             own_temporal.start()
-            end = time.monotonic() + 20
+            end = time.monotonic() + 40
             while (await user.post(start)).status_code != 200:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.1)

@@ -15,22 +15,23 @@ import httpx
 import psutil
 import pytest
 
+from api.__main__ import GRACE
 from infra.local.servers import free_port
 from infra.settings import Settings
 from tests.integration.api.conftest import StartWorker, an_order, make_key
 from tests.integration.api.scripted_worker import until
 from worker_runtime.protocol import keys
 
-Serve = Callable[[], tuple["subprocess.Popen[bytes]", str]]
+Serve = Callable[..., tuple["subprocess.Popen[bytes]", str]]
 
 
 @pytest.fixture
 def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
-    """Starts `python -m api` with two processes; returns it and the URL."""
+    """Starts `python -m api`, with two processes if not told otherwise; returns it and the URL."""
     started: list[subprocess.Popen[bytes]] = []
     port = free_port()
 
-    def start() -> tuple[subprocess.Popen[bytes], str]:
+    def start(processes: int = 2) -> tuple[subprocess.Popen[bytes], str]:
         environment = {
             **os.environ,
             "BERTH_DATA_DIR": str(settings.data_dir),
@@ -39,7 +40,7 @@ def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
             "BERTH_DATABASE_URL": settings.database_url,
             "BERTH_TEMPORAL_ADDRESS": settings.temporal_address,
             "BERTH_API_PORT": str(port),
-            "BERTH_API_PROCESSES": "2",
+            "BERTH_API_PROCESSES": str(processes),
         }
         with (tmp_path / "api.log").open("ab") as log:
             process = subprocess.Popen(
@@ -52,7 +53,7 @@ def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
     for process in started:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(30)
 
 
 async def alive(url: str) -> None:
@@ -68,7 +69,7 @@ async def alive(url: str) -> None:
 
 
 async def ended(processes: list[psutil.Process]) -> None:
-    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 15)
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 30)
     assert left == []
 
 
@@ -81,7 +82,7 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
     admin = {"X-API-Key": await make_key(settings, "admin")}
     worker = await start_worker("alice")
     reply_to: set[str] = set()
-    async with httpx.AsyncClient(base_url=url, headers=admin) as client:
+    async with httpx.AsyncClient(base_url=url, headers=admin, timeout=30) as client:
         await client.post("/users", json={"user_id": "alice"})
         body = {"broker": "paper", "api_key": "canary-key", "secret_key": "canary-secret"}
         await client.put("/users/alice/accounts/main/credentials", json=body)
@@ -90,7 +91,9 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
     while len(reply_to) < 2:
         assert time.monotonic() < end
         number += 1
-        async with httpx.AsyncClient(base_url=url, headers=admin) as client:  # a new connection each time
+        async with httpx.AsyncClient(
+            base_url=url, headers=admin, timeout=30
+        ) as client:  # a new connection each time
             answer = await client.post("/users/alice/orders", json=an_order(number))
             assert (answer.status_code, answer.json()["state"]) == (201, "filled")
         reply_to = {order.reply_to for order in worker.popped}
@@ -99,12 +102,35 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     await ended(children)
-    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert await asyncio.to_thread(process.wait, 30) == 0
     log = (tmp_path / "api.log").read_text()
     assert "canary" not in log
     assert admin["X-API-Key"] not in log
     assert '"event":"request"' in log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_an_open_event_stream_does_not_hold_up_the_stop(
+    serve: Serve, settings: Settings, processes: int
+) -> None:
+    process, url = serve(processes)
+    await alive(url)
+    headers = {"X-API-Key": await make_key(settings, "admin")}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
+        await client.post("/users", json={"user_id": "alice"})
+        async with client.stream("GET", "/users/alice/worker/events") as stream:
+            lines = stream.aiter_lines()
+            while await anext(lines) != "event: state":
+                pass
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            async for _ in lines:  # to its clean end; a cut connection would raise
+                pass
+    ended_by = await asyncio.to_thread(process.wait, 20)
+    assert ended_by == (0 if processes > 1 else -signal.SIGTERM)  # uvicorn alone ends by the signal itself
+    assert time.monotonic() - began < GRACE / 2
 
 
 @pytest.mark.slow

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import uuid
+from dataclasses import replace
 
 import pytest
+from sqlalchemy import text
 
 from infra.database import orders
 from infra.database.engine import Database
@@ -66,3 +70,81 @@ async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(da
     async with database.session() as session:
         told = [row.state for row in await orders.events(session, order_id)]
     assert [state for state in told if state != OrderState.ACCEPTED] == life
+
+
+async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_counts(
+    database: Database,
+) -> None:
+    """Both are told by different processes, and the first one is slow with its commit."""
+    async with database.session() as session:
+        order_id = (await orders.accept(session, new_order())).order.id
+
+    async def fill() -> None:
+        async with database.session() as session:
+            await orders.record_event(session, event(str(order_id), "e2", OrderState.FILLED, 1))
+
+    async with database.session() as slow:
+        await orders.record_event(slow, event(str(order_id), "e1", OrderState.SUBMITTED))
+        filling = asyncio.create_task(fill())
+        waits = text(
+            "select count(*) from pg_stat_activity where datname = current_database() and"
+            " wait_event_type = 'Lock'"
+        )
+        async with database.session(autocommit=True) as look:
+            async with asyncio.timeout(20):
+                while not await look.scalar(waits):
+                    assert not filling.done()
+    await filling
+    async with database.session() as session:
+        order = await orders.get(session, order_id)
+    assert (order.state, order.filled_quantity) == (OrderState.FILLED, 1)
+
+
+async def _withdrawn_at(database: Database, state: OrderState, final: OrderState) -> uuid.UUID:
+    """An order in this state that was found in its queue, and taken back."""
+    async with database.session() as session:
+        wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
+        order_id = (await orders.accept(session, wanted)).order.id
+        await orders.record_event(session, event(str(order_id), f"{order_id}:{state}", state))
+    outcome = OrderOutcome(order_id=str(order_id), state=final, reason="taken back", withdrawn=True)
+    for _ in range(2):
+        async with database.session() as session:
+            await orders.apply_outcome(session, outcome, "DEADLINE_EXCEEDED")
+    return order_id
+
+
+@pytest.mark.parametrize("final", [OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED])
+@pytest.mark.parametrize("state", [OrderState.ACCEPTED, OrderState.QUEUED])
+async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
+    database: Database, state: OrderState, final: OrderState
+) -> None:
+    order_id = await _withdrawn_at(database, state, final)
+    async with database.session() as session:
+        order = await orders.get(session, order_id)
+    assert (order.state, order.reason_code, order.reason) == (final, "DEADLINE_EXCEEDED", "taken back")
+    assert order.verify_at is None
+
+
+@pytest.mark.parametrize("final", [OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED])
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        (OrderState.SUBMITTING, OrderState.UNKNOWN),
+        (OrderState.UNKNOWN, OrderState.UNKNOWN),
+        (OrderState.SUBMITTED, OrderState.SUBMITTED),
+        (OrderState.PART_FILLED, OrderState.PART_FILLED),
+    ],
+)
+async def test_an_order_that_a_worker_took_is_never_final_by_being_found_in_a_queue(
+    database: Database, state: OrderState, left: OrderState, final: OrderState
+) -> None:
+    """A copy of Valkey that lagged behind holds it there again."""
+    order_id = await _withdrawn_at(database, state, final)
+    async with database.session() as session:
+        order = await orders.get(session, order_id)
+    assert (order.state, order.reason_code) == (left, None)
+    assert order.verify_at is not None
+    async with database.session() as session:
+        await orders.record_event(session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2))
+    async with database.session() as session:
+        assert (await orders.get(session, order_id)).state == OrderState.FILLED

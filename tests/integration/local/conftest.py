@@ -30,7 +30,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def wait_nothing_left(folder: Path, timeout: float = 10.0) -> None:
+def wait_nothing_left(folder: Path, timeout: float = 30.0) -> None:
     deadline = time.monotonic() + timeout
     while left := processes_of(folder):
         assert time.monotonic() < deadline, f"still there: {left}"

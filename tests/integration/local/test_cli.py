@@ -23,7 +23,10 @@ def _berth(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     [
         *((), ("up",), ("down",), ("keys",), ("keys", "init"), ("keys", "rotate")),
         *(("bench",), ("bench", "claim"), ("bench", "order"), ("bench", "memory"), ("bench", "all")),
-        *(("exchange",), ("node",), ("api",), ("orchestrator",), ("worker",)),
+        *(("chaos",), ("chaos", "orders")),
+        *(("exchange",), ("node",), ("api",), ("orchestrator",)),
+        *(("worker", name) for name in ("list", "show", "start", "stop", "resume", "timeline", "run")),
+        *(("worker",), ("worker", "reload-credentials")),
     ],
 )
 def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
@@ -33,19 +36,19 @@ def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["exchange", "node", "api", "orchestrator", "worker"])
+@pytest.mark.parametrize("name", ["exchange", "node", "api", "orchestrator", "worker run"])
 def test_the_usage_of_a_server_is_what_one_types(name: str) -> None:
-    assert f"usage: berth {name}" in _berth(name, "--help").stdout.lower()
+    assert f"usage: berth {name}" in _berth(*name.split(), "--help").stdout.lower()
 
 
-@pytest.mark.parametrize("name", ["api", "orchestrator", "worker"])
+@pytest.mark.parametrize("name", ["api", "orchestrator", "worker run"])
 def test_a_server_without_options_refuses_a_word_too_many(name: str) -> None:
-    assert _berth(name, "--port").returncode == 2
+    assert _berth(*name.split(), "--port").returncode == 2
 
 
 def test_the_help_names_every_part() -> None:
     told = _berth("--help").stdout
-    for name in ("up", "down", "api", "orchestrator", "worker", "exchange", "node", "keys", "bench"):
+    for name in ("up", "down", "api", "orchestrator", "worker", "exchange", "node", "keys", "bench", "chaos"):
         assert f" {name} " in told
 
 

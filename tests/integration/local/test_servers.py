@@ -59,13 +59,23 @@ class ParentServer(Server):
 def test_a_server_starts_again_on_its_data_after_a_stop_and_after_a_crash(
     kind: type[ValkeyServer | PostgresServer | TemporalServer], how: signal.Signals, folder: Path
 ) -> None:
-    server = kind(folder / kind.name)
-    for _ in range(2):
-        server.start()
-        assert server.answers()
-        server.stop(how)
-        assert not server.running
-        assert not accepts(server.port)
+    server = kind(folder / kind.name).start()
+    before = (server.pid, server.port)
+    server.restart(how, down=0.1)
+    assert server.answers()
+    assert server.pid != before[0]
+    assert server.port == before[1]
+    server.stop(how)
+    assert not server.running
+    assert not accepts(server.port)
+
+
+def test_a_restart_that_is_given_up_starts_nothing(folder: Path) -> None:
+    server = ValkeyServer(folder).start()
+    server.abort.set()
+    with pytest.raises(StartAborted):
+        server.restart(signal.SIGKILL, down=30.0)
+    assert not server.running
 
 
 def test_temporal_starts_again_with_search_attributes_that_are_registered_already(folder: Path) -> None:
@@ -102,9 +112,10 @@ def test_a_start_that_is_given_up_ends_at_once(folder: Path) -> None:
 
 def test_a_server_that_does_not_answer_in_time_is_stopped(folder: Path) -> None:
     server = MuteServer(folder)
+    server.start_timeout = 0.2
     server.launch()
     with pytest.raises(ServerFailed, match="did not answer"):
-        server.wait_ready(timeout=0.2)
+        server.wait_ready()
     assert not server.running
 
 

@@ -11,7 +11,7 @@ from infra.local.steps import Progress, Status, Step
 
 
 def test_a_step_begins_when_those_it_needs_are_done_and_others_run_beside_it() -> None:
-    together = threading.Barrier(2, timeout=5)
+    together = threading.Barrier(2, timeout=30)
     order: list[str] = []
 
     def beside() -> str:
@@ -44,7 +44,7 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
         return ""
 
     def wait() -> str:
-        assert given_up.wait(5)
+        assert given_up.wait(30)
         raise RuntimeError("second")
 
     with pytest.raises(ServerFailed, match=r"^fails: ValueError: first$"):

@@ -136,7 +136,9 @@ def test_a_port_in_use_ends_up_with_the_port_and_its_setting_and_starts_nothing(
 def test_a_start_that_is_interrupted_leaves_nothing_behind(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
 ) -> None:
-    up = Up(port_environment, short_directory / "up.log")
+    # Nobody launches workers, so that the start does not end before it is interrupted.
+    environment = port_environment | {"BERTH_TASK_QUEUES": '["lifecycle"]'}
+    up = Up(environment, short_directory / "up.log")
     run_up.append(up)
     up.wait_for("Valkey")
     assert up.end(signal.SIGTERM) == 130

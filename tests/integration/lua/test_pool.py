@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from infra import valkey
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import CLAIM, READY, SETTLE
+from worker_runtime.protocol.scripts import CLAIM, LINE, READY, SETTLE
 
 POOL = "p"
 
@@ -109,6 +109,21 @@ def test_confirm_and_release_race_and_the_first_one_holds(scripts: Scripts) -> N
     assert settle(scripts, "w9", "c9", "confirmed") == "unknown"
 
 
+def test_a_version_to_avoid_is_left_in_the_pool_in_its_order(scripts: Scripts) -> None:
+    for score, worker in enumerate(["new-1", "new-2", "old", "new-3"], 1):
+        ready(scripts, worker)
+        scripts.client.zadd(keys.pool_ready(POOL), {worker: score})
+        scripts.client.hset(keys.pool_worker(POOL, worker), "version", worker.partition("-")[0])
+    named = [keys.pool_ready(POOL), keys.pool_claim(POOL, "c"), keys.pool_line(POOL), keys.pool_asked(POOL)]
+    given = ["c", keys.pool_worker_prefix(POOL), 3600, "u", 30_000, "new"]
+    assert scripts.run(CLAIM, named, *given)[:2] == ["claimed", "old"]
+    named[1] = keys.pool_claim(POOL, "d")
+    assert scripts.run(CLAIM, named, "d", *given[1:]) == ["empty"]
+    left = scripts.client.zrange(keys.pool_ready(POOL), 0, -1, withscores=True)
+    assert left == [(b"new-1", 1.0), (b"new-2", 2.0), (b"new-3", 4.0)]
+    assert [claim(scripts, f"e{n}")[1] for n in range(3)] == ["new-1", "new-2", "new-3"]
+
+
 async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, valkey_client: Redis) -> None:
     for number in range(20):
         ready(scripts, f"w{number}")
@@ -186,3 +201,47 @@ def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
+
+
+def line(scripts: Scripts, user: str, patience_ms: int = 30_000) -> int:
+    return int(scripts.run(LINE, [keys.pool_line(POOL), keys.pool_asked(POOL)], user, patience_ms))
+
+
+def claim_for(scripts: Scripts, user: str, claim_id: str) -> Any:
+    return scripts.run(
+        CLAIM,
+        [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id), keys.pool_line(POOL), keys.pool_asked(POOL)],
+        *(claim_id, keys.pool_worker_prefix(POOL), 3600, user, 30_000),
+    )
+
+
+def test_who_waits_is_served_in_order_however_often_another_asks(scripts: Scripts) -> None:
+    assert [line(scripts, "first"), line(scripts, "second")] == [0, 1]
+    assert [line(scripts, "second") for _ in range(20)] == [1] * 20
+    ready(scripts, "w1")
+    assert claim_for(scripts, "second", "s1") == ["empty"]
+    assert claim_for(scripts, "stranger", "x1") == ["empty"]
+    assert claim_for(scripts, "first", "f1")[:2] == ["claimed", "w1"]
+    ready(scripts, "w2")
+    assert claim_for(scripts, "stranger", "x2") == ["empty"]
+    ready(scripts, "w3")  # one for him who waits, one for who comes
+    assert claim_for(scripts, "stranger", "x3")[0] == "claimed"
+    assert claim_for(scripts, "second", "s2")[0] == "claimed"
+    assert not scripts.client.exists(keys.pool_line(POOL), keys.pool_asked(POOL))
+
+
+def test_who_does_not_ask_again_has_left_the_line(scripts: Scripts) -> None:
+    line(scripts, "gone")
+    scripts.client.zadd(keys.pool_asked(POOL), {"gone": 1})
+    assert line(scripts, "next") == 0
+    line(scripts, "gone")
+    scripts.client.zadd(keys.pool_asked(POOL), {"next": 1})
+    ready(scripts, "w")
+    assert claim_for(scripts, "gone", "c")[:2] == ["claimed", "w"]
+
+
+def test_a_repeated_claim_does_not_wait_in_line(scripts: Scripts) -> None:
+    ready(scripts, "w")
+    claim_for(scripts, "one", "c")
+    line(scripts, "other")
+    assert claim_for(scripts, "one", "c")[:2] == ["again", "w"]

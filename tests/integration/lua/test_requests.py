@@ -17,7 +17,18 @@ from hypothesis.stateful import (
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import ANSWER, CONTROL, ENQUEUE, MARK, OWN, POP, UNMARK, WITHDRAW
+from worker_runtime.protocol.scripts import (
+    ANSWER,
+    CONTROL,
+    ENQUEUE,
+    MARK,
+    OWN,
+    POP,
+    PUT_BACK,
+    UNMARK,
+    WITHDRAW,
+)
+from worker_runtime.protocol.switches import OPEN
 
 USER = "42"
 HOUR = 3_600_000
@@ -35,17 +46,28 @@ def enqueue(scripts: Scripts, request: str, ttl: int = 30_000) -> Any:
 
 
 def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
-    return scripts.run(OWN, [keys.owner(USER)], epoch, worker, "g")
+    return scripts.run(OWN, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN.words())
 
 
-def pop(scripts: Scripts, number: int, *, epoch: int = 1, worker: str = "w", session: str = "s") -> Any:
+def pop(
+    scripts: Scripts,
+    number: int,
+    *more: str,
+    epoch: int = 1,
+    worker: str = "w",
+    session: str = "s",
+) -> Any:
     return scripts.run(
         POP,
-        [keys.owner(USER), keys.control(USER), keys.requests(USER), keys.processing(USER), keys.pop(USER)],
+        [
+            *(keys.owner(USER), keys.control(USER), keys.requests(USER), keys.processing(USER)),
+            *(keys.pop(USER), keys.switch(USER)),
+        ],
         epoch,
         worker,
         session,
         number,
+        *more,
     )
 
 
@@ -143,6 +165,33 @@ def test_control_messages_overtake_requests(scripts: Scripts) -> None:
     assert pop(scripts, 2)[0] == "request"
 
 
+def test_a_pop_for_control_messages_leaves_the_requests_where_they_are(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r1")
+    assert pop(scripts, 1, "control")[0] == "empty"
+    scripts.run(CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
+    assert pop(scripts, 2, "control")[:2] == ["control", "stop"]
+    assert pop(scripts, 2, "control")[:2] == ["control", "stop"]
+    assert scripts.client.llen(keys.requests(USER)) == 1
+    assert pop(scripts, 3, "")[0] == "request"
+
+
+def test_a_late_pop_of_a_dead_session_of_the_same_worker_takes_nothing(scripts: Scripts) -> None:
+    own(scripts)
+    assert pop(scripts, 7, "control", session="w:2")[0] == "empty"
+    enqueue(scripts, "r1")
+    assert pop(scripts, 6, session="w:1")[0] == "stale"
+    assert pop(scripts, 8, session="w:2")[0] == "request"
+
+
+def test_the_pops_of_another_worker_start_anew(scripts: Scripts) -> None:
+    own(scripts)
+    assert pop(scripts, 7, session="w:1")[0] == "empty"
+    own(scripts, epoch=2, worker="w2")
+    enqueue(scripts, "r1")
+    assert pop(scripts, 1, epoch=2, worker="w2", session="w2:1")[0] == "request"
+
+
 def test_only_the_owner_pops(scripts: Scripts) -> None:
     enqueue(scripts, "r")
     assert pop(scripts, 1)[0] == "no_owner"
@@ -153,10 +202,55 @@ def test_only_the_owner_pops(scripts: Scripts) -> None:
     assert pop(scripts, 1, epoch=2)[0] == "request"
 
 
+def put_back(scripts: Scripts, item: str, number: int, *, epoch: int = 1, session: str = "s") -> Any:
+    order = item.split("|")[1]
+    names = [keys.owner(USER), keys.requests(USER), keys.processing(USER)]
+    names += [keys.journal(USER, order), keys.pop(USER)]
+    return scripts.run(PUT_BACK, names, epoch, "w", session, number, item)
+
+
+def test_what_is_put_back_is_the_next_request_again(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r1")
+    enqueue(scripts, "r2")
+    item = pop(scripts, 1)[1]
+    assert put_back(scripts, item, 1) == "queued"
+    assert put_back(scripts, item, 1) == "queued"  # a repeat after a lost reply
+    assert scripts.client.llen(keys.processing(USER)) == 0
+    assert scripts.client.llen(keys.requests(USER)) == 2
+    assert pop(scripts, 2)[1] == item
+
+
+def test_what_valkey_has_lost_is_not_put_back(scripts: Scripts) -> None:
+    own(scripts)
+    item = enqueue(scripts, "r1")[1]
+    pop(scripts, 1)
+    scripts.client.delete(keys.processing(USER))
+    assert put_back(scripts, item, 1) == "gone"
+    assert scripts.client.llen(keys.requests(USER)) == 0
+
+
+def test_nothing_is_put_back_late_by_another_or_after_its_journal(scripts: Scripts) -> None:
+    own(scripts)
+    item = enqueue(scripts, "r1")[1]
+    pop(scripts, 1)
+    put_back(scripts, item, 1)
+    assert pop(scripts, 2)[1] == item
+    put_back(scripts, item, 1)  # the first call, delivered late: nobody reads its reply
+    assert put_back(scripts, item, 2, session="next") == "left"
+    own(scripts, epoch=2)
+    assert put_back(scripts, item, 2) == "gone"  # the successor answers what it finds in processing
+    own(scripts, epoch=2)
+    scripts.client.set(keys.journal(USER, "r1"), "1")
+    assert put_back(scripts, item, 2, epoch=2) == "left"
+    assert scripts.client.llen(keys.processing(USER)) == 1
+    assert scripts.client.llen(keys.requests(USER)) == 0
+
+
 def test_the_remaining_time_is_told_by_the_servers_clock(scripts: Scripts) -> None:
     own(scripts)
-    enqueue(scripts, "r", ttl=5_000)
-    assert 4_000 < pop(scripts, 1)[2] <= 5_000
+    enqueue(scripts, "r", ttl=60_000)
+    assert 50_000 < pop(scripts, 1)[2] <= 60_000
 
 
 def test_a_late_request_comes_out_with_no_time_left(scripts: Scripts) -> None:

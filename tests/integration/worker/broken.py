@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from worker_runtime.config import read
-from worker_runtime.exits import ExitCode
 from worker_runtime.log import Log
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.zygote import Zygote
 
 

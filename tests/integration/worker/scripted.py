@@ -6,7 +6,10 @@ folder holds the ledger (`ledger.jsonl`) and files by which a test steers the br
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import sys
 import threading
 import time
@@ -14,16 +17,20 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from worker_runtime.__main__ import main
-from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, Listing, OnOrderChanged
 from worker_runtime.protocol.errors import (
+    BrokerMaintenance,
     BrokerUnreachable,
     LoginRejected,
     OrderRejected,
     OutcomeUnknown,
+    RateLimited,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PlaceOrder
 
@@ -38,9 +45,17 @@ class ScriptedBroker:
         self._key = key
         self._client = client
         self._on_order = on_order
+        #: The file that ends sessions was there before this one began: it is meant for its predecessor.
+        self._ended_before = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
         self._write("login", client=self._client, timeout=timeout, api_key=credentials.api_key)
+        if (self._folder / "away").exists():
+            raise BrokerUnreachable
+        if (self._folder / "broken").exists():
+            raise ValueError("broken")
+        if (self._folder / f"refuse-{credentials.api_key}").exists():
+            raise LoginRejected
         if credentials.api_key == "wrong":
             raise LoginRejected
         if credentials.api_key == "closed" and not (self._folder / "open").exists():
@@ -48,11 +63,16 @@ class ScriptedBroker:
         if credentials.api_key == "odd":
             raise ValueError("odd")
         (self._folder / "dead").unlink(missing_ok=True)
+        self._ended_before = (self._folder / "ended").exists()
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         self._write("place", order_id=order.order_id, symbol=order.symbol, timeout=timeout)
         if order.symbol == "REJECT":
             raise OrderRejected("price limit")
+        if order.symbol == "LIMITED":
+            raise RateLimited
+        if order.symbol == "CLOSED":
+            raise BrokerMaintenance
         if order.symbol == "LOST":
             raise OutcomeUnknown("no acknowledgement")
         if order.symbol == "CRASH":
@@ -62,22 +82,58 @@ class ScriptedBroker:
         if order.symbol == "SLOW":
             while not (self._folder / "gate").exists():
                 time.sleep(0.005)
+        while order.symbol == "SPIN":
+            pass
+        if order.symbol == "GIL":  # years of work in C that never lets go of the interpreter's lock
+            re.match(r"(a+)+$", "a" * 60 + "b")
         if order.symbol == "LATER":
             threading.Thread(target=self._fill_later, args=(order,), daemon=True).start()
             return self._told(order, OrderState.SUBMITTED, [])
         fills = [Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1)]
         return self._told(order, OrderState.FILLED, fills)
 
-    def orders(self, timeout: float) -> list[ExchangeOrder]:
-        return []
+    def orders(self, timeout: float) -> Listing:
+        if (self._folder / "unlisted").exists():
+            raise BrokerUnreachable
+        return Listing(self._listed(), behind=0.0, reaches=3600.0)
+
+    def _listed(self) -> list[ExchangeOrder]:
+        listing = self._folder / "listing.json"
+        return msgspec.json.decode(listing.read_bytes(), type=list[ExchangeOrder]) if listing.exists() else []
 
     def positions(self, timeout: float) -> list[Position]:
         return []
+
+    def looks_first(self, broker_order_id: str) -> bool:
+        return False
+
+    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+        self._write("cancel", broker_order_id=broker_order_id)
+        return self._changed(broker_order_id, state=OrderState.CANCELLED)
+
+    def replace(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+    ) -> ExchangeOrder:
+        self._write("replace", broker_order_id=broker_order_id, quantity=quantity, price=str(price))
+        return self._changed(broker_order_id, **({"quantity": quantity} if quantity else {}))
+
+    def _changed(self, broker_order_id: str, **changes: Any) -> ExchangeOrder:
+        for name, error in (("refuse-change", OrderRejected), ("lose-change", OutcomeUnknown)):
+            if (self._folder / name).exists():
+                raise error
+        [found] = [order for order in self._listed() if order.broker_order_id == broker_order_id]
+        return msgspec.structs.replace(found, **changes)
+
+    def balance(self, timeout: float) -> Balance:
+        return Balance(currency="TWD", cash=Decimal(10), available=Decimal(7))
 
     def ping(self, timeout: float) -> None:
         self._write("ping")
         if (self._folder / "dead").exists():
             raise SessionDown
+
+    def alive(self) -> bool:
+        return self._ended_before or not (self._folder / "ended").exists()
 
     def close(self) -> None:
         self._write("close", account_id=self._key.account_id)
@@ -117,5 +173,16 @@ def load(config: WorkerConfig) -> BrokerFactory:
     return create
 
 
+_fork = os.fork
+
+
+def fork_if_there_is_room() -> int:
+    """A fork as it fails on a host without room for another process, while the file `full` is there."""
+    if (Path(sys.argv[1]) / "full").exists():
+        raise BlockingIOError(errno.EAGAIN, "no room")
+    return _fork()
+
+
 if __name__ == "__main__":
+    os.fork = fork_if_there_is_room
     sys.exit(main(load))

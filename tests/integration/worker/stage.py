@@ -1,25 +1,21 @@
-"""What the worker tests play with: a small orchestrator and API in one, and workers as processes."""
+"""What the worker tests play with: a small orchestrator and API in one."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.integration.worker.worker import PATIENCE, Worker, eventually
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
+    AccountReported,
     Answer,
     Claim,
     ClaimReply,
@@ -29,6 +25,7 @@ from worker_runtime.protocol.messages import (
     OrderEvent,
     PlaceOrder,
     PriceType,
+    ReloadCredentials,
     SealedAccount,
     Side,
     TimeInForce,
@@ -36,112 +33,18 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
+from worker_runtime.protocol.requests import AccountReport, report_of
 from worker_runtime.protocol.scripts import CLAIM, CONTROL, ENQUEUE, OWN
+from worker_runtime.protocol.switches import OPEN
 from worker_runtime.valkey import Valkey
 
-ROOT = Path(__file__).parents[3]
 GENERATION = "g1"
-#: Seconds a condition may take on a busy machine.
-PATIENCE = 15.0
+#: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: of the
+#: processes that it passes, each may stand still for a while.
+CONNECT_TIMEOUT = 15.0
+TTL = 60_000
 
 _numbers = itertools.count(1)
-T = TypeVar("T")
-
-
-def eventually(look: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience` s."""
-    until = time.monotonic() + patience
-    while True:
-        seen = look()
-        if seen:
-            return seen
-        if time.monotonic() > until:
-            raise AssertionError(f"not within {patience} s: {wanted}")
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-class Worker:
-    """One worker as a process of its own, with its log and its broker's ledger."""
-
-    def __init__(self, folder: Path, config: WorkerConfig, command: list[str] | None = None) -> None:
-        self.config = config
-        self.worker_id = config.worker_id
-        self.folder = folder / config.worker_id
-        self.folder.mkdir()
-        self.log_path = self.folder / "log.jsonl"
-        self.started = time.monotonic()
-        module = command or ["-m", "tests.integration.worker.scripted", str(self.folder)]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *module], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(config))
-        self.process.stdin.close()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def log(self) -> list[dict[str, Any]]:
-        lines = self.log_path.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in self.log() if line["event"] == event]
-
-    def ledger(self, what: str = "") -> list[dict[str, Any]]:
-        path = self.folder / "ledger.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        entries = [json.loads(line) for line in lines]
-        return [entry for entry in entries if not what or entry["what"] == what]
-
-    def placed(self) -> list[str]:
-        return [entry["order_id"] for entry in self.ledger("place")]
-
-    def tell_broker(self, name: str) -> None:
-        (self.folder / name).touch()
-
-    def child(self, name: str) -> int:
-        """The pid of `session` or `supervisor`; 0 while there is none."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        for pid in children.read_text().split():
-            try:
-                comm = Path(f"/proc/{pid}/comm").read_text().strip()
-            except FileNotFoundError:
-                continue
-            if comm == f"berth-{name}"[:15] and alive(int(pid)):
-                return int(pid)
-        return 0
-
-    def both(self) -> tuple[int, int]:
-        """Session and supervisor, once both run."""
-        return eventually(self._both, "a session and a supervisor")
-
-    def _both(self) -> tuple[int, int] | None:
-        session, supervisor = self.child("session"), self.child("supervisor")
-        return (session, supervisor) if session and supervisor else None
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(how)
-        return self.wait()
-
-    def wait(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
 
 
 class Stage:
@@ -156,6 +59,12 @@ class Stage:
         self.pool = f"pool{next(_numbers)}"
         self.user = f"user-{next(_numbers)}"
         self.workers: list[Worker] = []
+        #: The broker of all accounts.
+        self.broker = "scripted"
+        #: The person id of all accounts.
+        self.person = ""
+        #: What goes with the next claim or reload.
+        self.open_orders: list[PlaceOrder] = []
 
     # --- workers
 
@@ -170,7 +79,7 @@ class Stage:
                 "orchestrator_key": self.key.public_key().public_bytes_raw(),
                 "task_id": f"task-{worker_id}",
                 "version": "test",
-                "shutdown_timeout": 5.0,
+                "shutdown_timeout": 15.0,
                 **changes,
             }
         )
@@ -208,7 +117,8 @@ class Stage:
         return found
 
     def own(self, worker_id: str, epoch: int, generation: str = GENERATION) -> None:
-        assert self.client.run(OWN, [keys.owner(self.user)], [epoch, worker_id, generation]) == b"ok"
+        names = [keys.owner(self.user), keys.switch(self.user)]
+        assert self.client.run(OWN, names, [epoch, worker_id, generation, *OPEN.words()]) == b"ok"
 
     def sealed(
         self,
@@ -221,10 +131,10 @@ class Stage:
         **changes: Any,
     ) -> SealedAccount:
         epoch = changes.get("epoch", 1)
-        clear = encode(Credentials(api_key=api_key, secret_key="s"))
+        clear = encode(Credentials(api_key=api_key, secret_key="s", person_id=self.person))
         return SealedAccount(
             account_id=account_id,
-            broker="scripted",
+            broker=self.broker,
             broker_type="stock",
             simulation=True,
             version=changes.get("version", 1),
@@ -254,7 +164,8 @@ class Stage:
             user_id=self.user,
             epoch=epoch,
             generation=GENERATION,
-            connect_timeout=5.0,
+            connect_timeout=CONNECT_TIMEOUT,
+            open_orders=self.open_orders,
             accounts=[
                 self.sealed(
                     public_key, name, api_key, worker_id=worker.worker_id, claim_id=claim_id, epoch=epoch
@@ -288,7 +199,7 @@ class Stage:
         return self.reply(claim_id)
 
     def reply(self, claim_id: str) -> ClaimReply:
-        got = self.client.execute("BLPOP", keys.pool_reply(self.pool, claim_id), PATIENCE - 2)
+        got = self.client.execute("BLPOP", keys.pool_reply(self.pool, claim_id), PATIENCE - 5)
         assert got is not None, "no reply to the claim"
         reply: ClaimReply = decode(got[1], ClaimReply)
         return reply
@@ -296,6 +207,54 @@ class Stage:
     def replies(self, claim_id: str) -> int:
         count: int = self.client.execute("LLEN", keys.pool_reply(self.pool, claim_id))
         return count
+
+    # --- credentials for a worker that runs
+
+    def proven_key(self, worker: Worker) -> bytes:
+        """The public key in the metadata, if its proof holds; else b''."""
+        metadata = self.metadata()
+        key, proof = (bytes.fromhex(metadata.get(name, "")) for name in ("public_key", "proof"))
+        token = sealing.launch_token(self.secret, worker.worker_id)
+        return key if sealing.check_key(token, worker.worker_id, key, proof) else b""
+
+    def push_reload(
+        self, worker: Worker, public_key: bytes, reload_id: str, **accounts: tuple[str, int]
+    ) -> None:
+        """Sends credentials (api key and version by account), sealed to `public_key`."""
+        sealed = [
+            self.sealed(
+                public_key,
+                name,
+                api_key,
+                worker_id=worker.worker_id,
+                claim_id=reload_id,
+                version=version,
+            )
+            for name, (api_key, version) in accounts.items()
+        ]
+        self.control(
+            ReloadCredentials(
+                reload_id=reload_id,
+                user_id=self.user,
+                epoch=1,
+                worker_id=worker.worker_id,
+                accounts=sealed,
+                open_orders=self.open_orders,
+            )
+        )
+
+    def reload(self, worker: Worker, reload_id: str, **accounts: tuple[str, int]) -> ClaimReply:
+        """New credentials, sealed to the present key, and the worker's reply."""
+        # A renewal that was begun before the session had its key may come after the one that shows it.
+        key = eventually(lambda: self.proven_key(worker), "a proven key")
+        self.push_reload(worker, key, reload_id, **accounts)
+        return self.reply(reload_id)
+
+    def revive(self, worker: Worker, session: int = 2, **accounts: tuple[str, int]) -> ClaimReply:
+        """What the orchestrator does when the session with this number tells that it has no credentials."""
+        eventually(lambda: self.kinds().count("session_replaced") == session - 1, f"session {session} waits")
+        eventually(lambda: self.metadata().get("session") == str(session), f"session {session} is shown")
+        return self.reload(worker, f"session-{session}", **(accounts or {"a1": ("good", 1)}))
 
     # --- orders
 
@@ -318,10 +277,10 @@ class Stage:
         )
         return msgspec.structs.replace(order, **changes)
 
-    def enqueue(self, order: PlaceOrder, ttl_ms: int = 10_000) -> bytes:
+    def enqueue(self, order: PlaceOrder, ttl_ms: int = TTL) -> bytes:
         return self.enqueue_raw(order.request_id, encode(order), ttl_ms)
 
-    def enqueue_raw(self, request_id: str, payload: bytes, ttl_ms: int = 10_000) -> bytes:
+    def enqueue_raw(self, request_id: str, payload: bytes, ttl_ms: int = TTL) -> bytes:
         _, item, _ = self.client.run(
             ENQUEUE,
             [
@@ -364,9 +323,11 @@ class Stage:
     def control_raw(self, data: bytes) -> None:
         self.client.run(CONTROL, [keys.control(self.user), keys.doorbell(self.user)], [data])
 
-    def events(self) -> list[WorkerEvent | OrderEvent]:
-        entries = self.client.execute("XRANGE", keys.EVENTS, "-", "+")
-        events: list[WorkerEvent | OrderEvent] = [decode(fields[1], Event) for _, fields in entries]
+    def events(self, *, repeats: bool = False) -> list[Event]:
+        """Each once, unless with `repeats`: what the server took without saying so in time is sent again."""
+        written = [fields[1] for _, fields in self.client.execute("XRANGE", keys.EVENTS, "-", "+")]
+        different = written if repeats else list(dict.fromkeys(written))
+        events: list[Event] = [decode(data, Event) for data in different]
         return [event for event in events if event.user_id == self.user]
 
     def kinds(self) -> list[str]:
@@ -375,6 +336,9 @@ class Stage:
     def states(self, order_id: str) -> list[str]:
         found = [event for event in self.events() if isinstance(event, OrderEvent)]
         return [event.state.value for event in found if event.order_id == order_id]
+
+    def reports(self) -> list[AccountReport]:
+        return [report_of(event.report) for event in self.events() if isinstance(event, AccountReported)]
 
     def mark(self) -> str:
         value: bytes | None = self.client.execute("GET", keys.mark(self.user))

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.integration.worker.stage import Stage, eventually
-from worker_runtime.exits import ExitCode
+from tests.integration.worker.stage import CONNECT_TIMEOUT, Stage
+from tests.integration.worker.worker import PATIENCE, eventually
 from worker_runtime.protocol import keys, sealing
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.messages import Connect, Release
 from worker_runtime.protocol.scripts import SETTLE
 
@@ -38,17 +39,28 @@ def test_a_claimed_worker_connects_and_replies(stage: Stage) -> None:
     metadata = stage.metadata()
     assert metadata["state"] == "Active"
     assert metadata["task"] == f"task-{worker.worker_id}"
-    assert len(bytes.fromhex(metadata["public_key"])) == 32
+    public_key, proof = (bytes.fromhex(metadata[name]) for name in ("public_key", "proof"))
+    assert public_key == stage.public_key(worker)
+    token = sealing.launch_token(stage.secret, worker.worker_id)
+    assert sealing.check_key(token, worker.worker_id, public_key, proof)
     assert [entry["client"] for entry in worker.ledger("login")] == [f"{worker.worker_id}/1"]
 
 
 def test_a_reserved_worker_is_claimed_from_birth_and_says_so(stage: Stage) -> None:
     worker = stage.launch(reserved_claim="c9")
-    born = stage.client.execute("BLPOP", keys.pool_born(stage.pool, "c9"), 10)
+    born = stage.client.execute("BLPOP", keys.pool_born(stage.pool, "c9"), PATIENCE - 5)
     assert born[1].decode() == worker.worker_id
     assert stage.client.execute("ZCARD", keys.pool_ready(stage.pool)) == 0
     reply = stage.claim(worker, claim_id="c9")
     assert reply.failure is None
+
+
+def test_a_claim_that_nobody_tells_the_worker_ends_it(stage: Stage) -> None:
+    worker = stage.ready(confirm_timeout=0.5, mark_period=0.1)
+    assert stage.take("c1")[0] == b"claimed"  # and its claimer dies
+    assert worker.wait() == ExitCode.CLAIM_REFUSED
+    assert stage.take("c1")[0] == b"gone"
+    assert not stage.client.execute("EXISTS", keys.pool_worker(stage.pool, worker.worker_id))
 
 
 def test_the_same_claim_twice_is_answered_twice_and_connected_once(stage: Stage) -> None:
@@ -139,7 +151,10 @@ def test_a_failed_connect_is_tried_again_when_told(stage: Stage) -> None:
     assert (reply.failure.code, reply.failure.retryable) == ("BROKER_UNREACHABLE", True)
     assert stage.metadata()["state"] == "Connecting"
     worker.tell_broker("open")
-    stage.push(worker, Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=5.0))
+    stage.push(
+        worker,
+        Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=CONNECT_TIMEOUT),
+    )
     reply = stage.reply("c1")
     assert (reply.failure, reply.attempt) == (None, 2)
     assert stage.send(account_id="a2").outcome is not None

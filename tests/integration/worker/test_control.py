@@ -4,35 +4,10 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.integration.worker.stage import Stage, Worker, eventually
+from tests.integration.worker.stage import Stage
+from tests.integration.worker.worker import eventually
 from worker_runtime.protocol import sealing
-from worker_runtime.protocol.messages import ClaimReply, ReloadCredentials, Shutdown
-
-
-def _reload(stage: Stage, worker: Worker, reload_id: str, **accounts: tuple[str, int]) -> ClaimReply:
-    """Sends new credentials (api key and version by account) and returns the worker's reply."""
-    public_key = stage.public_key(worker) or bytes.fromhex(stage.metadata()["public_key"])
-    sealed = [
-        stage.sealed(
-            public_key,
-            name,
-            api_key,
-            worker_id=worker.worker_id,
-            claim_id=reload_id,
-            version=version,
-        )
-        for name, (api_key, version) in accounts.items()
-    ]
-    stage.control(
-        ReloadCredentials(
-            reload_id=reload_id,
-            user_id=stage.user,
-            epoch=1,
-            worker_id=worker.worker_id,
-            accounts=sealed,
-        )
-    )
-    return stage.reply(reload_id)
+from worker_runtime.protocol.messages import ReloadCredentials, Shutdown
 
 
 def test_control_messages_overtake_queued_orders(stage: Stage) -> None:
@@ -65,7 +40,7 @@ def test_forged_garbled_and_misdirected_control_messages_are_dropped(stage: Stag
 
 def test_new_credentials_rebuild_only_what_changed(stage: Stage) -> None:
     worker = stage.active(accounts={"a1": "one", "a2": "two"})
-    reply = _reload(stage, worker, "reload-1", a1=("one", 1), a2=("new", 2), a3=("three", 1))
+    reply = stage.reload(worker, "reload-1", a1=("one", 1), a2=("new", 2), a3=("three", 1))
     assert (reply.failure, reply.worker_id) == (None, worker.worker_id)
     logins = [entry["api_key"] for entry in worker.ledger("login")]
     assert logins == ["one", "two", "new", "three"]
@@ -76,7 +51,7 @@ def test_new_credentials_rebuild_only_what_changed(stage: Stage) -> None:
 
 def test_wrong_new_credentials_leave_the_old_connection(stage: Stage) -> None:
     worker = stage.active()
-    reply = _reload(stage, worker, "reload-1", a1=("wrong", 2))
+    reply = stage.reload(worker, "reload-1", a1=("wrong", 2))
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     answer = stage.send()
@@ -84,7 +59,7 @@ def test_wrong_new_credentials_leave_the_old_connection(stage: Stage) -> None:
     assert len(worker.ledger("login")) == 2
     # The failed session is closed, the old one is not.
     assert len(worker.ledger("close")) == 1
-    assert _reload(stage, worker, "reload-2", a1=("right", 3)).failure is None
+    assert stage.reload(worker, "reload-2", a1=("right", 3)).failure is None
 
 
 def test_credentials_sealed_for_another_claim_are_refused(stage: Stage) -> None:

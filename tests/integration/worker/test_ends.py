@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from tests.integration.worker.stage import Stage, alive, eventually
-from worker_runtime.exits import ExitCode
+from tests.integration.worker.stage import Stage
+from tests.integration.worker.worker import alive, eventually
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.exit_codes import ExitCode
 from worker_runtime.protocol.messages import Shutdown
 
 
@@ -82,14 +83,16 @@ def test_killing_the_parent_ends_the_children(stage: Stage, victim: str) -> None
     eventually(lambda: not any(alive(pid) for pid in children), "no orphan is left")
 
 
-def test_killing_a_claimed_session_ends_the_worker_and_its_mark(stage: Stage) -> None:
-    worker = stage.active()
+def test_killing_a_session_before_its_first_connect_ends_the_worker(stage: Stage) -> None:
+    worker = stage.ready()
+    reply = stage.claim(worker, accounts={"a1": "closed"})
+    assert reply.failure is not None
     session, supervisor = worker.both()
     os.kill(session, signal.SIGKILL)
     assert worker.wait() == ExitCode.SESSION_LOST
     assert not alive(supervisor)
     assert stage.mark() == ""
-    assert stage.kinds() == ["connected", "closed"]
+    assert stage.kinds() == ["closed"]
     assert worker.logged("session_died")[0]["status"] == -signal.SIGKILL
 
 
@@ -114,21 +117,13 @@ def test_killing_the_supervisor_gives_a_new_one_that_renews_the_mark(stage: Stag
     worker = stage.active(mark_period=0.2)
     session, supervisor = worker.both()
     os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not alive(supervisor), "it is gone")
     stage.client.execute("DEL", keys.mark(stage.user))
     eventually(stage.mark, "the mark is back")
     assert worker.both()[0] == session
     assert worker.both()[1] != supervisor
     assert stage.send().failure is None
     assert worker.end() == ExitCode.OK
-
-
-def test_a_frozen_session_is_killed(stage: Stage) -> None:
-    worker = stage.active(pulse_timeout=2.0)
-    session, _ = worker.both()
-    os.kill(session, signal.SIGSTOP)
-    assert worker.wait() == ExitCode.SESSION_LOST
-    assert worker.logged("session_killed")[0]["reason"] == "no pulse"
-    assert not alive(session)
 
 
 def test_a_configuration_that_cannot_be_read_is_said_without_its_values(stage: Stage) -> None:

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import Stage, alive, eventually
-from worker_runtime.exits import ExitCode
+from tests.integration.worker.stage import Stage
+from tests.integration.worker.worker import alive, eventually
+from worker_runtime.lease import KILL_MARGIN
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.exit_codes import ExitCode
+
+#: Seconds of a lease. 5 s before its end a session closes, so 4.5 s without a renewal harm nobody: more
+#: than a machine stands still now and then.
+SHORT = 9.5
 
 
 @pytest.fixture
@@ -76,12 +82,21 @@ def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
     assert (renewals, stage.kinds().count("owner_missing")) == (1, 1)
 
 
+def test_a_restored_owner_key_is_found_within_a_second_or_two(stage: Stage) -> None:
+    worker = stage.active(mark_ttl=60.0, mark_period=16.0)
+    stage.client.execute("DEL", keys.owner(stage.user), keys.mark(stage.user))
+    eventually(lambda: "owner_missing" in stage.kinds(), "the missing owner key is told")
+    stage.own(worker.worker_id, 1)
+    eventually(stage.mark, "the mark is back before the next regular renewal", patience=13.0)
+    assert stage.kinds().count("owner_missing") == 1
+
+
 def test_a_worker_without_renewals_closes_before_its_lease_ends_and_comes_back(own_stage: Stage) -> None:
     stage = own_stage
-    worker = stage.active(mark_ttl=6.5, mark_period=0.3)
+    worker = stage.active(mark_ttl=SHORT, mark_period=0.3)
     stage.client.execute("DEL", keys.owner(stage.user))
     eventually(lambda: worker.logged("lease_ending"), "the session has seen the end of the lease")
-    assert worker.logged("lease_ending")[0]["left"] > 4.0
+    assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
     eventually(lambda: worker.ledger("close"), "the broker session is closed")
     order = stage.order()
     stage.enqueue(order)
@@ -93,15 +108,19 @@ def test_a_worker_without_renewals_closes_before_its_lease_ends_and_comes_back(o
 
 
 def test_a_session_that_keeps_its_connections_past_the_lease_is_killed(stage: Stage) -> None:
-    worker = stage.active(mark_ttl=6.5, mark_period=0.3)
+    worker = stage.active(mark_ttl=SHORT, mark_period=0.3)
     session, _ = worker.both()
     stage.enqueue(stage.order(symbol="SLOW"))
     eventually(worker.placed, "the session is in a broker call that does not return")
     stage.client.execute("DEL", keys.owner(stage.user))
-    assert worker.wait() == ExitCode.SESSION_LOST
-    killed = worker.logged("session_killed")[0]
+    killed = eventually(lambda: worker.logged("session_killed"), "the session is killed")[0]
     assert killed["reason"] == "open broker sessions at the end of the lease"
-    assert not alive(session)
+    eventually(lambda: not alive(session), "it is gone")
+    # A fresh session comes to work when the owner key is back, and not before.
+    assert "session_replaced" not in stage.kinds()
+    stage.own(worker.worker_id, 1)
+    assert stage.revive(worker).failure is None
+    assert stage.send().failure is None
 
 
 def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_none(
@@ -117,7 +136,7 @@ def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_no
     try:
         worker.tell_broker("gate")
         eventually(lambda: len(worker.ledger("close")) == 2, "both broker sessions are closed")
-        assert worker.logged("lease_ending")[0]["left"] > 4.0
+        assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
     finally:
         os.kill(own_server.pid, signal.SIGCONT)
     assert stage.answer(order.request_id).failure is None
@@ -154,7 +173,9 @@ def test_a_flushed_server_kills_no_worker(own_stage: Stage) -> None:
     stage.await_ready(free)
     stage.own(worker.worker_id, 1)
     eventually(stage.mark, "the mark is back")
-    assert stage.send().failure is None
+    order = stage.order()
+    stage.enqueue(order, ttl_ms=60_000)  # what was spent before is not known, so it waits for one window
+    assert stage.answer(order.request_id).failure is None
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 
 
@@ -186,7 +207,7 @@ def test_a_worker_launched_without_a_server_waits_for_it(own_stage: Stage, own_s
 
 
 def test_a_blocked_session_does_not_delay_the_mark(stage: Stage) -> None:
-    worker = stage.active(mark_period=0.2)
+    worker = stage.active(mark_period=0.2, pulse_timeout=60.0)
     session, _ = worker.both()
     os.kill(session, signal.SIGSTOP)
     stage.client.execute("DEL", keys.mark(stage.user))
@@ -200,6 +221,6 @@ def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(stage: Stage) -> No
     eventually(lambda: worker.ledger("ping"), "an idle connection is pinged")
     worker.tell_broker("dead")
     eventually(lambda: len(worker.ledger("login")) == 2, "the dead session is rebuilt")
-    wanted = ["connected", "degraded", "reconnecting", "connected"]
+    wanted = ["connected", "reconnecting", "connected"]
     eventually(lambda: stage.kinds() == wanted, "the changes are told")
     assert stage.send().failure is None

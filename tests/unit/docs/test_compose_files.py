@@ -16,6 +16,7 @@ from infra.compose import secret_files
 from infra.compose.prepare import prepare
 from infra.local.servers import PostgresServer, ValkeyServer, accepts, free_port
 from infra.settings import Settings
+from worker_runtime.protocol.webhook_signing import MIN_KEY
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "compose"
 
@@ -89,10 +90,15 @@ def test_prepare_makes_tables_keys_and_an_administrators_key_once(
         master_key_file=private / "master.key",
         master_public_file=tmp_path / "public" / "master.pub",
         orchestrator_key_file=private / "orchestrator.key",
+        webhook_key_files=(tmp_path / "jobs" / "webhook.key", tmp_path / "jobs" / "before.key"),
     )
     prepare(settings)
     made = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {path.name for path in made} == {"master.key", "master.pub", "orchestrator.key", "admin.key"}
+    assert {path.name for path in made} == {
+        *("master.key", "master.pub", "orchestrator.key", "admin.key", "webhook.key"),
+    }
+    key = settings.webhook_key_files[0]
+    assert (key.stat().st_mode & 0o777, len(key.read_bytes().strip()) >= MIN_KEY) == (0o600, True)
     prepare(settings)
     assert {path: path.read_bytes() for path in made} == made
 

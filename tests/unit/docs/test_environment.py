@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from infra.settings import LocalSettings, Settings
+from infra.settings import EcsSettings, LocalSettings, Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / ".env.example"
@@ -35,7 +36,7 @@ def _variables() -> dict[str, str]:
 def _expected() -> dict[str, tuple[type[BaseSettings], str]]:
     return {
         f"{model.model_config['env_prefix']}{field}".upper(): (model, field)
-        for model in (Settings, LocalSettings)
+        for model in (Settings, LocalSettings, EcsSettings)
         for field in model.model_fields
     }
 
@@ -47,9 +48,15 @@ def test_the_example_lists_every_setting_and_no_other() -> None:
 def test_every_line_of_the_example_parses_to_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in _variables().items():
         monkeypatch.setenv(name, value)
-    for model in (Settings, LocalSettings):
+    for model in (Settings, LocalSettings, EcsSettings):
         defaults = {name: field.default for name, field in model.model_fields.items()}
         assert model().model_dump() == defaults
+
+
+def test_a_pool_too_small_for_a_close_is_refused() -> None:
+    assert Settings(database_pool=2).database_pool == 2
+    with pytest.raises(ValidationError):
+        Settings(database_pool=1)
 
 
 def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> None:

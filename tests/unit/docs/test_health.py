@@ -9,12 +9,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from temporalio import workflow
 from temporalio.client import Client
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from infra.compose import health
-from infra.local.servers import TemporalServer, free_port
+from infra.local.components import JobFleet
+from infra.local.servers import TemporalServer, ValkeyServer, free_port
+from infra.settings import Settings
 
 
 class _Status(BaseHTTPRequestHandler):
@@ -77,3 +80,23 @@ async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServ
         await client.execute_workflow(_Nothing.run, id="health-test", task_queue="health-test")
         assert await health.polls(address, "default", "health-test", host)
         assert not await health.polls(address, "default", "health-test", "another-host")
+
+
+async def test_only_the_host_whose_runner_renews_its_lease_is_healthy(
+    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
+    url, host = valkey_server.url, socket.gethostname()
+    with JobFleet(tmp_path, Settings(data_dir=tmp_path, valkey_url=url, jobs_runner="fleet")):
+        assert health.registered(url, "fleet", host, 60.0)
+        assert not health.registered(url, "fleet", "another-host", 60.0)
+        assert not health.registered(url, "another-name", host, 60.0)
+        assert not health.registered(url, "fleet", host, -60.0), "not seen for too long"
+    assert not health.registered(url, "fleet", host, 60.0), "it has signed off"
+
+
+def test_a_runner_whose_valkey_is_away_is_unhealthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BERTH_VALKEY_URL", f"redis://127.0.0.1:{free_port()}/0")
+    assert health.main(["runner", "fleet"]) == 1
+    assert "runner fleet: Valkey: ConnectionError" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,84 +11,17 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.exchange.exchange import Exchange
 from infra.exchange.faults import FaultPoint
 from infra.exchange.ledger import Ledger, LedgerInUse
-from infra.exchange.records import AccountRegistration, LedgerSession
+from infra.exchange.positions import FIRST_MONEY
+from infra.exchange.records import AccountRegistration
+from tests.unit.exchange.conftest import Clock
+from tests.unit.exchange.trader import Client, limit, login
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
-from worker_runtime.protocol.exchange import Login, OrderChanged, Place
-from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
-
-
-class Client:
-    """A listener that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[OrderChanged] = []
-        self.ended: list[str] = []
-
-    def deliver(self, event: OrderChanged) -> None:
-        self.events.append(event)
-
-    def end(self, reason: str, *, abrupt: bool) -> None:
-        self.ended.append(reason)
-
-
-class Clock:
-    """Runs what was put off when the test says so."""
-
-    def __init__(self) -> None:
-        self.due: list[Callable[[], None]] = []
-
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        self.due.append(what)
-
-    def pass_by(self) -> None:
-        due, self.due = self.due, []
-        for what in due:
-            what()
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "ledger.db")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def exchange(ledger: Ledger, clock: Clock) -> Exchange:
-    made = Exchange(ledger, clock.later)
-    for name in ("a", "b"):
-        made.accounts.register(
-            AccountRegistration(account=name, api_key="k", secret_key="s", person_id="person")
-        )
-    return made
-
-
-def login(exchange: Exchange, account: str = "a", client: Client | None = None) -> LedgerSession:
-    request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
-    return exchange.login(request, client or Client())
-
-
-def limit(price: str, quantity: int = 2, symbol: str = "2330") -> Place:
-    return Place(
-        id=2,
-        symbol=symbol,
-        side=Side.BUY,
-        quantity=quantity,
-        price_type=PriceType.LIMIT,
-        price=Decimal(price),
-        time_in_force=TimeInForce.ROD,
-        tag="tag",
-        client_note="note",
-    )
+from worker_runtime.protocol.exchange import Login, Replace
+from worker_runtime.protocol.messages import OrderState
 
 
 def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: Exchange) -> None:
-    exchange.set_price("2330", Decimal(100))
+    exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("90"))
     assert taken.order.state is OrderState.SUBMITTED
     assert taken.events == ()
@@ -98,14 +30,14 @@ def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: Exchange) -> N
 def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_account(
     exchange: Exchange,
 ) -> None:
-    exchange.set_price("2330", Decimal(100))
+    exchange.market.set_price("2330", Decimal(100))
     one, two, other = Client(), Client(), Client()
     session = login(exchange, client=one)
     login(exchange, client=two)
     login(exchange, "b", other)
     exchange.place(session, limit("90"))
     exchange.place(session, limit("80"))
-    exchange.set_price("2330", Decimal(85))
+    exchange.market.set_price("2330", Decimal(85))
     assert [event.order.price for event in one.events] == [Decimal(90)]
     assert one.events == two.events
     assert other.events == []
@@ -115,11 +47,11 @@ def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: Exchange) -
     client = Client()
     session = login(exchange, client=client)
     exchange.set_behaviour("a", Behaviour(liquidity=2))
-    exchange.set_price("2330", Decimal(90))
+    exchange.market.set_price("2330", Decimal(90))
     taken = exchange.place(session, limit("90", quantity=5))
     assert (taken.order.state, taken.order.filled) == (OrderState.PART_FILLED, 2)
-    exchange.set_price("2330", Decimal(89))
-    exchange.set_price("2330", Decimal(88))
+    exchange.market.set_price("2330", Decimal(89))
+    exchange.market.set_price("2330", Decimal(88))
     [order] = exchange.orders("a")
     assert order.state is OrderState.FILLED
     assert [(fill.quantity, fill.price) for fill in order.fills] == [
@@ -132,19 +64,19 @@ def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: Exchange) -
 def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: Exchange, clock: Clock) -> None:
     client = Client()
     exchange.set_behaviour("a", Behaviour(fill=FillMode.DELAYED))
-    exchange.set_price("2330", Decimal(90))
+    exchange.market.set_price("2330", Decimal(90))
     exchange.place(login(exchange, client=client), limit("90"))
     assert client.events == []
-    clock.pass_by()
-    clock.pass_by()
+    clock.pass_by(1)
+    clock.pass_by(1)
     assert [event.order.state for event in client.events] == [OrderState.FILLED]
 
 
 def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: Exchange) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.NEVER))
-    exchange.set_price("2330", Decimal(90))
+    exchange.market.set_price("2330", Decimal(90))
     taken = exchange.place(login(exchange), limit("90"))
-    exchange.set_price("2330", Decimal(80))
+    exchange.market.set_price("2330", Decimal(80))
     assert exchange.orders("a")[0].state is OrderState.SUBMITTED
     exchange.set_behaviour("a", Behaviour())
     assert exchange.orders("a")[0].state is OrderState.FILLED
@@ -153,17 +85,59 @@ def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: 
 
 
 def test_a_client_cancels_its_own_orders_only(exchange: Exchange) -> None:
-    exchange.set_price("2330", Decimal(100))
+    exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("90"))
     with pytest.raises(OrderRejected):
         exchange.cancel(taken.order.broker_order_id, "not mine", "b")
     assert exchange.cancel(taken.order.broker_order_id, "mine", "a").state is OrderState.CANCELLED
 
 
+def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(exchange: Exchange) -> None:
+    exchange.market.set_price("2330", Decimal(100))
+    order = exchange.place(login(exchange), limit("90", quantity=5)).order
+    smaller = exchange.replace("a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=3))
+    assert (smaller.quantity, smaller.price, smaller.state) == (3, Decimal(90), OrderState.SUBMITTED)
+    dearer = exchange.replace("a", Replace(id=2, broker_order_id=order.broker_order_id, price=Decimal(101)))
+    assert (dearer.state, dearer.filled) == (OrderState.FILLED, 3)
+    assert exchange.ledger.order(order.broker_order_id) == dearer
+
+
+@pytest.mark.parametrize(
+    ("quantity", "price"), [(6, None), (0, None), (None, Decimal(-1)), (None, Decimal("NaN"))]
+)
+def test_what_cannot_be_changed_stays_as_it_is(
+    exchange: Exchange, quantity: int | None, price: Decimal | None
+) -> None:
+    exchange.market.set_price("2330", Decimal(100))
+    order = exchange.place(login(exchange), limit("90", quantity=5)).order
+    wanted = Replace(id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price)
+    for account, change in (("a", wanted), ("b", Replace(id=1, broker_order_id=order.broker_order_id))):
+        with pytest.raises(OrderRejected):
+            exchange.replace(account, change)
+    assert exchange.ledger.order(order.broker_order_id) == order
+
+
+def test_an_order_reduced_to_its_fills_is_cancelled(exchange: Exchange) -> None:
+    exchange.market.set_price("2330", Decimal(100))
+    order = exchange.place(login(exchange), limit("90", quantity=5)).order
+    exchange.fill_by_hand(order.broker_order_id, 2, None)
+    changed = exchange.replace("a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=2))
+    assert (changed.state, changed.filled) == (OrderState.CANCELLED, 2)
+
+
+def test_money_follows_the_fills_and_resting_purchases_bind_some(exchange: Exchange) -> None:
+    exchange.market.set_price("2330", Decimal(100))
+    session = login(exchange)
+    exchange.place(session, limit("101", quantity=5))
+    exchange.place(session, limit("90", quantity=2))
+    left = exchange.balance("a")
+    assert (FIRST_MONEY - left.cash, left.cash - left.available) == (Decimal(500), Decimal(180))
+
+
 def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: Exchange) -> None:
     session = login(exchange)
     exchange.set_behaviour("a", Behaviour(reject_next=2, reject_reason="no margin"))
-    exchange.set_price("2330", Decimal(90))
+    exchange.market.set_price("2330", Decimal(90))
     states = [exchange.place(session, limit("90")).order for _ in range(3)]
     assert [order.state for order in states] == [
         OrderState.REJECTED,
@@ -190,7 +164,7 @@ def test_connections_are_counted_per_person_over_its_accounts(exchange: Exchange
     sessions = [login(exchange, account) for account in ("a", "b", "a", "b", "a")]
     with pytest.raises(LoginLimited):
         login(exchange, "b")
-    exchange.logout(sessions[0].session_id, "done")
+    exchange.sessions.logout(sessions[0].session_id, "done")
     assert login(exchange, "b").person_id == "person"
 
 
@@ -201,7 +175,7 @@ def test_logins_need_the_right_keys_and_the_right_person(exchange: Exchange) -> 
         Login(id=1, account="a", api_key="k", secret_key="s", person_id="another"),
     ):
         with pytest.raises(LoginRejected):
-            exchange.login(wrong, Client())
+            exchange.sessions.login(wrong, Client())
 
 
 def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: Exchange) -> None:
@@ -220,11 +194,11 @@ def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: Exchange) -
 def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: Exchange) -> None:
     client = Client()
     session = login(exchange, client=client)
-    exchange.set_price("2330", Decimal(100))
+    exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_EVENT: 1, FaultPoint.DUPLICATE_FILL: 1}))
     for price in ("99", "98"):
         exchange.place(session, limit(price))
-        exchange.set_price("2330", Decimal(price))
+        exchange.market.set_price("2330", Decimal(price))
     first, second = client.events
     assert first.fill == second.fill
     assert first.event_id != second.event_id
@@ -233,7 +207,7 @@ def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: Exchan
 def test_sessions_are_ended_with_their_reason(exchange: Exchange, ledger: Ledger) -> None:
     client = Client()
     login(exchange, client=client)
-    assert exchange.end_sessions("a", "maintenance", abrupt=False) == 1
+    assert exchange.sessions.end("a", "maintenance", abrupt=False) == 1
     assert client.ended == ["maintenance"]
     assert [session.close_reason for session in ledger.sessions("a")] == ["maintenance"]
     assert ledger.sessions("a", only_open=True) == []
@@ -242,19 +216,19 @@ def test_sessions_are_ended_with_their_reason(exchange: Exchange, ledger: Ledger
 def test_another_exchange_goes_on_where_the_last_one_ended(
     exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
 ) -> None:
-    exchange.set_price("2330", Decimal(100))
+    exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("b", Behaviour(fill=FillMode.NEVER))
     taken = exchange.place(login(exchange), limit("90"))
     ledger.close()
 
     reopened = Ledger(tmp_path / "ledger.db")
-    second = Exchange(reopened, clock.later)
-    assert second.price("2330") == Decimal(100)
+    second = Exchange(reopened, clock.later, now=clock.now)
+    assert second.market.price("2330") == Decimal(100)
     assert second.accounts.behaviour("b").fill is FillMode.NEVER
     assert [s.close_reason for s in reopened.sessions()] == ["the exchange restarted"]
     again = second.place(login(second), limit("91"))
     assert again.order.broker_order_id > taken.order.broker_order_id
-    second.set_price("2330", Decimal(85))
+    second.market.set_price("2330", Decimal(85))
     assert {order.state for order in second.orders("a")} == {OrderState.FILLED}
     fills = [fill.fill_id for order in second.orders("a") for fill in order.fills]
     assert len(set(fills)) == 2

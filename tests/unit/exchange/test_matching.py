@@ -134,3 +134,17 @@ def test_first_prices_follow_from_the_seed() -> None:
     assert first_price("2330", 1) == first_price("2330", 1)
     assert first_price("2330", 1) != first_price("2330", 2)
     assert all(10 <= first_price(str(number), 3) < 1000 for number in range(200))
+
+
+@pytest.mark.parametrize("symbol", ["TXFA6", "MXFR1", "CDFL5", "TXO18000L4", "TE1G6"])
+def test_taifex_takes_no_market_order_for_the_day(symbol: str) -> None:
+    refused = refusal(terms(symbol=symbol))
+    assert refused is not None
+    assert refused.startswith("9938")
+    assert refusal(terms(symbol=symbol, time_in_force=TimeInForce.IOC)) is None
+    assert refusal(terms(symbol=symbol, price=HUNDRED)) is None
+
+
+@pytest.mark.parametrize("symbol", ["2330", "00878", "00632R", "9904", "ABC"])
+def test_the_rule_of_taifex_is_not_for_stocks(symbol: str) -> None:
+    assert refusal(terms(symbol=symbol)) is None

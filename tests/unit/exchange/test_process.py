@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,71 +20,14 @@ from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
 from infra.exchange.link import MAX_LINE
 from infra.exchange.process import ExchangeServer
 from infra.local.servers import free_port
+from tests.unit.exchange.wire import CANARY, PLACE, Wire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount
-
-CANARY = "canary-secret-key"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
     with ExchangeServer(tmp_path_factory.mktemp("exchange")) as started:
         yield started
-
-
-class Wire:
-    """A raw client: it sends what it likes."""
-
-    def __init__(self, server: ExchangeServer) -> None:
-        self._link = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-        self._lines = self._link.makefile("rb")
-
-    def __enter__(self) -> Wire:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.close()
-        self._link.close()
-
-    def send(self, data: bytes) -> None:
-        self._link.sendall(data)
-
-    def receive(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        assert line, "the exchange closed the connection"
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def closed(self) -> bool:
-        try:
-            return self._lines.readline() == b""
-        except ConnectionResetError:  # closed while bytes of ours were unread
-            return True
-
-    def ask(self, **request: object) -> dict[str, Any]:
-        self.send(json.dumps(request).encode() + b"\n")
-        return self.receive()
-
-
-PLACE = {
-    "op": "place",
-    "symbol": "2330",
-    "side": "buy",
-    "quantity": 1,
-    "price_type": "MKT",
-    "price": None,
-    "time_in_force": "IOC",
-    "tag": "t",
-}
-
-
-async def _register(server: ExchangeServer, account: str) -> None:
-    async with ExchangeAdmin(server.admin_url) as admin:
-        await admin.register(account, "key", CANARY)
-
-
-def _login(wire: Wire, account: str) -> None:
-    reply = wire.ask(op="login", id=1, account=account, api_key="key", secret_key=CANARY)
-    assert reply["session_id"], reply
 
 
 @pytest.mark.parametrize(
@@ -134,9 +75,9 @@ def test_requests_that_come_in_one_packet_are_answered_in_order(server: Exchange
 
 
 async def test_strange_orders_are_refused_and_leave_no_trace(server: ExchangeServer) -> None:
-    await _register(server, "strange")
+    await register(server, "strange")
     with Wire(server) as wire:
-        _login(wire, "strange")
+        log_in(wire, "strange")
         for wrong in (
             {"quantity": 0},
             {"quantity": 2**63},
@@ -152,19 +93,19 @@ async def test_strange_orders_are_refused_and_leave_no_trace(server: ExchangeSer
 
 
 async def test_a_second_login_on_a_connection_is_refused(server: ExchangeServer) -> None:
-    await _register(server, "twice")
+    await register(server, "twice")
     with Wire(server) as wire:
-        _login(wire, "twice")
+        log_in(wire, "twice")
         reply = wire.ask(op="login", id=2, account="twice", api_key="key", secret_key=CANARY)
         assert reply["error"] == "MALFORMED_MESSAGE"
 
 
 async def test_an_order_can_be_cancelled(server: ExchangeServer) -> None:
-    await _register(server, "cancels")
+    await register(server, "cancels")
     async with ExchangeAdmin(server.admin_url) as admin:
         await admin.set_price("9904", Decimal(100))
     with Wire(server) as wire:
-        _login(wire, "cancels")
+        log_in(wire, "cancels")
         limit = {**PLACE, "symbol": "9904", "price_type": "LMT", "price": "90", "time_in_force": "ROD"}
         placed = wire.ask(**{**limit, "id": 2})["order"]
         replies = [
@@ -189,9 +130,9 @@ async def test_the_admin_api_names_its_errors(server: ExchangeServer) -> None:
 
 
 async def test_secret_keys_are_neither_in_the_ledger_nor_in_the_log(server: ExchangeServer) -> None:
-    await _register(server, "canary")
+    await register(server, "canary")
     with Wire(server) as wire:
-        _login(wire, "canary")
+        log_in(wire, "canary")
         wire.ask(op="login", id=2, account="canary", api_key="key", secret_key=CANARY)
     files = [path for path in server.directory.iterdir() if path.is_file()]
     assert {"ledger.db", "exchange.log"} <= {path.name for path in files}
@@ -199,14 +140,14 @@ async def test_secret_keys_are_neither_in_the_ledger_nor_in_the_log(server: Exch
 
 
 async def test_kill_9_keeps_every_order_that_was_acknowledged(tmp_path: Path) -> None:
-    with ExchangeServer(tmp_path) as server:
-        await _register(server, "a")
+    with ExchangeServer(tmp_path, options=["--orders-per-10s", "1000000"]) as server:
+        await register(server, "a")
         acknowledged: list[str] = []
         enough = threading.Event()
 
         def trade() -> None:
             with Wire(server) as wire:
-                _login(wire, "a")
+                log_in(wire, "a")
                 number = 0
                 with contextlib.suppress(OSError, AssertionError):
                     while True:
@@ -222,7 +163,7 @@ async def test_kill_9_keeps_every_order_that_was_acknowledged(tmp_path: Path) ->
 
         thread = threading.Thread(target=trade)
         thread.start()
-        assert enough.wait(20)
+        assert enough.wait(45)  # each order is on the disk before its answer: 6 s, on a good day
         server.kill()
         thread.join(10)
         server.start()

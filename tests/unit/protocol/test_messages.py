@@ -35,7 +35,6 @@ from worker_runtime.protocol.messages import (
     PriceType,
     Release,
     ReloadCredentials,
-    Request,
     SealedAccount,
     Shutdown,
     Side,
@@ -45,6 +44,7 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
+from worker_runtime.protocol.requests import Request
 
 ORDER = PlaceOrder(
     request_id="r",

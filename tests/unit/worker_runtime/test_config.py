@@ -102,14 +102,14 @@ def test_a_log_that_nobody_reads_raises_nothing() -> None:
 
 
 def test_waits_grow_to_a_limit_and_start_again() -> None:
-    backoff = Backoff(1.0, 4.0)
+    backoff = Backoff(1000.0, 4000.0)
     assert backoff.due()
     waits = []
     for _ in range(5):
         backoff.failed()
         waits.append(backoff.left())
-    assert 0.4 < waits[0] <= 1.0
-    assert 1.9 < waits[4] <= 4.0
+    assert 400 < waits[0] <= 1000
+    assert 1900 < waits[4] <= 4000
     assert not backoff.due()
     backoff.reset()
     assert backoff.due()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,3 +149,85 @@ def test_the_average_lies_between_the_lowest_and_the_highest_price(deals: list[t
 
 def test_without_fills_there_is_no_average() -> None:
     assert average([]) is None
+
+
+def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
+    book, events = ledger()
+    book.prime([ORDER])
+    assert book.answer_of("o1") is None  # nothing says that it was ever submitted
+    stranger = msgspec.structs.replace(told(OrderState.FILLED, FILLS, "b2"), tag="other")
+    assert book.listed(KEY, [told(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
+    assert [event.event_id for event in events] == ["o1:fill:f0", "o1:fill:f1"]
+    assert outcome(book).state is OrderState.PART_FILLED
+    book.changed(KEY, change(3))
+    assert events[-1].state is OrderState.FILLED
+
+
+def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_it_is_listed() -> None:
+    book, _ = ledger()
+    book.prime([ORDER])  # with the claim; a reload tells more
+    book.prime([msgspec.structs.replace(ORDER, begun=True)])
+    known = book.answer_of("o1")
+    assert known is not None
+    assert known[1] is not None
+    assert (known[0].state, known[1].code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
+    assert book.listed(KEY, [told(OrderState.PART_FILLED, FILLS[:2])]) == []
+    assert outcome(book).state is OrderState.PART_FILLED
+
+
+def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
+    book, events = ledger()
+    book.prime([ORDER])
+    sold = msgspec.structs.replace(told(OrderState.FILLED, FILLS), side=Side.SELL)
+    larger = msgspec.structs.replace(told(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
+    assert book.listed(KEY, [sold, larger]) == [sold, larger]
+    assert events == []
+
+
+def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> None:
+    book, events = ledger()
+    book.prime([ORDER])
+    book.submitting(ORDER)
+    book.prime([ORDER])
+    assert book.placed(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
+    assert book.broker_id_of("o1") == "b1"
+    assert [event.event_id for event in events] == ["o1:submitted"]
+
+
+def test_an_order_that_was_reduced_to_its_fills_is_told_as_filled() -> None:
+    book, events = ledger()
+    book.submitting(ORDER)
+    book.placed(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
+    reduced = msgspec.structs.replace(told(OrderState.FILLED, FILLS[:1]), quantity=1)
+    for _ in range(2):
+        book.changed(KEY, OrderChanged(event_id="e9", order=reduced))
+    states = [event.state.value for event in events if event.quantity is None]
+    assert states == ["submitted", "part_filled", "filled"]
+    assert [event.quantity for event in events if event.quantity is not None] == [1]
+
+
+def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
+    book, _ = ledger()
+    book.submitting(ORDER)
+    book.changed(KEY, change(3))
+    assert book.placed(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.FILLED
+
+
+def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
+    known, events = ledger()
+    known.prime([msgspec.structs.replace(ORDER, broker_order_id="b1")])
+    smaller = msgspec.structs.replace(told(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
+    for _ in range(2):
+        known.listed(KEY, [smaller])
+        known.changed(KEY, OrderChanged(event_id="e", order=smaller))
+    terms = [(event.state, event.quantity, event.price) for event in events if event.quantity is not None]
+    assert terms == [(OrderState.SUBMITTED, 2, Decimal(11))]
+    known.listed(KEY, [msgspec.structs.replace(smaller, price=Decimal(12))])
+    assert (events[-1].quantity, events[-1].price) == (2, Decimal(12))
+
+
+def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
+    known, events = ledger()
+    known.prime([msgspec.structs.replace(ORDER, broker_order_id="b1")])
+    known.listed(KEY, [told(OrderState.SUBMITTED, [])])
+    assert [event.quantity for event in events] == [None]

@@ -3,10 +3,16 @@
 --
 -- KEYS[1] ready      pool:{pool}:ready
 -- KEYS[2] claim      pool:{pool}:claim:<claim>
+-- KEYS[3] line       pool:{pool}:line     zset: user → since when he waits (ms)     (may be left out)
+-- KEYS[4] asked      pool:{pool}:asked    zset: user → when he asked last (ms)      (with the line)
 -- ARGV[1] claim id
 -- ARGV[2] prefix of the workers' keys, pool:{pool}:worker:   (same slot)
 -- ARGV[3] seconds that the claim is kept
+-- ARGV[4] user                                                                    (with the line)
+-- ARGV[5] ms after which one who does not ask again has left the line             (with the line)
+-- ARGV[6] version whose workers are left in the pool, or ''                       (with the line)
 --
+-- While users wait in line, a worker goes to the first of them, whoever asks more often.
 -- Returns {'claimed' or 'again', worker id, public key, proof, task, version}, {'empty'}, or
 -- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
 -- slept past its entry's end comes back as a free one, and another claim may have it by now.
@@ -18,14 +24,40 @@ end
 
 local before = redis.call('GET', KEYS[2])
 if before then return found('again', before) end
+local waiting = KEYS[3] and redis.call('EXISTS', KEYS[3]) == 1
+if waiting then
+  local time = redis.call('TIME')
+  local left = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5]
+  for _, user in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', left)) do
+    redis.call('ZREM', KEYS[3], user)
+    redis.call('ZREM', KEYS[4], user)
+  end
+  local place = redis.call('ZRANK', KEYS[3], ARGV[4]) or redis.call('ZCARD', KEYS[3])
+  if place >= redis.call('ZCARD', KEYS[1]) then return {'empty'} end
+end
+local avoided, passed = ARGV[6] or '', {}
+local function put_back()
+  for _, entry in ipairs(passed) do redis.call('ZADD', KEYS[1], entry[2], entry[1]) end
+end
 while true do
   local popped = redis.call('ZPOPMIN', KEYS[1])
   local worker = popped[1]
-  if not worker then return {'empty'} end
+  if not worker then
+    put_back()
+    return {'empty'}
+  end
   -- An expired entry is a dead worker: skip it. One in another state was claimed before.
-  if redis.call('HGET', ARGV[2] .. worker, 'state') == 'ready' then
+  local free = redis.call('HGET', ARGV[2] .. worker, 'state') == 'ready'
+  if free and avoided ~= '' and redis.call('HGET', ARGV[2] .. worker, 'version') == avoided then
+    passed[#passed + 1] = popped
+  elseif free then
+    put_back()
     redis.call('HSET', ARGV[2] .. worker, 'state', 'claimed', 'claim', ARGV[1])
     redis.call('SET', KEYS[2], worker, 'EX', ARGV[3])
+    if waiting then
+      redis.call('ZREM', KEYS[3], ARGV[4])
+      redis.call('ZREM', KEYS[4], ARGV[4])
+    end
     return found('claimed', worker)
   end
 end

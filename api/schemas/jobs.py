@@ -1,0 +1,213 @@
+"""Jobs: what is asked for, and how they stand."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, date, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+
+from api.schemas.fields import ID_PATTERN, AccountId, Body, View
+from api.schemas.order_list import OrderFilter
+
+JobId = Annotated[
+    str,
+    Field(
+        pattern=ID_PATTERN,
+        max_length=64,
+        description="The job's id, if the caller chooses it: the same call with the same id is done once.",
+    ),
+]
+#: Days far outside of a market's life are typing errors.
+_Day = Annotated[date, Field(ge=date(2000, 1, 1), le=date(2199, 12, 31))]
+
+
+#: What a job of the fleet takes as an address.
+WebUrl = Annotated[str, Field(max_length=2048, pattern=r"^https?://[!-~]+$")]
+MailAddress = Annotated[
+    str, Field(max_length=254, pattern=r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+$")
+]
+
+
+class _NewJob(Body):
+    job_id: JobId | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """What was asked for, without the id: the same again is the same job."""
+        return self.model_dump(mode="json", exclude={"job_id"})
+
+
+class NewStatement(_NewJob):
+    """The statement of one day."""
+
+    type: Literal["statement"]
+    day: Annotated[_Day, Field(description="Orders accepted on this day in Taiwan.")]
+
+
+class NewExport(_NewJob):
+    """Orders as CSV."""
+
+    type: Literal["order_export"]
+    orders: Annotated[OrderFilter, Field(description="As of `GET …/orders`.")] = OrderFilter()
+
+
+class NewSnapshot(_NewJob):
+    """Positions and balance of one account."""
+
+    type: Literal["position_snapshot"]
+    account_id: AccountId
+
+
+class NewUserJob(Body):
+    """A job of one user."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {"job": {"type": "statement", "day": "2026-11-20", "job_id": "statement-2026-11-20"}},
+                {"job": {"type": "order_export", "orders": {"state": ["filled"]}}},
+                {"job": {"type": "position_snapshot", "account_id": "9A95-0123456"}},
+            ]
+        },
+    )
+
+    job: Annotated[NewStatement | NewExport | NewSnapshot, Field(discriminator="type")]
+
+
+class NewPing(_NewJob):
+    """Shows that the fleet runs jobs."""
+
+    type: Literal["ping"]
+    text: Annotated[str, Field(max_length=1000)] = ""
+
+
+class NewDelivery(_NewJob):
+    """A webhook."""
+
+    type: Literal["webhook"]
+    url: WebUrl
+    recipient: Annotated[
+        str,
+        Field(pattern=ID_PATTERN, max_length=64, description="Whose key signs it: a user's id, or a name."),
+    ]
+    event: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$", examples=["order.filled"])]
+    body: JsonValue
+
+
+class NewMail(_NewJob):
+    """An e-mail."""
+
+    type: Literal["email"]
+    to: MailAddress
+    subject: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
+    text: Annotated[str, Field(max_length=16_000)]
+
+
+class NewFleetJob(Body):
+    """A job of the fleet, for operators."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "job": {
+                        "type": "webhook",
+                        "url": "https://example.com/hook",
+                        "recipient": "alice",
+                        "event": "order.filled",
+                        "body": {"order": "0199"},
+                    }
+                },
+                {"job": {"type": "email", "to": "alice@example.com", "subject": "Hello", "text": "Hello"}},
+                {"job": {"type": "ping"}, "priority": 9},
+            ]
+        },
+    )
+
+    job: Annotated[NewPing | NewDelivery | NewMail, Field(discriminator="type")]
+    priority: Annotated[int, Field(ge=0, le=9, description="A higher one comes earlier.")] = 5
+    delay: Annotated[
+        float, Field(ge=0, le=86_400, allow_inf_nan=False, description="Seconds until it may run.")
+    ] = 0.0
+
+    @model_validator(mode="after")
+    def _body_fits(self) -> Self:
+        if isinstance(self.job, NewDelivery):
+            if _depth(self.job.body) > 32:
+                raise ValueError("a body is at most 32 levels deep")
+            if not _all_finite(self.job.body):
+                raise ValueError("a body has no NaN and no number beyond 1.8e308: JSON cannot say them")
+        return self
+
+
+def _depth(value: Any, level: int = 1) -> int:
+    if level > 32 or not isinstance(value, dict | list) or not value:
+        return level
+    parts = value.values() if isinstance(value, dict) else value
+    return max(_depth(part, level + 1) for part in parts)
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(_all_finite(part) for part in parts)
+
+
+class JobFailure(View):
+    code: str
+    detail: str
+    retryable: bool
+
+
+class Job(View):
+    """A job as it stands."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": "statement-2026-11-20",
+                    "type": "statement",
+                    "state": "done",
+                    "ended": True,
+                    "cancelling": False,
+                    "attempt": 1,
+                    "queued_at": None,
+                    "due_at": None,
+                    "started_at": "2026-11-21T01:00:00.000000Z",
+                    "finished_at": "2026-11-21T01:00:00.020000Z",
+                    "progress": None,
+                    "value": {"user_id": "alice", "day": "2026-11-20", "orders": 0, "lines": []},
+                    "failure": None,
+                }
+            ]
+        },
+    )
+
+    id: str
+    type: Annotated[str | None, Field(description="Not told any more once it has ended well.")]
+    state: Annotated[
+        str,
+        Field(description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`."),
+    ]
+    ended: bool
+    cancelling: Annotated[bool, Field(description="It runs, and is being ended.")]
+    attempt: int
+    queued_at: datetime | None
+    due_at: Annotated[datetime | None, Field(description="When it may run, while it is delayed.")]
+    started_at: datetime | None
+    finished_at: datetime | None
+    progress: Any
+    value: Annotated[Any, Field(description="What it returned. Kept for 500 s.")]
+    failure: Annotated[JobFailure | None, Field(description="Why it failed; or the last attempt did.")]
+
+
+def at(milliseconds: int | None) -> datetime | None:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None

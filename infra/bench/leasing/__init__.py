@@ -1,0 +1,1 @@
+"""The parts of `berth bench lease`: busy processes that renew a lease of their own."""

@@ -1,0 +1,48 @@
+"""What a claimer knows for certain, in a file that outlives it: a number for each of its claims.
+
+It stands for a workflow's history: whoever takes over goes on with the first claim that has no worker yet,
+under the same claim ids.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_BYTES = 8
+#: No worker yet.
+OPEN = 0
+
+
+class Ledger:
+    """Numbers of workers, by number of claim."""
+
+    def __init__(self, path: Path, count: int = 0) -> None:
+        """`count`: of claims, for a new ledger."""
+        if count:
+            path.write_bytes(bytes(count * _BYTES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.workers = memoryview(self._memory).cast("q")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.workers.release()
+        self._memory.close()
+
+    def done(self) -> int:
+        """Claims that have a worker; they are filled in order."""
+        low, high = 0, len(self.workers)
+        while low < high:
+            middle = (low + high) // 2
+            if self.workers[middle] == OPEN:
+                high = middle
+            else:
+                low = middle + 1
+        return low

@@ -1,0 +1,1 @@
+"""The parts of `berth chaos jobs`: runners, their lines to Valkey with a trap on each, and the judge."""

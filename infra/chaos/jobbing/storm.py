@@ -1,0 +1,269 @@
+"""Runners that are killed at every step while jobs flow, and Valkey that forgets or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from infra import valkey
+from infra.bench.progress import Say
+from infra.chaos.jobbing.ledger import Kill, Sent
+from infra.chaos.jobbing.runner import Victim
+from infra.chaos.jobbing.steps import WEIGHTS, Step
+from infra.local.process import HOST, ServerFailed, end_with_parent
+from infra.local.servers import ValkeyServer
+from worker_runtime.protocol import job_calls, job_keys
+from worker_runtime.protocol.job_messages import (
+    Job,
+    JobCrashed,
+    JobResult,
+    JobStatus,
+    read_result,
+)
+
+#: Runners that live at the same time. Some live for seconds: a runner has to watch another one for a whole
+#: lease before it takes its jobs back.
+RUNNERS = 8
+_STEADY = 3
+#: Jobs that have not ended, at the most; runners shall neither starve nor drown.
+_UNDER_WAY = 80
+_LOOK = 0.05
+_GROUPS = 6
+#: Seconds after a fault of Valkey in which a rerun tells nothing about a runner's lease.
+_AFTERMATH = 1.5
+
+
+class Storm:
+    """Keeps runners and jobs coming until so many runners were killed, then waits for all ends."""
+
+    def __init__(self, folder: Path, server: ValkeyServer, *, seed: int, kills: int, lease: float, say: Say):
+        self._folder = folder
+        self._server = server
+        self._wanted = kills
+        self._lease = lease
+        self._say = say
+        self._chance = random.Random(f"jobs {seed}")  # noqa: S311 — who is struck is no secret
+        self._live: dict[str, Victim] = {}
+        self._numbers = 0
+        self._calm = False
+        self._failure = ""
+        self._due: asyncio.Queue[None] = asyncio.Queue()
+        self._births: asyncio.Queue[Victim] = asyncio.Queue()
+        self.ledger = folder / "ledger"
+        self.sent: dict[str, Sent] = {}
+        self.open: dict[str, Job] = {}
+        self.results: dict[str, JobResult] = {}
+        #: Jobs that a flush took and that must not run twice.
+        self.forgotten: set[str] = set()
+        self.kills: list[Kill] = []
+        self.by_step: Counter[str] = Counter()
+        self.outages: list[tuple[float, float]] = []
+        self.requeued = 0
+        self.faults: Counter[str] = Counter()
+
+    async def run(self, patience: float) -> None:
+        """Raises `ServerFailed` when a runner ends by itself or Valkey does not come back."""
+        self._client = valkey.connect(self._server.url)
+        fleet = await self._start_fleet()
+        for _ in range(RUNNERS):
+            self._due.put_nowait(None)
+        work = (self._jobs(patience), self._give_birth(fleet), self._register(fleet))
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for victim in list(self._live.values()):
+                victim.close()
+            fleet.kill()
+            await fleet.wait()
+            await self._client.aclose()
+
+    # --- runners ----------------------------------------------------------------------------------
+
+    async def _start_fleet(self) -> asyncio.subprocess.Process:
+        with (self._folder / "runners.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "worker_runtime.jobs.drill", "fleet"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=end_with_parent(os.getpid()),
+            )
+
+    async def _give_birth(self, fleet: asyncio.subprocess.Process) -> None:
+        assert fleet.stdin is not None  # noqa: S101 — a pipe was asked for
+        while True:
+            await self._due.get()
+            self._numbers += 1
+            name = f"r{self._numbers}"
+            victim = Victim(name, self._folder, (HOST, self._server.port), self._ended)
+            await victim.open()
+            self._live[name] = victim
+            self._doom(victim)
+            config = {
+                "name": name,
+                "valkey_url": victim.url,
+                "slots": self._chance.choice((1, 2, 4)),
+                "recycle": self._chance.choice((1, 5)),
+                "lease": self._lease,
+            }
+            self._births.put_nowait(victim)
+            fleet.stdin.write(json.dumps(config).encode() + b"\n")
+            await fleet.stdin.drain()
+
+    async def _register(self, fleet: asyncio.subprocess.Process) -> None:
+        assert fleet.stdout is not None  # noqa: S101 — a pipe was asked for
+        while line := await fleet.stdout.readline():
+            self._births.get_nowait().born(int(line))
+        raise ServerFailed("the runners' parent has ended")
+
+    def _doom(self, victim: Victim) -> None:
+        if self._calm:
+            return
+        if sum(one.steady for one in self._live.values()) < _STEADY:
+            victim.steady = True
+            victim.arm(Step.ANY, self._chance.uniform(3, 6) * self._lease)
+            return
+        step = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        delay = {Step.ANY: 1.0, Step.RUNNING: 0.03}.get(step, 0.0)
+        victim.arm(step, self._chance.uniform(0, delay))
+        # One that never gets there does not live for ever.
+        victim.expire(self._chance.uniform(2, 4) * self._lease)
+
+    def _ended(self, victim: Victim) -> None:
+        del self._live[victim.name]
+        if victim.struck is None:
+            self._failure = f"runner {victim.name} ended by itself"
+            return
+        self.kills.append(Kill(victim.pid, victim.killed_at))
+        self.by_step[victim.struck] += 1
+        self._due.put_nowait(None)
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    async def _jobs(self, patience: float) -> None:
+        faults = self._plan()
+        until = float("inf")
+        while True:
+            if self._failure:
+                raise ServerFailed(f"{self._failure}; its log is {self._folder / 'runners.log'}")
+            if faults and len(self.kills) >= faults[0][0]:
+                await faults.pop(0)[1]()
+            if not self._calm and len(self.kills) >= self._wanted and not faults:
+                self._calm, until = True, time.monotonic() + patience
+                for victim in self._live.values():
+                    victim.disarm()
+            while not self._calm and len(self.open) < _UNDER_WAY:
+                await self._enqueue(self._new_job())
+            await self._collect()
+            if self._calm and (not self.open or time.monotonic() > until):
+                return
+            self._say(
+                f"jobs: {len(self.kills)} of {self._wanted} kills, {len(self.results)} jobs ended, "
+                f"{len(self.open)} under way"
+            )
+            await asyncio.sleep(_LOOK)
+
+    def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
+        """Faults of Valkey and the number of kills after which they come: each once at the least."""
+        every = max(1, min(self._wanted // 3, 250))
+        times = range(every, self._wanted - every // 2, every)
+        return [(at, self._flush if number % 2 == 0 else self._crash) for number, at in enumerate(times)]
+
+    def _new_job(self) -> Job:
+        chance, number = self._chance, len(self.sent)
+        job = Job(
+            job_id=f"j{number}",
+            name="drill",
+            queue=chance.choice(("default", "default", "other", "scheduler")),
+            priority=chance.randrange(10),
+            idempotent=chance.random() < 0.6,
+            group=f"g{chance.randrange(_GROUPS)}" if chance.random() < 0.15 else "",
+            args=job_calls.arguments({"ledger": str(self.ledger), "sleeps": chance.uniform(0, 0.03)}),
+            result_ttl=86_400,
+        )
+        self.sent[job.job_id] = Sent(job.job_id, job.idempotent)
+        return job
+
+    async def _enqueue(self, job: Job) -> None:
+        self.open[job.job_id] = job
+        await self._call(job_calls.enqueue(job))
+
+    async def _collect(self) -> None:
+        """Reads the ends that are there; what has crashed too often is tried again, as an operator would."""
+        job_ids = list(self.open)
+        stored = await self._again(
+            lambda client: client.mget([job_keys.result(job_keys.FLEET, job_id) for job_id in job_ids])
+        )
+        crashed = []
+        for job_id, body in zip(job_ids, stored, strict=True):
+            if body is None:
+                continue
+            result = read_result(body)
+            if result.status is JobStatus.FAILED and _code(result) == JobCrashed.code:
+                crashed.append(job_id)
+            else:
+                self.results[job_id] = result
+                del self.open[job_id]
+        if crashed:
+            self.requeued += len(await self._call(job_calls.requeue(crashed)))
+
+    async def _call(self, call: job_calls.Call) -> Any:
+        return await self._again(lambda client: valkey.run(client, *call))
+
+    async def _again(self, ask: Callable[[Redis], Awaitable[Any]]) -> Any:
+        """All that is asked here is safe to repeat. Raises `ServerFailed` when Valkey stays away."""
+        until = time.monotonic() + 30.0
+        while True:
+            try:
+                return await ask(self._client)
+            except (RedisError, OSError) as error:
+                if time.monotonic() > until:
+                    raise ServerFailed(f"Valkey is away: {type(error).__name__}") from error
+                await asyncio.sleep(0.05)
+
+    # --- Valkey -----------------------------------------------------------------------------------
+
+    async def _flush(self) -> None:
+        """Valkey forgets everything. A producer enqueues again what may run twice, and nothing else."""
+        await self._collect()
+        began = time.monotonic()
+        await self._again(lambda client: client.flushall())
+        self.faults["flush"] += 1
+        for job_id, job in list(self.open.items()):
+            if job.idempotent:
+                await self._enqueue(job)
+            else:
+                self.forgotten.add(job_id)
+                del self.open[job_id]
+        self.outages.append((began, time.monotonic() + _AFTERMATH))
+
+    async def _crash(self) -> None:
+        """kill -9 of Valkey, which comes back with all it has acknowledged."""
+        began = time.monotonic()
+        down = self._chance.uniform(0.05, 0.5)
+        await asyncio.to_thread(self._server.restart, signal.SIGKILL, down)
+        self.faults["restart"] += 1
+        self.outages.append((began, time.monotonic() + _AFTERMATH))
+
+
+def _code(result: JobResult) -> str:
+    return result.failure.code if result.failure is not None else ""

@@ -1,0 +1,112 @@
+"""`berth chaos jobs`: runners killed at every step, Valkey flushed and killed; then the books are compared.
+
+Every job writes a line at its start and at its end into a ledger that no one else writes to. A line between
+each runner and Valkey kills the runner before what it sends arrives, or after that had its effect and before
+it hears of it; others die at any moment. Jobs that may run again must end as done; those that must not run
+twice end as done or as `JOB_OUTCOME_UNKNOWN`, and never begin a second time.
+
+A job that has seen three runners die goes to the failed queue, as it should: it is requeued, as an operator
+would do. After a flush, what may run twice is enqueued again; of the rest only the ledger knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.bench import figures
+from infra.bench.progress import Say, silent
+from infra.chaos.jobbing import ledger
+from infra.chaos.jobbing.ledger import Harm
+from infra.chaos.jobbing.storm import Storm
+from infra.local.servers import ValkeyServer
+
+#: Seconds that all jobs get to end once nobody is killed any more.
+_PATIENCE = 60.0
+
+
+def run(
+    kills: int = 2000,
+    seed: int = 1,
+    lease: float = 1.0,
+    folder: Path | None = None,
+    say: Say = silent,
+) -> dict[str, Any]:
+    """`lease` in seconds. Raises `ServerFailed` when a runner ends by itself."""
+    began = time.monotonic()
+    with _place(folder) as where, ValkeyServer(where / "valkey") as server:
+        storm = Storm(where, server, seed=seed, kills=kills, lease=lease, say=say)
+        asyncio.run(storm.run(_PATIENCE + 3 * lease))
+        say("jobs: comparing the books")
+        executions = ledger.read(storm.ledger)
+        findings = ledger.judge(storm.sent.values(), storm.results, storm.forgotten, executions)
+        again = ledger.reruns(executions, storm.kills, storm.outages)
+    harms = [finding.harm for finding in findings]
+    unknown = sum(result.failure is not None for result in storm.results.values())
+    return {
+        "jobs": len(storm.sent),
+        "kills": len(storm.kills),
+        "lost": harms.count(Harm.LOST),
+        "doubled": harms.count(Harm.DOUBLED),
+        "wrong": harms.count(Harm.WRONG),
+        "rerun_p50_s": _percentile(again, 0.5),
+        "rerun_p99_s": _percentile(again, 0.99),
+        "reruns": len(again),
+        "lease_s": lease,
+        "executions": len(executions),
+        "outcome_unknown": unknown,
+        "forgotten": len(storm.forgotten),
+        "requeued": storm.requeued,
+        "kills_by_step": dict(sorted(storm.by_step.items())),
+        "faults": dict(storm.faults),
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "findings": [{"harm": one.harm, "job": one.job_id, "what": one.what} for one in findings],
+    }
+
+
+def _percentile(taken: list[float], share: float) -> float | None:
+    """Seconds; None: nothing had to run again."""
+    return round(figures.percentile(taken, share), 3) if taken else None
+
+
+@contextmanager
+def _place(folder: Path | None) -> Iterator[Path]:
+    """A short path: a runner's line is a Unix socket in it."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    made = Path(tempfile.mkdtemp(prefix="berth-chaos-"))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def table(result: dict[str, Any]) -> None:
+    """What a person reads."""
+    steps = "   ".join(f"{step} {count}" for step, count in result["kills_by_step"].items())
+    faults = "   ".join(f"{name} {count}" for name, count in result["faults"].items())
+    figures.show(
+        f"chaos: jobs, seed {result['seed']}, {result['kills']} runners killed in {result['seconds']:g} s",
+        [
+            ("jobs   executions", f"{result['jobs']}   {result['executions']}"),
+            ("lost   doubled   wrong", f"{result['lost']}   {result['doubled']}   {result['wrong']}"),
+            (
+                f"from the kill to the next start, lease {result['lease_s']:g} s",
+                f"p50 {result['rerun_p50_s']} s   p99 {result['rerun_p99_s']} s   of {result['reruns']}",
+            ),
+            ("outcome unknown", str(result["outcome_unknown"])),
+            ("not repeated after a flush", str(result["forgotten"])),
+            ("requeued after three crashes", str(result["requeued"])),
+            ("killed at", steps),
+            ("Valkey", faults or "left alone"),
+        ],
+    )

@@ -1,0 +1,227 @@
+"""The REST API as the command line uses it: with an operator's key from a file, errors as one sentence."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from infra.local.folder import DataFolder
+from infra.vault import key_file
+from infra.vault.key_file import KeyFileMissing
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds to connect, and for an answer beyond what a call itself may wait.
+CONNECT, ANSWER = 5.0, 10.0
+#: Seconds without a byte after which a stream counts as lost; the API sends a sign of life every 15 s.
+SILENCE = 45.0
+#: Seconds before a lost stream is opened again.
+AGAIN = 1.0
+
+
+class Refused(BerthError):
+    """The API did not do it."""
+
+    code = "REFUSED"
+
+    def __init__(self, detail: str = "", status: int = 0) -> None:
+        super().__init__(detail)
+        #: HTTP status; 0 when there was no answer.
+        self.status = status
+
+
+class NoApi(BerthError):
+    """It is not known where the API is, or with which key."""
+
+    code = "NO_API"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the API is, and the file that holds the key for it."""
+
+    url: str
+    key_path: Path
+    #: How a person would start what is missing there.
+    hint: str = ""
+
+    def key(self) -> str:
+        """Raises `NoApi`, or `KeyFileExposed` for a file that others can read."""
+        try:
+            text = key_file.read(self.key_path, private=True).decode("ascii").strip()
+        except KeyFileMissing:
+            raise NoApi(f"{self.key_path} is missing or cannot be read") from None
+        except (UnicodeDecodeError, OSError):
+            text = ""
+        if not text or not text.isprintable() or " " in text:
+            raise NoApi(f"{self.key_path} holds no API key")
+        return text
+
+
+def place(data: Path, url: str | None, key_path: Path | None) -> Place:
+    """What the options say, else the running `berth up` of the data folder. Raises `NoApi`."""
+    if url is not None and key_path is not None:
+        if not url.startswith(("http://", "https://")):
+            raise NoApi(f"{url} is no address of an API; it begins with http:// or https://")
+        return Place(url.rstrip("/"), key_path)
+    folder = DataFolder(data)
+    found = folder.api_url()
+    if found is None:
+        raise NoApi(
+            f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
+            "or say where the API is with --url and --key-file"
+        )
+    return Place(found, folder.keys / "admin.key", " (is `berth up` well? look at its output)")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A successful answer. `done` is False for 202: the API goes on with it."""
+
+    done: bool
+    body: Any
+
+
+class OperatorApi:
+    """Use it as a context manager. Every method raises `Refused` with a sentence for people."""
+
+    def __init__(self, place: Place, *, again: float = AGAIN) -> None:
+        """`again`: seconds before a lost stream is opened again. Raises `NoApi`, `KeyFileExposed`."""
+        self._place = place
+        self._again = again
+        try:
+            self._http = httpx.Client(
+                base_url=f"{place.url}/v1",
+                headers={"X-API-Key": place.key()},
+                timeout=httpx.Timeout(ANSWER, connect=CONNECT),
+                trust_env=False,  # no proxy of the environment gets to see the key
+            )
+        except httpx.InvalidURL as error:
+            raise NoApi(f"{place.url} is no address: {error}") from None
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self._call("GET", path, query=query).body
+
+    def rows(
+        self, path: str, name: str, *, limit: int, page: int, **query: Any
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """At most `limit` rows, read in pages of `page`; and whether there are more."""
+        found: list[dict[str, Any]] = []
+        cursor = None
+        while len(found) < limit:
+            part = self.get(path, **query, limit=min(limit - len(found), page), cursor=cursor)
+            found += part[name]
+            cursor = part["next_cursor"]
+            if not cursor:
+                break
+        return found, bool(cursor)
+
+    def post(self, path: str, *, wait: float | None = None, **given: Any) -> Reply:
+        """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
+        body = {name: value for name, value in given.items() if value is not None}
+        query = {} if wait is None else {"wait": wait}
+        return self._call("POST", path, query=query, body=body, patience=wait or 0.0)
+
+    def put(self, path: str, body: dict[str, Any]) -> Reply:
+        return self._call("PUT", path, query={}, body=body)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, Any],
+        body: Any = None,
+        patience: float = 0.0,
+    ) -> Reply:
+        given = {name: value for name, value in query.items() if value is not None}
+        timeout = httpx.Timeout(ANSWER + patience, connect=CONNECT)
+        try:
+            answer = self._http.request(method, path, params=given, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        self._check(answer)
+        try:
+            return Reply(answer.status_code != 202, answer.json())
+        except ValueError:
+            raise Refused(f"what answers at {self._place.url} is no API of Berth") from None
+
+    def events(self, path: str, after: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and data of each event behind the id `after`, for ever; a lost stream is opened again.
+
+        Raises `Refused` when it cannot be opened the first time, or is refused later.
+        """
+        opened = False
+        while True:
+            try:
+                with self._http.stream(
+                    "GET",
+                    path,
+                    headers={"Last-Event-ID": str(after)},
+                    timeout=httpx.Timeout(SILENCE, connect=CONNECT),
+                ) as answer:
+                    if answer.status_code >= 400:
+                        answer.read()
+                    self._check(answer)
+                    opened = True
+                    for name, position, data in parse_events(answer.iter_lines()):
+                        after = position
+                        yield name, data
+            except httpx.HTTPError as error:
+                if not opened:
+                    raise self._unreachable(error) from None
+            except Refused as refused:
+                if not opened or refused.status < 500:
+                    raise
+            time.sleep(self._again)
+
+    def _unreachable(self, error: httpx.HTTPError) -> Refused:
+        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+            return Refused(f"the API at {self._place.url} did not answer in time")
+        return Refused(f"no API answers at {self._place.url}{self._place.hint}")
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.is_success:
+            return
+        if answer.status_code == 401:
+            raise Refused(f"the API does not know the key in {self._place.key_path}", 401)
+        try:
+            problem = answer.json()
+            sentence = f"{problem['code']}: {problem.get('detail') or problem['title']}"
+            told = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
+        except (ValueError, KeyError, TypeError, IndexError):
+            sentence, told = f"{self._place.url} answered {answer.status_code}", []
+        raise Refused("; ".join([sentence, *told]), answer.status_code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+
+def user_path(user_id: str, rest: str = "") -> str:
+    """The path of a user's worker."""
+    return f"/users/{quote(user_id, safe='')}/worker{rest}"
+
+
+def parse_events(lines: Iterator[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Server-sent events with name, id and JSON data; comments and anything else are passed over."""
+    found: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            found[name] = value.removeprefix(" ")
+            continue
+        if found.get("id", "").isdigit() and "data" in found:
+            yield found.get("event", "message"), int(found["id"]), json.loads(found["data"])
+        found = {}

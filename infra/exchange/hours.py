@@ -1,0 +1,110 @@
+"""Trading days and maintenance windows. The trading day is Taipei's; times are Unix milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, time, timedelta
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from infra.exchange.ledger import Ledger
+from infra.market.calendar import TAIPEI
+from worker_runtime.protocol.errors import BrokerMaintenance
+
+_SETTING = "maintenance"
+_log = structlog.get_logger()
+
+
+class Maintenance(BaseModel):
+    """A time in which logins, orders and queries are refused; pings are answered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    begin_ms: int = Field(ge=0)
+    end_ms: int = Field(ge=0)
+    #: Whether all sessions end when it begins.
+    ends_sessions: bool = True
+
+
+_WINDOWS = TypeAdapter(tuple[Maintenance, ...])
+
+
+def day_begins_ms(at_ms: int, begins: time = time()) -> int:
+    """The begin of the day, midnight in Taipei unless it `begins` at another time of day, of this moment."""
+    return last_close_ms(at_ms, begins)
+
+
+def half_a_day_off(at_ms: int) -> time:
+    """The time of day in Taipei that is farthest from this moment: a day that begins then begins neither
+    shortly before nor in the next hours."""
+    at = datetime.fromtimestamp(at_ms / 1000, TAIPEI) + timedelta(hours=12)
+    return at.time().replace(second=0, microsecond=0)
+
+
+def last_close_ms(at_ms: int, close: time) -> int:
+    """The last time of day `close` (Taipei's) that is not after this moment."""
+    at = datetime.fromtimestamp(at_ms / 1000, TAIPEI)
+    closed = datetime.combine(at.date(), close, TAIPEI)
+    return int((closed if closed <= at else closed - timedelta(days=1)).timestamp() * 1000)
+
+
+def next_close_ms(at_ms: int, close: time) -> int:
+    """The first time of day `close` (Taipei's) after this moment. Taipei has no daylight saving time."""
+    return last_close_ms(at_ms, close) + 24 * 3600 * 1000
+
+
+class MaintenancePlan:
+    """The windows that were announced; `begins` is called when one that ends the sessions begins."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        later: Callable[[float, Callable[[], None]], object],
+        now: Callable[[], int],
+        begins: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._later = later
+        self._now = now
+        self._begins = begins
+        self.windows = _WINDOWS.validate_json(ledger.setting(_SETTING) or "[]")
+        for window in self.windows:
+            if window.begin_ms > now():
+                self._wait_for(window)
+
+    def announce(self, window: Maintenance) -> None:
+        """It begins at its time, or now if that has passed."""
+        self._save((*(one for one in self.windows if one.end_ms > self._now()), window))
+        self._wait_for(window)
+
+    def call_off(self) -> None:
+        """Ends the window that is open and forgets those to come."""
+        self._save(())
+
+    def check(self) -> None:
+        """Raises `BrokerMaintenance` inside a window."""
+        if not self.windows:
+            return
+        now = self._now()
+        for window in self.windows:
+            if window.begin_ms <= now < window.end_ms:
+                raise BrokerMaintenance(f"maintenance for {(window.end_ms - now) / 1000:.0f} s more")
+
+    def _wait_for(self, window: Maintenance) -> None:
+        if not window.ends_sessions:
+            return
+
+        def begin() -> None:
+            if window in self.windows and self._now() < window.end_ms:
+                _log.info("exchange.maintenance", until_ms=window.end_ms)
+                self._begins()
+
+        if (left := window.begin_ms - self._now()) > 0:
+            self._later(left / 1000, begin)
+        else:
+            begin()
+
+    def _save(self, windows: Sequence[Maintenance]) -> None:
+        self.windows = tuple(windows)
+        self._ledger.save_setting(_SETTING, _WINDOWS.dump_json(self.windows).decode())

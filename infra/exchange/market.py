@@ -1,0 +1,104 @@
+"""Prices: one a symbol. They stand still until someone sets them, or a seeded walk moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.exchange import matching
+from infra.exchange.ledger import Ledger
+from infra.exchange.schedule import draw
+
+_SETTING = "walk"
+_TICK = 0.01
+#: A limit order may have no higher price.
+_HIGHEST = 10_000_000.0
+#: A price stays this near the one at which its walk began: Taiwan's daily limit is 10 %.
+_REACH = 0.1
+
+
+class Walk(BaseModel):
+    """How prices move by themselves: all that anyone has asked for, each by at most `step` at a time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 1
+    #: Milliseconds between steps; 0: prices stand still.
+    every_ms: int = Field(default=0, ge=0)
+    #: The largest move in one step, as a share of the price.
+    step: float = Field(default=0.001, gt=0, le=0.1)
+
+
+class Market:
+    """`moved` is called after the price of a symbol has changed. The ledger keeps prices and the walk."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        later: Callable[[float, Callable[[], None]], object],
+        moved: Callable[[str], None],
+        *,
+        seed: int,
+        walk: Walk,
+    ) -> None:
+        self._ledger = ledger
+        self._later = later
+        self._moved = moved
+        self._seed = seed
+        self._prices = ledger.prices()
+        self._anchors: dict[str, float] = {}
+        kept = ledger.setting(_SETTING)
+        self.walk = Walk.model_validate_json(kept) if kept else walk
+        self._steps = 0
+        self._round = 0
+        self._wait()
+
+    def price(self, symbol: str) -> Decimal:
+        if symbol not in self._prices:
+            self._prices[symbol] = matching.first_price(symbol, self._seed)
+        return self._prices[symbol]
+
+    def set_price(self, symbol: str, price: Decimal) -> None:
+        """Moves the market by hand; a walk goes on from there."""
+        self._anchors.pop(symbol, None)
+        self._ledger.save_prices({symbol: price})
+        self._prices[symbol] = price
+        self._moved(symbol)
+
+    def set_walk(self, walk: Walk) -> None:
+        """A new walk begins at today's prices; the same seed and prices give the same moves."""
+        self._ledger.save_setting(_SETTING, walk.model_dump_json())
+        self.walk = walk
+        self._anchors.clear()
+        self._steps = 0
+        self._round += 1
+        self._wait()
+
+    def _wait(self) -> None:
+        if not self.walk.every_ms:
+            return
+        current = self._round
+
+        def go() -> None:
+            if current == self._round:  # else another walk was set meanwhile
+                self._step()
+                self._wait()
+
+        self._later(self.walk.every_ms / 1000, go)
+
+    def _step(self) -> None:
+        self._steps += 1
+        moved = {}
+        for symbol, price in ((symbol, float(price)) for symbol, price in self._prices.items()):
+            anchor = self._anchors.setdefault(symbol, price)
+            luck = draw(self.walk.seed, self._ledger.start, symbol, self._steps)
+            wanted = price * (1 + (2 * luck - 1) * self.walk.step)
+            kept = min(max(wanted, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
+            moved[symbol] = Decimal(f"{max(kept, _TICK):.2f}")
+        moved = {symbol: price for symbol, price in moved.items() if price != self._prices[symbol]}
+        self._ledger.save_prices(moved)
+        self._prices.update(moved)
+        for symbol in moved:
+            self._moved(symbol)

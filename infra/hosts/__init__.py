@@ -1,0 +1,1 @@
+"""How many hosts the workers need, and who is asked for them."""

@@ -1,0 +1,136 @@
+"""Hosts behind an ECS capacity provider with managed scaling.
+
+ECS starts and ends instances itself, by the tasks that run or wait. We give it two numbers. `targetCapacity`
+is the part of the instances that should be in use: below 100, ECS keeps the rest warm. And the Auto Scaling
+group's minimum: hosts for workers that are wanted and have no task yet, such as those of the morning, and
+the margin of an empty cluster, where a percentage says nothing (0 of 0 tasks are 100 % to ECS). Termination
+protection and draining stay ECS's own affair: it places no task on an instance that drains.
+
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-auto-scaling.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import boto3
+import structlog
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra.hosts.port import HostsUnreachable
+from infra.hosts.sizing import Host, HostPlan
+
+#: What DescribeContainerInstances takes at once.
+PAGE = 100
+#: Seconds to connect, and for an answer. The loop comes again by itself.
+_CONFIG = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
+
+log = structlog.get_logger()
+
+
+class EcsHosts:
+    """Implements `HostScaler`. boto3 blocks, and is asked seldom: each call runs in a thread."""
+
+    def __init__(
+        self, *, cluster: str, capacity_provider: str, region: str | None = None, endpoint: str | None = None
+    ) -> None:
+        """`endpoint`: another server than AWS's, for tests."""
+        self._cluster = cluster
+        self._provider = capacity_provider
+        self._ecs = boto3.client("ecs", region_name=region, endpoint_url=endpoint, config=_CONFIG)
+        self._groups = boto3.client("autoscaling", region_name=region, endpoint_url=endpoint, config=_CONFIG)
+
+    async def hosts(self) -> list[Host]:
+        found: list[Host] = await self._ask(self._hosts)
+        return found
+
+    async def scale(self, plan: HostPlan) -> bool:
+        changed: bool = await self._ask(self._scale, plan)
+        return changed
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._ecs.close)
+        await asyncio.to_thread(self._groups.close)
+
+    @staticmethod
+    async def _ask(call: Any, *given: Any) -> Any:
+        try:
+            return await asyncio.to_thread(call, *given)
+        except (BotoCoreError, ClientError, LookupError) as error:
+            raise HostsUnreachable(f"{type(error).__name__}: {error}"[:300]) from None
+
+    # --- in a thread -------------------------------------------------------------------------------------
+
+    def _hosts(self) -> list[Host]:
+        found = []
+        for status in ("ACTIVE", "DRAINING", "REGISTERING"):
+            pages = self._ecs.get_paginator("list_container_instances").paginate(
+                cluster=self._cluster, status=status, PaginationConfig={"PageSize": PAGE}
+            )
+            for page in pages:
+                arns = page["containerInstanceArns"]
+                if arns:
+                    answer = self._ecs.describe_container_instances(
+                        cluster=self._cluster, containerInstances=arns
+                    )
+                    found += [self._host(one) for one in answer["containerInstances"]]
+        known = {host.host_id for host in found}
+        # Instances that the group has begun, and that have not registered with the cluster yet.
+        for one in self._group()["Instances"]:
+            if one["InstanceId"] not in known and one["LifecycleState"].startswith(("Pending", "InService")):
+                found.append(Host(host_id=one["InstanceId"], ready=False))
+        return found
+
+    @staticmethod
+    def _host(one: dict[str, Any]) -> Host:
+        return Host(
+            host_id=one.get("ec2InstanceId") or one["containerInstanceArn"],
+            workers=one.get("runningTasksCount", 0) + one.get("pendingTasksCount", 0),
+            ready=one["status"] != "REGISTERING" and one.get("agentConnected", True),
+            draining=one["status"] == "DRAINING",
+        )
+
+    def _described(self) -> dict[str, Any]:
+        """The Auto Scaling part of our capacity provider."""
+        answer = self._ecs.describe_capacity_providers(capacityProviders=[self._provider])
+        provider: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"]
+        return provider
+
+    def _group(self, provider: dict[str, Any] | None = None) -> dict[str, Any]:
+        arn = (provider or self._described())["autoScalingGroupArn"]
+        name = arn.rpartition("autoScalingGroupName/")[2]
+        answer = self._groups.describe_auto_scaling_groups(AutoScalingGroupNames=[name])
+        group: dict[str, Any] = answer["AutoScalingGroups"][0]
+        return group
+
+    def _scale(self, plan: HostPlan) -> bool:
+        provider = self._described()
+        group = self._group(provider)
+        managed = provider.get("managedScaling", {})
+        changed = False
+        if managed.get("targetCapacity", 100) != plan.target_capacity or managed.get("status") != "ENABLED":
+            changed = True
+            self._ecs.update_capacity_provider(
+                name=self._provider,
+                autoScalingGroupProvider={
+                    "managedScaling": {
+                        **managed,
+                        "status": "ENABLED",
+                        "targetCapacity": plan.target_capacity,
+                    }
+                },
+            )
+        least = min(plan.wanted, group["MaxSize"])
+        if least < plan.wanted:
+            log.warning("hosts_capped", wanted=plan.wanted, most=group["MaxSize"])
+        if group["MinSize"] != least:
+            changed = True
+            # A minimum above the desired number raises that, too: AWS starts the hosts at once.
+            self._groups.update_auto_scaling_group(
+                AutoScalingGroupName=group["AutoScalingGroupName"], MinSize=least
+            )
+        if changed:
+            log.info("hosts_scaled", wanted=least, target_capacity=plan.target_capacity)
+        return changed

@@ -1,0 +1,95 @@
+"""A Docker daemon of our own, with all it keeps in one folder: for tests and benchmarks with real containers.
+
+Its containers use the machine's network (no bridge, no firewall rules: the machine's own stay as they are).
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.local.process import Server
+
+_NEEDED = ("dockerd", "containerd", "runc", "docker")
+
+
+def why_not() -> str:
+    """Why no daemon can be started here; empty when one can."""
+    missing = [name for name in _NEEDED if shutil.which(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return "" if os.geteuid() == 0 else "a Docker daemon needs root"
+
+
+class _Pinger(http.client.HTTPConnection):
+    """HTTP over a Unix socket, for one question."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=5.0)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def answers(path: Path) -> bool:
+    """Whether a Docker daemon answers at this socket."""
+    link = _Pinger(path)
+    try:
+        link.request("GET", "/_ping")
+        return link.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        link.close()
+
+
+class DockerDaemon(Server):
+    """Its containers end with it. Keep its folder's path short: sockets lie in it, which take 107 bytes."""
+
+    name = "docker"
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "docker.sock"
+
+    @property
+    def host(self) -> str:
+        """What DOCKER_HOST takes."""
+        return f"unix://{self.socket}"
+
+    def ports(self) -> list[tuple[int, str]]:
+        return []
+
+    def prepare(self) -> None:
+        super().prepare()
+        (self.directory / "daemon.json").write_text("{}")  # the machine's own settings are not for us
+
+    def command(self) -> Sequence[str]:
+        folder = self.directory
+        return [
+            "dockerd",
+            *("--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")),
+            *("--pidfile", str(folder / "docker.pid"), "--config-file", str(folder / "daemon.json")),
+            *("--host", self.host, "--log-level", "warn"),
+            *("--bridge=none", "--iptables=false", "--ip6tables=false"),
+        ]
+
+    def answers(self) -> bool:
+        return answers(self.socket)
+
+    def __exit__(self, *how: Any) -> None:
+        """Stops it and unmounts what it leaves mounted, so that its folder can be removed."""
+        super().__exit__(*how)
+        below = f"{self.directory}/"
+        mounts = [line.split(" ")[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for path in sorted((path for path in mounts if path.startswith(below)), reverse=True):
+            subprocess.run([shutil.which("umount") or "umount", "--lazy", path], check=False)

@@ -1,0 +1,1 @@
+"""The exchanges: when they are open, and what is traded there."""

@@ -1,0 +1,51 @@
+"""What the exchange's ledger says about one user: who was logged in when, and whose orders arrived."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from infra.chaos.owners import in_order, old_orders, two_sessions
+from infra.exchange.records import LedgerOrder, LedgerSession
+
+#: States in which an order may rest for good: final ones, and the one that says that nobody knows.
+SETTLED = frozenset({"filled", "cancelled", "rejected", "expired", "unknown", "needs_attention"})
+#: States that say that the broker never took the order.
+NOT_TAKEN = frozenset({"rejected", "expired"})
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the API said last about an order."""
+
+    order_id: str
+    state: str
+    code: str | None = None
+    reason: str | None = None
+
+
+def violations(
+    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], told: Mapping[str, Told]
+) -> list[str]:
+    """In sentences; none if all is well. Times are the exchange's own, in ms."""
+    opened = in_order(sessions)
+    ledger = list(orders)
+    return [*two_sessions(opened), *old_orders(opened, ledger), *_outcomes(ledger, told)]
+
+
+def _outcomes(orders: list[LedgerOrder], told: Mapping[str, Told]) -> list[str]:
+    counted = Counter(order.client_note for order in orders)
+    states = {order.client_note: order.state.value for order in orders}
+    found = [f"order {name} arrived {count} times" for name, count in counted.items() if count > 1]
+    for one in told.values():
+        there = states.get(one.order_id)
+        if one.state not in SETTLED:
+            found.append(f"order {one.order_id} rests in {one.state}")
+        if one.state in NOT_TAKEN and there not in (None, *NOT_TAKEN):
+            found.append(f"order {one.order_id} is {one.state} ({one.code}), but the broker has it: {there}")
+        if one.state == "filled" and there != "filled":
+            found.append(f"order {one.order_id} is filled, but the broker says {there}")
+    unknown = set(counted) - {one.order_id for one in told.values()}
+    found += [f"order {name} at the broker was never accepted from anybody" for name in sorted(unknown)]
+    return found

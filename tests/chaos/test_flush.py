@@ -1,0 +1,56 @@
+"""Valkey loses everything while orders flow: nobody healthy is stopped, and service comes back by itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from infra.chaos.processes import processes_of
+from tests.chaos.conftest import ChaosHouse
+from tests.chaos.judge import violations
+from tests.chaos.stream import OrderStream, wait_filled
+from tests.e2e.conftest import until
+from worker_runtime.protocol import keys
+
+USERS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: ChaosHouse) -> None:
+    house = chaos_house.house
+    traders = [house.trader() for _ in range(USERS)]
+    workers = [str(house.start_until_active(trader)["worker_id"]) for trader in traders]
+    before = [processes_of(worker_id) for worker_id in workers]
+    streams = [OrderStream(house.stack.api_url, trader) for trader in traders]
+    with ExitStack() as flowing:
+        for stream in streams:
+            flowing.enter_context(stream)
+        for stream in streams:
+            wait_filled(stream, 0.0)
+        with house.valkey() as client:
+            generation = client.get(keys.GENERATION)
+            flushed = time.monotonic()
+            client.flushall()
+        took = [wait_filled(stream, flushed, 60.0) - flushed for stream in streams]
+    logging.getLogger(__name__).info("served again after %s s", [round(one, 1) for one in sorted(took)])
+    with house.valkey() as client:
+        assert client.get(keys.GENERATION) not in (None, generation)
+        for trader, worker_id in zip(traders, workers, strict=True):
+            owner = client.hgetall(keys.owner(trader.user_id))
+            assert isinstance(owner, dict)
+            assert owner[b"worker"] == worker_id.encode()
+            assert owner[b"generation"] == client.get(keys.GENERATION)
+    assert [processes_of(worker_id) for worker_id in workers] == before
+    for stream in streams:
+        # Of the same worker. (Where the owner keys are back later than so short a lease lasts, it closes its
+        # session by itself, and opens it again.)
+        until(lambda trader=stream.trader: len(house.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
+        assert len({session.client for session in house.sessions(stream.trader)}) == 1
+        told = {one.order_id: one for one in stream.settle(60.0).values()}
+        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), told) == []
+        stream.close()
+        house.call("POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={})

@@ -1,0 +1,310 @@
+"""A process is killed at every single step of an order's way, and the exchange's ledger is the judge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from infra.chaos import books
+from infra.chaos.client import Placed
+from infra.chaos.judge import Verdict, judge
+from infra.database import orders
+from infra.database.engine import Database
+from infra.exchange.behaviour import Behaviour, FillMode
+from infra.local.process import HOST, ServerFailed
+from infra.local.servers import PostgresServer
+from infra.local.stack import DATABASE, LocalStack
+from infra.market.calendar import TAIPEI
+from tests.chaos.steps import STEPS, Mine, Step, Way
+from tests.chaos.traps import Line, Trap, Traps
+from tests.e2e.conftest import House, Trader, until
+from worker_runtime.protocol import keys
+
+#: The first test pays for all of it: all steps are played at the same time.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+T = TypeVar("T")
+
+TRADERS = 11
+#: Seconds, of which everything has some on a slow machine.
+SETTLE = 120.0
+#: How long a trap is waited for once its order is on its way: a killed sweeper's lease takes 10 s.
+SPRUNG = {
+    Way.PLACED: 5.0,
+    Way.FILLED_LATER: 20.0,
+    Way.LEFT: 20.0,
+    Way.LATE: 25.0,
+    Way.JOURNALED: 25.0,
+    Way.CANCELLED: 5.0,
+    Way.REPLACED: 5.0,
+}
+#: Of an order that works at the broker until it is taken back, and what its client changes it to.
+RESTS = {"price_type": "LMT", "price": "100", "time_in_force": "ROD"}
+NEW_PRICE = "101"
+ATTEMPTS = 8
+SHORT: dict[str, Any] = {
+    "mark_ttl": 10.0,
+    "mark_period": 1.0,
+    "connect_timeout": 5.0,
+    "order_deadline": 60.0,
+    "sweep_period": 0.2,
+    "verify_pause": 0.3,
+    "verify_longest_pause": 1.0,
+    "absent_after": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What happened when one step's trap was set."""
+
+    sprung: bool
+    order_id: str
+    placed: Placed | None
+
+
+@dataclass(frozen=True)
+class Played:
+    scenes: dict[str, Scene]
+    books: books.Books
+    verdict: Verdict
+
+
+class Play:
+    """All steps on one system: each trader goes through some, one after the other."""
+
+    def __init__(self, stack: LocalStack, traps: Traps) -> None:
+        self._house = House(stack)
+        self._stack = stack
+        self._traps = traps
+        self._over = threading.Event()
+
+    def run(self) -> Played:
+        keeper = threading.Thread(target=self._keep, name="keeper")
+        keeper.start()
+        try:
+            traders = [self._house.trader() for _ in range(TRADERS)]
+            with ThreadPoolExecutor(max_workers=TRADERS) as threads:
+                shares = threads.map(self._share, traders, range(TRADERS))
+                scenes = {name: scene for share in shares for name, scene in share.items()}
+            found = self._settled()
+        finally:
+            self._over.set()
+            keeper.join()
+            self._house.threads.shutdown()
+        placed = [scene.placed for scene in scenes.values() if scene.placed is not None]
+        return Played(scenes, found, judge(found, placed))
+
+    def _keep(self) -> None:
+        """Starts killed orchestrators again, as a supervisor of services does."""
+        while not self._over.wait(0.05):
+            for one in self._stack.orchestrators:
+                with contextlib.suppress(ServerFailed):  # the next look starts it
+                    if not one.running:
+                        one.start()
+
+    def _share(self, trader: Trader, number: int) -> dict[str, Scene]:
+        self._house.start_until_active(trader)
+        self._until_told(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
+        return {step.name: self._scene(trader, step) for step in STEPS[number::TRADERS]}
+
+    def _scene(self, trader: Trader, step: Step) -> Scene:
+        """Again with another order if the first one went another way: at the same time other traps kill the
+        same processes, and then, for one, a sweeper queues what the API would have."""
+        for attempt in range(ATTEMPTS):
+            mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
+            trap, order_id, placed = self._begin(trader, step, mine)
+            scene = Scene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
+            self._traps.disarm(trap)
+            if scene.sprung:
+                break
+        return scene
+
+    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, Placed | None]:
+        if step.way is Way.PLACED:
+            trap = self._traps.arm(step.trap(mine))
+            placed = self._until_told(trader, mine.symbol, step.quantity)
+            return trap, placed.order_id, placed
+        if step.way is Way.FILLED_LATER:
+            later = Behaviour(fill=FillMode.DELAYED, fill_delay_ms=2000)
+            self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, later))
+            placed = self._until_told(trader, mine.symbol, step.quantity)
+            mine = replace(mine, order_id=uuid.UUID(placed.order_id))
+            return self._traps.arm(step.trap(mine)), placed.order_id, placed
+        if step.way in (Way.CANCELLED, Way.REPLACED):
+            return self._changed(trader, mine, step)
+        trap, order_id = asyncio.run(self._left(trader, mine, step))
+        return trap, str(order_id), None
+
+    def _changed(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, Placed]:
+        """The trap is set once the order works; in the end its client takes it back in any case."""
+        never = Behaviour(fill=FillMode.NEVER)
+        self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
+        placed = self._until_told(trader, mine.symbol, step.quantity, **RESTS)
+        until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
+        [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
+        mine = replace(mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id)
+        trap = self._traps.arm(step.trap(mine))
+        if step.way is Way.REPLACED:
+            shown = self._until_done(trader, placed, "replace", price=NEW_PRICE)
+            [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
+            assert listed.price == Decimal(shown["price"])
+        self._until_done(trader, placed, "cancel")
+        return trap, placed.order_id, placed
+
+    def _until_done(self, trader: Trader, placed: Placed, verb: str, **body: str) -> dict[str, Any]:
+        """The order as the answer shows it at last; the same request until it is done."""
+        body = {"request_id": verb, **body}
+        return until(
+            lambda: self._shown(trader, placed, f"/{verb}", json=body), f"{verb} of {placed.order_id}", 150.0
+        )
+
+    def _shown(self, trader: Trader, placed: Placed, verb: str = "", **how: Any) -> dict[str, Any] | None:
+        """The order as the API shows it; None if it does not, or not yet."""
+        path = f"/v1/orders/{placed.order_id}{verb}"
+        try:
+            answer = self._house.call("POST" if verb else "GET", path, trader.api_key, **how)
+            shown: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        return shown if answer.status_code == 200 else None
+
+    def _until_told(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> Placed:
+        """As a careful client does it: the same order under the same id until an answer tells of it."""
+        placed = Placed(
+            client_order_id=uuid.uuid4().hex,
+            user_id=trader.user_id,
+            account_id=trader.account_id,
+            quantity=quantity,
+        )
+
+        def told() -> bool:
+            try:
+                answer = self._house.order(
+                    trader, placed.client_order_id, symbol=symbol, quantity=quantity, **shape
+                ).json()
+            except (httpx.HTTPError, ValueError):
+                return False
+            view = answer if "state" in answer else answer.get("order")
+            if view:
+                placed.hear(view)
+            return bool(view)
+
+        until(told, f"answer to the order of {symbol}", 150.0)
+        return placed
+
+    async def _left(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, uuid.UUID]:
+        """A row of an order, as an API process leaves it that dies right after; no sweeper sees it before the
+        trap is set."""
+        with self._house.valkey() as client:
+            generation = client.get("berth:generation")
+        assert isinstance(generation, bytes)
+        now = datetime.now(UTC)
+        new = orders.NewOrder(
+            user_id=trader.user_id,
+            account_id=trader.account_id,
+            client_order_id=uuid.uuid4().hex,
+            fingerprint="f",
+            symbol=mine.symbol,
+            side="buy",
+            quantity=1,
+            price_type="MKT",
+            price=None,
+            time_in_force="IOC",
+            generation=generation.decode(),
+            deadline_at=now + timedelta(seconds=90.0 if step.way is Way.LEFT else 0.01),
+            trading_day=now.astimezone(TAIPEI).date(),
+        )
+
+        async def accepted(database: Database) -> tuple[Trap, uuid.UUID]:
+            async with database.session() as session:
+                order_id = (await orders.accept(session, new)).order.id
+                if step.way is Way.JOURNALED:
+                    with self._house.valkey() as client:
+                        client.set(keys.journal(trader.user_id, str(order_id)), "1")
+                return self._traps.arm(step.trap(replace(mine, order_id=order_id))), order_id
+
+        return await self._ask(accepted)
+
+    def _settled(self) -> books.Books:
+        """Both sides' books when no order is open any more, or when the time for that is over."""
+        end = time.monotonic() + SETTLE
+        while asyncio.run(self._ask(books.unsettled)) and time.monotonic() < end:
+            self._over.wait(0.2)
+        url = self._stack.settings.exchange_admin_url
+        return asyncio.run(self._ask(lambda database: books.read(database, url)))
+
+    async def _ask(self, question: Callable[[Database], Awaitable[T]]) -> T:
+        database = Database(self._stack.settings.database_url, pool_size=1)
+        try:
+            return await question(database)
+        finally:
+            await database.close()
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[Played]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-steps-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with Traps() as traps, _stack(folder, traps) as stack:
+            yield Play(stack, traps).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stack(folder: Path, traps: Traps) -> LocalStack:
+    """All of ours reach the servers over the lines with the traps."""
+    near = {line: f"{HOST}:{port}" for line, port in traps.ports.items()}
+    stack = LocalStack(
+        folder,
+        pool_target=4,
+        orchestrators=2,
+        valkey_url=f"redis://{near[Line.VALKEY]}/0",
+        temporal_address=near[Line.TEMPORAL],
+        exchange_address=near[Line.EXCHANGE],
+        database_url=f"postgresql+asyncpg://{PostgresServer.user}@{near[Line.POSTGRES]}/{DATABASE}",
+        **SHORT,
+    )
+    listens = {"exchange_address": f"{HOST}:{stack.exchange.port}"}
+    stack.exchange.settings = stack.exchange.settings.model_copy(update=listens)
+    servers = {
+        Line.VALKEY: stack.valkey,
+        Line.POSTGRES: stack.postgres,
+        Line.TEMPORAL: stack.temporal,
+        Line.EXCHANGE: stack.exchange,
+    }
+    traps.targets = {line: server.port for line, server in servers.items()}
+    return stack
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_an_order_survives_a_kill_at_this_step(played: Played, step: Step) -> None:
+    scene = played.scenes[step.name]
+    assert scene.sprung, f"nobody came to: {step.name}"
+    assert scene.order_id
+    [row] = [one for one in played.books.ours if one.order_id == scene.order_id]
+    assert row.attention or row.state in {"filled", "cancelled", "rejected", "expired"}, row
+    harms = [one for one in played.verdict.findings if one.order_id == scene.order_id]
+    assert harms == [], row
+
+
+def test_no_step_harmed_any_order(played: Played) -> None:
+    assert played.verdict.findings == ()
+    assert played.verdict.unsettled == 0
+    assert played.verdict.attention == 0

@@ -1,0 +1,1 @@
+"""Real containers: a Docker daemon of our own, and the worker's image built for it."""

@@ -1,0 +1,147 @@
+"""Cancels, changes and money on Shioaji's adapter, with a stand-in for the SDK's client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from tests.contract.brokers.conftest import Heard
+from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, Setting, fails
+from tests.contract.brokers.test_shioaji_mapping import trade
+from worker_runtime.brokers.shioaji import ShioajiBroker
+from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.messages import OrderState
+
+ID = "531e27af"
+
+
+@pytest.fixture
+def setting(heard: Heard) -> Setting:
+    return Setting(heard)
+
+
+def test_a_stock_order_is_cancelled_with_one_call(setting: Setting) -> None:
+    broker = setting.login()
+    cancelled = broker.cancel(ID, 20.0)
+    assert (cancelled.broker_order_id, cancelled.state) == (ID, OrderState.CANCELLED)
+    assert setting.client.names()[2:] == ["list_trades", "cancel_order"]
+    assert 10_000 < setting.client.calls[-1][1]["timeout"] < 20_000
+    assert not broker.looks_first(ID)
+
+
+def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: Heard) -> None:
+    """Sinotrade/Shioaji #235."""
+    setting = Setting(heard, kind="futures")
+    broker = setting.login()
+    broker.cancel(ID, 20.0)
+    assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
+    assert broker.looks_first(ID)
+
+
+def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Setting) -> None:
+    broker = setting.login()
+    found = [[], [], [trade(REAL)]]
+    setting.client.does["list_trades"] = lambda: found.pop(0)
+    assert broker.looks_first(ID)
+    del setting.client.calls[2:]
+    broker.cancel(ID, 20.0)
+    assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
+
+
+def test_a_smaller_quantity_and_another_price_are_two_calls(setting: Setting) -> None:
+    broker = setting.login()
+    assert broker.replace(ID, 2, None, 20.0).quantity == 2
+    assert broker.replace(ID, None, Decimal("17.5"), 20.0).price == Decimal("17.5")
+    sent = [words for name, words in setting.client.calls if name == "update_order"]
+    assert [(words["qty"], words["price"]) for words in sent] == [(2, None), (None, 17.5)]
+    for quantity, price in ((None, None), (1, Decimal(17))):
+        with pytest.raises(OrderRejected, match="either"):
+            broker.replace(ID, quantity, price, 20.0)
+
+
+def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: Setting) -> None:
+    broker = setting.login()
+    others = setting.client.accounts[1]
+    for listed in ([trade(REAL, status="Filled")], [], [trade(REAL, account=others)]):
+        setting.client.does["list_trades"] = lambda listed=listed: listed
+        with pytest.raises(OrderRejected):
+            broker.cancel(ID, 20.0)
+    assert "cancel_order" not in setting.client.names()
+
+
+CALLS: list[Callable[[ShioajiBroker], ExchangeOrder]] = [
+    lambda broker: broker.cancel(ID, 20.0),
+    lambda broker: broker.replace(ID, 1, None, 20.0),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ShioajiTimeoutError", OutcomeUnknown),
+        ("OrderOutcomeUnknownError", OutcomeUnknown),
+        ("BadRequestError", OrderRejected),
+        ("TokenError", SessionDown),
+    ],
+)
+def test_errors_of_a_change_are_told_apart_and_never_tried_again(
+    setting: Setting, call: Callable[[ShioajiBroker], ExchangeOrder], name: str, wanted: type[BrokerError]
+) -> None:
+    broker = setting.login()
+    setting.client.does.update(cancel_order=fails(name), update_order=fails(name))
+    with pytest.raises(wanted):
+        call(broker)
+    names = setting.client.names()
+    assert names.count("cancel_order") + names.count("update_order") == 1
+
+
+def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: Heard) -> None:
+    setting = Setting(heard, kind="futures")
+    broker = setting.login()
+    setting.client.does["update_status"] = fails("ShioajiTimeoutError")
+    with pytest.raises(OrderRejected, match="not sent"):
+        broker.cancel(ID, 20.0)
+    setting.client.does["update_status"] = fails("TokenError")
+    with pytest.raises(SessionDown):
+        broker.cancel(ID, 20.0)
+
+
+def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(setting: Setting, heard: Heard) -> None:
+    broker = setting.login()
+    release = threading.Event()
+    setting.client.does["cancel_order"] = lambda *_, **__: (
+        release.wait(30) and trade(REAL, status="Cancelled")
+    )
+    with pytest.raises(OutcomeUnknown):
+        broker.cancel(ID, 4.0)  # long enough to be begun
+    release.set()
+    [change] = heard.wait(lambda changes: len(changes) == 1)
+    assert change.order.state is OrderState.CANCELLED
+
+
+def test_money_of_a_stock_and_of_a_futures_account(heard: Heard) -> None:
+    stock = Setting(heard).login().balance(20.0)
+    assert (stock.currency, stock.cash, stock.available) == ("TWD", Decimal("12345.0"), Decimal("12345.0"))
+    futures = Setting(heard, kind="futures").login().balance(20.0)
+    assert (futures.cash, futures.available) == (Decimal("900000.0"), Decimal("700000.0"))
+
+
+def test_what_a_simulation_does_not_list_may_be_there_all_the_same(heard: Heard) -> None:
+    """Sinotrade/Shioaji #218."""
+    assert Setting(heard).login().orders(20.0).behind is None
+
+
+def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: Heard) -> None:
+    listing = Setting(heard, simulation=False).login(WITH_CERTIFICATE).orders(20.0)
+    now = datetime.now(ZoneInfo("Asia/Taipei"))
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    since = (now - midnight).total_seconds()
+    assert (listing.behind, listing.positions_agree) == (0, False)
+    assert (since - listing.reaches + 1) % 86_400 < 10  # also when midnight passes between the two

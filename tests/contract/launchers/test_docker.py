@@ -1,0 +1,203 @@
+"""What the Docker launcher promises beyond the port, with real containers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from pathlib import Path
+
+import pytest
+
+from infra.launchers import docker_container as container
+from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
+from tests.containers.docker_house import STAND_IN_IMAGE
+from tests.containers.line import Line
+from tests.contract.launchers.conftest import DockerGround
+from tests.contract.launchers.node_process import PATIENCE, until
+from tests.contract.launchers.specs import CANARY, spec
+from tests.contract.launchers.test_contract import take
+
+
+async def ready(ground: DockerGround, task: Task) -> str:
+    """Waits until the stand-in has read its config and has its signal handlers; returns what it said."""
+    await until(lambda: "ready" in ground.house.docker("logs", task.task_id), f"{task.worker_id} is ready")
+    return ground.house.docker("logs", task.task_id)
+
+
+def process_file(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+async def test_a_container_has_the_limits_of_a_worker_and_no_rights(docker_ground: DockerGround) -> None:
+    task = await docker_ground.client().launch(spec("w-1"), "token-1")
+    await ready(docker_ground, task)
+    inspected = docker_ground.house.inspect(task.task_id)
+    host = inspected["HostConfig"]
+    assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (64, MEMORY_SOFT, MEMORY_HARD)
+    assert host["MemorySwap"] == MEMORY_HARD
+    assert host["ReadonlyRootfs"]
+    assert not host["Privileged"]
+    assert host["RestartPolicy"]["Name"] == "no"
+    assert host["LogConfig"]["Config"] == {"max-size": "4m", "max-file": "2"}
+    pid = inspected["State"]["Pid"]
+    lines = process_file(pid, "status").splitlines()
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    assert set(status["Uid"].split()) == {"10002"}
+    assert (int(status["CapEff"], 16), int(status["CapBnd"], 16), status["NoNewPrivs"]) == (0, 0, "1")
+    group = docker_ground.house.memory_group(task.task_id).path
+    hard = next(group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+    assert int(hard.read_text()) == MEMORY_HARD
+
+
+async def test_no_secret_is_seen_from_outside(docker_ground: DockerGround) -> None:
+    task = await docker_ground.client().launch(spec("w-1"), "token-1")
+    said = await ready(docker_ground, task)
+    pid = docker_ground.house.pid_of(task.task_id)
+    seen = [
+        docker_ground.house.docker("inspect", task.task_id),
+        said,
+        process_file(pid, "environ"),
+        process_file(pid, "cmdline"),
+    ]
+    for text in seen:
+        assert CANARY.decode() not in text
+        assert base64.b64encode(CANARY).decode() not in text
+
+
+async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_told(
+    docker_ground: DockerGround,
+) -> None:
+    launcher = docker_ground.client()
+    neighbour = await launcher.launch(spec("w-1"), "token-1")
+    hog = await launcher.launch(spec("w-2", "hog", memory_hard=64 * 1024 * 1024), "token-2")
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.task_id, end.exit_code, end.reason) == (hog.task_id, -9, "oom_killed")
+    assert (end.detail["oom_killed"], end.detail["signal"]) == ("true", "SIGKILL")
+    assert await launcher.list() == [neighbour]
+
+
+async def test_a_stubborn_worker_is_killed_after_its_grace(docker_ground: DockerGround) -> None:
+    launcher = docker_ground.client()
+    task = await launcher.launch(spec("w-1", "parent"), "token-1")
+    await ready(docker_ground, task)
+    await launcher.stop(task.task_id, "test", grace=0.2)
+    assert await launcher.list() == []
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
+
+
+async def test_a_container_that_was_never_started_is_made_anew(docker_ground: DockerGround) -> None:
+    """As an orchestrator leaves it that was killed in the middle of a launch."""
+    name = container.name_of(docker_ground.fleet, "token-1")
+    label = f"{container.FLEET}={docker_ground.fleet}"
+    docker_ground.house.docker("create", "--name", name, "--label", label, STAND_IN_IMAGE)
+    launcher = docker_ground.client(half_made=0.2)
+    assert await launcher.list() == []
+    task = await launcher.launch(spec("w-1"), "token-1")
+    assert await launcher.list() == [task]
+    await ready(docker_ground, task)
+
+
+async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itself(
+    docker_ground: DockerGround,
+) -> None:
+    """It reads an empty document: nothing can be done with it, and its token stays with it."""
+    name = container.name_of(docker_ground.fleet, "token-1")
+    label = f"{container.FLEET}={docker_ground.fleet}"
+    docker_ground.house.docker("run", "--detach", "--name", name, "--label", label, STAND_IN_IMAGE)
+    launcher = docker_ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.task_id, end.exit_code, end.reason) == (task.task_id, 2, "exited")
+
+
+async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
+    docker_ground: DockerGround,
+) -> None:
+    first = docker_ground.client()
+    one, two, three = [await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
+    await first.stop(one.task_id, "test")
+    (told,) = await take(first.exits(), 1)
+    await first.close()
+    await docker_ground.crash(two)
+    second = docker_ground.client()
+    exits = second.exits(told.detail["position"])
+    (end,) = await take(exits, 1)
+    assert (end.task_id, end.exit_code, end.reason) == (two.task_id, -9, "killed")
+    assert await second.list() == [three]
+    assert await second.launch(spec("w-3"), "token-3") == three
+    # A position of another launcher is none: all that is still known is told.
+    again = await take(docker_ground.client().exits("log-of-a-node:7"), 2)
+    assert [end.task_id for end in again] == [one.task_id, two.task_id]
+
+
+async def test_what_others_do_with_docker_is_told_as_well(docker_ground: DockerGround) -> None:
+    launcher = docker_ground.client()
+    one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
+    await ready(docker_ground, one)
+    exits = launcher.exits()
+    first = asyncio.ensure_future(anext(exits))
+    docker_ground.house.docker("stop", one.task_id)
+    end = await asyncio.wait_for(first, PATIENCE)
+    assert (end.task_id, end.exit_code, end.reason) == (one.task_id, 0, "stopped")
+    assert "stop_reason" not in end.detail
+    docker_ground.house.docker("rm", "--force", two.task_id)
+    (end,) = await take(exits, 1)
+    assert (end.task_id, end.worker_id, end.reason) == (two.task_id, "w-2", "stopped")
+
+
+async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_after_it(
+    docker_ground: DockerGround, short_directory: Path
+) -> None:
+    line = Line(short_directory / "docker.sock", docker_ground.house.socket)
+    await line.open()
+    launcher = docker_ground.client(socket=line.path)
+    one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
+    for task in (one, two):
+        await ready(docker_ground, task)  # what the launcher has sent is still on this line until it is read
+    listening = asyncio.ensure_future(anext(launcher.exits()))
+    await line.used(2)
+    await line.cut()
+    with pytest.raises(LauncherUnreachable):
+        await asyncio.wait_for(listening, PATIENCE)
+    for call in (launcher.list(), launcher.stop(one.task_id, "test"), launcher.launch(spec("w-3"), "t-3")):
+        with pytest.raises(LauncherUnreachable):
+            await call
+    await docker_ground.crash(two)
+    await line.open()
+    (end,) = await take(launcher.exits(), 1)
+    assert (end.task_id, end.reason) == (two.task_id, "killed")
+    assert await launcher.list() == [one]
+    await line.cut()
+
+
+async def test_where_no_daemon_is_nothing_is_known(
+    docker_ground: DockerGround, short_directory: Path
+) -> None:
+    launcher = docker_ground.client(socket=short_directory / "nobody.sock")
+    with pytest.raises(LauncherUnreachable):
+        await launcher.list()
+    with pytest.raises(LauncherUnreachable):
+        await anext(launcher.exits())
+
+
+async def test_an_image_that_is_not_there_is_said(docker_ground: DockerGround) -> None:
+    launcher = docker_ground.client("berth-nobody:1")
+    with pytest.raises(LaunchFailed, match="berth-nobody"):
+        await launcher.launch(spec("w-1"), "token-1")
+    assert docker_ground.ids() == []
+
+
+async def test_ended_containers_go_once_their_end_was_handled(docker_ground: DockerGround) -> None:
+    launcher = docker_ground.client(kept=0.0, kept_count=1)
+    tasks = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
+    for task in tasks:
+        await launcher.stop(task.task_id, "test", grace=0)
+    exits = launcher.exits()
+    await take(exits, 3)
+    assert set(docker_ground.ids()) == {task.task_id for task in tasks}
+    last = await launcher.launch(spec("w-4", "exits:3"), "token-4")
+    (end,) = await take(exits, 1)
+    assert (end.task_id, end.exit_code) == (last.task_id, 3)
+    # The first look for what can go came after the third was handled.
+    assert set(docker_ground.ids()) == {tasks[2].task_id, last.task_id}

@@ -1,0 +1,109 @@
+"""New credentials for a running worker: by REST, by a plain signal of Temporal's own CLI, and wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+import pytest
+from sqlalchemy import select
+
+from infra.database.engine import Database
+from infra.database.models import AuditEntry
+from infra.local.servers import TemporalServer
+from tests.e2e.conftest import House, Trader, until
+from workflows.names import user_worker_id
+
+
+def _at_the_exchange(house: House, trader: Trader, key: str) -> None:
+    house.exchange(lambda admin: admin.register(trader.account_id, key, key, trader.user_id))
+
+
+def _store(house: House, trader: Trader, key: str) -> None:
+    """Stores credentials, which tells the running worker, too."""
+    stored = house.call(
+        "PUT",
+        f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
+        trader.api_key,
+        json={"broker": "paper", "api_key": key, "secret_key": key},
+    )
+    assert stored.is_success, stored.text
+    assert stored.json()["reload_signalled"]
+
+
+def _audited(house: House, trader: Trader, action: str) -> list[AuditEntry]:
+    """What the audit trail has of this user, oldest first."""
+
+    async def read() -> list[AuditEntry]:
+        database = Database(house.stack.settings.database_url, pool_size=1)
+        async with database.session() as session:
+            rows = await session.scalars(
+                select(AuditEntry)
+                .where(AuditEntry.subject.contains(trader.user_id), AuditEntry.action.startswith(action))
+                .order_by(AuditEntry.id)
+            )
+            found = list(rows)
+        await database.close()
+        return found
+
+    return asyncio.run(read())
+
+
+def _signal(house: House, workflow_id: str) -> subprocess.CompletedProcess[str]:
+    """`temporal workflow signal`, without a payload, as an operator types it."""
+    return subprocess.run(
+        [
+            *(TemporalServer.binary(), "workflow", "signal", "--address", house.stack.temporal.address),
+            *("--workflow-id", workflow_id, "--name", "reload_credentials"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+@pytest.mark.parametrize("way", ["rest", "temporal"])
+def test_credentials_that_were_wrong_are_taken_at_the_next_reload(house: House, way: str) -> None:
+    """The stored ones are not valid yet, so the old session stays; a reload takes them when they are."""
+    trader = house.trader()
+    worker = house.start_until_active(trader)
+    [old] = house.open_sessions(trader)
+    _store(house, trader, "new")
+    [failed] = until(lambda: _audited(house, trader, "credentials.reload") or None, "audited failure")
+    assert "LOGIN_REJECTED" in str(failed.data)
+    assert "new" not in failed.data.values()
+    # The old session stays up, and trades.
+    assert house.order(trader).status_code == 201
+    assert [session.session_id for session in house.open_sessions(trader)] == [old.session_id]
+
+    _at_the_exchange(house, trader, "new")
+    if way == "rest":
+        path = f"/v1/users/{trader.user_id}/worker/reload-credentials"
+        assert house.call("POST", path, trader.api_key).status_code == 202
+    else:
+        done = _signal(house, user_worker_id(trader.user_id))
+        assert done.returncode == 0, done.stderr
+
+    def renewed() -> bool:
+        sessions = house.open_sessions(trader)
+        return len(sessions) == 1 and sessions[0].session_id != old.session_id
+
+    until(renewed, "session with the new credentials, and no other")
+    assert house.order(trader).status_code == 201
+    assert house.start_until_active(trader)["worker_id"] == worker["worker_id"]
+    audited = until(
+        lambda: rows if len(rows := _audited(house, trader, "credentials.reload")) == 2 else None,
+        "audited success",
+    )
+    assert "LOGIN_REJECTED" not in str(audited[-1].data)
+
+
+def test_a_signal_for_a_user_without_a_worker_is_refused_with_a_clear_error(house: House) -> None:
+    refused = _signal(house, user_worker_id("nobody-42"))
+    assert refused.returncode != 0
+    assert "not found" in refused.stderr.lower()
+    trader = house.trader()
+    answer = house.call("POST", f"/v1/users/{trader.user_id}/worker/reload-credentials", trader.api_key)
+    assert answer.status_code == 404
+    assert answer.json()["code"] == "NO_WORKER"

@@ -1,0 +1,66 @@
+"""The race of an order with the idle timeout: the order wins or starts a new worker; it is never dropped."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from infra.local.stack import LocalStack
+from tests.chaos.judge import Told, violations
+from tests.chaos.stream import OrderStream
+from tests.e2e.conftest import House
+
+#: Seconds without an order after which a worker ends.
+IDLE = 0.8
+USERS = 6
+ORDERS = 20
+
+
+@pytest.fixture(scope="module")
+def restless_house() -> Iterator[House]:
+    """Workers end after less than a second of rest."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-idle-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with LocalStack(folder, pool_target=USERS, connect_timeout=5.0, idle_timeout=IDLE) as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _trade(house: House, seed: int) -> tuple[int, list[str], list[Told]]:
+    """Orders of one user around the moment of the timeout; sessions it took, what is wrong, what was told."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    trader = house.trader()
+    stream = OrderStream(house.stack.api_url, trader)
+    pause = threading.Event()
+    for _ in range(ORDERS):
+        stream.place()
+        pause.wait(IDLE * chance.uniform(0.8, 1.3))
+    told = {one.order_id: one for one in stream.settle().values()}
+    stream.close()
+    sessions = house.sessions(trader)
+    return len(sessions), violations(sessions, house.ledger(trader), told), list(told.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_orders_around_the_idle_timeout_are_all_executed_once(restless_house: House) -> None:
+    with ThreadPoolExecutor(max_workers=USERS) as threads:
+        results = list(threads.map(lambda seed: _trade(restless_house, seed), range(USERS)))
+    told = [one for _, _, some in results for one in some]
+    assert [what for _, found, _ in results for what in found] == []
+    assert len(told) == USERS * ORDERS
+    assert {one.state for one in told} == {"filled"}, [one for one in told if one.state != "filled"]
+    # The race was run: the timeout came first for some of them, and the order for others.
+    sessions = sum(count for count, _, _ in results)
+    assert USERS < sessions < USERS * ORDERS

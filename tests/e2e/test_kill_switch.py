@@ -1,0 +1,128 @@
+"""The kill switch on the real system: what is queued when it is thrown never reaches the broker."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.e2e.conftest import House, Trader, until
+from worker_runtime.protocol import keys
+
+
+def switch(house: House, state: str, key: str, **whom: Any) -> dict[str, Any]:
+    body = {"scope": "user" if whom else "all", "state": state, "reason": "a test", **whom}
+    answer = house.call("PUT", "/v1/switches", key, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.fixture
+def opened(house: House) -> Iterator[House]:
+    yield house
+    switch(house, "open", house.stack.admin_key)
+
+
+def orders_in_the_queue(client: Redis, trader: Trader) -> int:
+    """Without the questions to the worker that come when an order takes long."""
+    queue = client.lrange(keys.requests(trader.user_id), 0, -1)
+    assert isinstance(queue, list)
+    return sum(b'"place_order"' in one for one in queue)
+
+
+@contextmanager
+def held(house: House, trader: Trader) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
+    """An order that the broker has, and three that wait for it in the queue. The broker stands still while
+    this is open, so that the first one holds the session: for the 10 s of a broker's call at the most."""
+    assert house.order(trader).json()["state"] == "filled"
+    exchange = house.stack.exchange.pid
+    os.kill(exchange, signal.SIGSTOP)
+    try:
+        first = house.threads.submit(house.order, trader)
+        with house.valkey() as client:
+            # Once it is in the journal, no switch is heeded before the broker is called.
+            entries = keys.journal(trader.user_id, "*")
+            until(
+                lambda: len(set(client.scan_iter(entries, count=10_000))) == 2,
+                "the first one on its way to the broker",
+            )
+            queued = [house.threads.submit(house.order, trader) for _ in range(3)]
+            until(lambda: orders_in_the_queue(client, trader) == 3, "three in the queue")
+        yield first, queued
+    finally:
+        os.kill(exchange, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("scope", ["user", "all"])
+def test_orders_that_are_queued_already_are_refused(opened: House, scope: str) -> None:
+    house, trader = opened, opened.trader()
+    whom = {"user_id": trader.user_id} if scope == "user" else {}
+    with held(house, trader) as (first, queued):
+        assert switch(house, "halted", house.stack.admin_key, **whom)["told"] is True
+        assert not first.done()  # it did not wait for the broker
+    assert first.result(30).json()["state"] == "filled"  # it was inside the broker's call
+    for future in queued:
+        answer = future.result(30)
+        assert (answer.status_code, answer.json()["code"]) == (423, "TRADING_HALTED"), answer.text
+        assert answer.json()["order"]["state"] == "rejected"
+    refused: httpx.Response = house.order(trader)
+    assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")
+    assert len(house.ledger(trader)) == 2
+    switch(house, "open", house.stack.admin_key, **whom)
+    assert house.order(trader).json()["state"] == "filled"
+
+
+def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
+    house, trader = opened, opened.trader()
+    valkey, watcher = house.stack.valkey, house.stack.orchestrator.pid
+    log, copy = valkey.directory / "appendonlydir", valkey.directory / "lagging"
+    try:
+        with held(house, trader) as (first, queued):
+            shutil.copytree(log, copy)  # three in the queue, and the switch open
+            assert switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["told"] is True
+            os.kill(watcher, signal.SIGSTOP)  # which would put it right
+            valkey.kill()
+            shutil.rmtree(log)
+            copy.rename(log)
+            valkey.start()
+        with house.valkey() as client:
+            assert client.hget(keys.switch(trader.user_id), "*") == b"open"
+            until(lambda: client.llen(keys.processing(trader.user_id)) == 0, "the first one answered")
+            assert orders_in_the_queue(client, trader) == 3
+    finally:
+        os.kill(watcher, signal.SIGCONT)
+    assert first.result(30).json()["state"] == "filled"
+    for future in queued:
+        answer = future.result(30)
+        assert (answer.status_code, answer.json()["code"]) == (423, "TRADING_HALTED"), answer.text
+    assert len(house.ledger(trader)) == 2
+    switch(house, "open", house.stack.admin_key, user_id=trader.user_id)
+
+
+def test_a_flushed_valkey_opens_nothing(opened: House) -> None:
+    house, trader, other = opened, opened.trader(), opened.trader()
+    assert {house.order(one).json()["state"] for one in (trader, other)} == {"filled"}
+    switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)
+    with house.valkey() as client:
+        client.flushall()
+        restored = until(lambda: client.hgetall(keys.switch(trader.user_id)) or None, "the switch")
+        assert restored[b"*"] == b"halted"
+    assert house.order(trader).json()["code"] == "TRADING_HALTED"
+    assert len(house.ledger(trader)) == 1
+
+    symbols = itertools.count(2301)  # an order that met the flush is unknown, and blocks its symbol
+
+    def filled() -> bool:
+        return bool(house.order(other, symbol=str(next(symbols))).json().get("state") == "filled")
+
+    until(filled, "an order of a user who is not halted", 100.0)  # each may wait for its answer for 30 s

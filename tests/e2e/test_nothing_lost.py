@@ -1,0 +1,120 @@
+"""Invariant nothing-lost on the whole system: orders whose way broke off end by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from infra.database import orders
+from infra.database.engine import Database
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.faults import FaultPoint
+from infra.local.stack import LocalStack
+from infra.market.calendar import TAIPEI
+from tests.e2e.conftest import House, Trader, until
+
+#: Seconds after which an order is certainly absent; 60 in real life, and longer with lists that lag.
+ABSENT = 2.0
+
+
+@pytest.fixture(scope="module")
+def quick_house() -> Iterator[House]:
+    """A system of its own, which does not wait a minute before it believes the broker's lists."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with LocalStack(folder, pool_target=2, connect_timeout=5.0, absent_after=ABSENT) as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def seen(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+    return found
+
+
+def final(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
+    def ended() -> dict[str, Any] | None:
+        found = seen(house, trader, order_id)
+        return found if found.get("final") else None
+
+    return until(ended, "final order", 90.0)
+
+
+def strike(house: House, trader: Trader, *points: FaultPoint) -> None:
+    behaviour = Behaviour(faults=dict.fromkeys(points, 1))
+    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behaviour))
+
+
+def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(quick_house: House) -> None:
+    house, trader = quick_house, quick_house.trader()
+    house.start_until_active(trader)
+    strike(house, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
+    order_id = house.order(trader).json()["id"]
+    found = final(house, trader, order_id)
+    assert (found["state"], found["filled_quantity"]) == ("filled", 1)
+    assert [one.broker_order_id for one in house.ledger(trader)] == [found["broker_order_id"]]
+
+
+def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(quick_house: House) -> None:
+    house, trader = quick_house, quick_house.trader()
+    house.start_until_active(trader)
+    # A list that is a minute behind proves no absence: so nothing is certain before the symbol was tried.
+    behind = Behaviour(faults={FaultPoint.LOST_REQUEST: 1}, listing_lag_ms=60_000)
+    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behind))
+    order_id = house.order(trader).json()["id"]
+    until(lambda: seen(house, trader, order_id)["state"] == "unknown", "unknown order")
+    blocked = house.order(trader)
+    assert (blocked.status_code, blocked.json()["code"]) == (409, "SYMBOL_BLOCKED"), blocked.text
+    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
+    found = final(house, trader, order_id)
+    assert (found["state"], found["code"]) == ("rejected", "WORKER_LOST")
+    assert "never reached the broker" in found["reason"]
+    assert house.ledger(trader) == []
+    assert house.order(trader).json()["state"] == "filled"
+    assert len(house.ledger(trader)) == 1
+
+
+def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(quick_house: House) -> None:
+    house, trader = quick_house, quick_house.trader()
+    with house.valkey() as client:
+        generation = client.get("berth:generation")
+    assert isinstance(generation, bytes)
+    now = datetime.now(UTC)
+    new = orders.NewOrder(
+        user_id=trader.user_id,
+        account_id=trader.account_id,
+        client_order_id=uuid4().hex,
+        fingerprint="f",
+        symbol="2330",
+        side="buy",
+        quantity=1,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        generation=generation.decode(),
+        deadline_at=now + timedelta(seconds=60),
+        trading_day=now.astimezone(TAIPEI).date(),
+    )
+
+    async def accepted() -> str:
+        database = Database(house.stack.settings.database_url)
+        async with database.session() as session:
+            order_id = (await orders.accept(session, new)).order.id
+        await database.close()
+        return str(order_id)
+
+    order_id = asyncio.run(accepted())  # and nothing more: the API is dead
+    assert final(house, trader, order_id)["state"] == "filled"
+    assert len(house.ledger(trader)) == 1

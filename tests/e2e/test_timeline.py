@@ -1,0 +1,54 @@
+"""One life of a worker, as its timeline tells it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import pairwise
+
+import psutil
+
+from tests.e2e.conftest import House, Trader, until
+
+
+def steps(house: House, trader: Trader) -> list[tuple[str, str]]:
+    path = f"/v1/users/{trader.user_id}/worker/timeline"
+    answer = house.call("GET", path, trader.api_key)
+    assert answer.status_code == 200, answer.text
+    return [(step["before"], step["after"]) for step in answer.json()["transitions"]]
+
+
+def session_pid(house: House, worker_id: str) -> int:
+    """The process that holds the broker's session: a child of the worker's first one."""
+    [found] = [
+        child.pid
+        for child in psutil.Process(house.worker_pid(worker_id)).children()
+        if "session" in child.name()
+    ]
+    return found
+
+
+def test_a_life_is_told_from_the_first_claim_to_the_end(house: House) -> None:
+    trader = house.trader()
+    worker_id = house.start_until_active(trader)["worker_id"]
+    os.kill(session_pid(house, worker_id), signal.SIGKILL)
+    until(lambda: ("Reconnecting", "Active") in steps(house, trader), "a session replaced in place")
+    house.kill_worker(worker_id)
+    until(lambda: steps(house, trader).count(("Connecting", "Active")) == 2, "another worker")
+    stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
+    assert stopped.is_success, stopped.text
+    until(lambda: ("Draining", "Terminated") in steps(house, trader), "the end")
+    told = steps(house, trader)
+    start = [("Claimed", "Connecting"), ("Connecting", "Active")]
+    assert told == [
+        ("PoolIdle", "Claimed"),
+        *start,
+        ("Active", "Reconnecting"),
+        ("Reconnecting", "Active"),
+        ("Active", "Failed"),
+        ("Failed", "Claimed"),
+        *start,
+        ("Active", "Draining"),
+        ("Draining", "Terminated"),
+    ]
+    assert all(before[1] == after[0] for before, after in pairwise(told))

@@ -1,0 +1,137 @@
+"""What a trader does with orders, on the real system: changed, cancelled, closed, reversed; by the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import httpx
+
+from infra import valkey
+from infra.database import order_requests, orders
+from infra.database.engine import Database
+from infra.database.order_requests import Change
+from infra.exchange.behaviour import Behaviour, FillMode
+from infra.request_queue import RequestQueue
+from tests.e2e.conftest import House, Trader, until
+from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.requests import ReplaceOrder
+
+
+def post(house: House, trader: Trader, path: str, **body: Any) -> httpx.Response:
+    return house.call("POST", f"/v1{path}", trader.api_key, json=body, params={"wait": 30})
+
+
+def account(trader: Trader) -> str:
+    return f"/users/{trader.user_id}/accounts/{trader.account_id}"
+
+
+def position(house: House, trader: Trader) -> list[tuple[str, int]]:
+    answer = house.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
+    assert answer.status_code == 200, answer.text
+    return [(one["direction"], one["quantity"]) for one in answer.json()["positions"]]
+
+
+def listed(house: House, trader: Trader) -> list[tuple[str, int, str | None]]:
+    orders = house.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()["orders"]
+    return [(one["state"], one["quantity"], one["price"]) for one in orders]
+
+
+def all_filled(house: House, trader: Trader) -> None:
+    """Until the books have what the answers told: they follow some 40 ms behind, and an order that the books
+    take for working stands in the way of a close (`POSITION_BUSY`)."""
+    until(lambda: all(state == "filled" for state, *_ in listed(house, trader)), "fills in the books")
+
+
+def test_a_resting_order_is_changed_and_cancelled(house: House) -> None:
+    trader = house.trader()
+    resting = Behaviour(fill=FillMode.NEVER)
+    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, resting))
+    placed = house.order(trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5).json()
+    assert placed["state"] == "submitted"
+    path = f"/orders/{placed['id']}"
+    changed = post(house, trader, f"{path}/replace", request_id="r", quantity=2, price="101")
+    assert changed.status_code == 200, changed.text
+    cancelled = post(house, trader, f"{path}/cancel", request_id="c")
+    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
+    (order,) = house.ledger(trader)
+    assert (order.quantity, str(order.price), order.state) == (2, "101", OrderState.CANCELLED)
+    until(lambda: listed(house, trader) == [("cancelled", 2, "101")], "the cancel in the books")
+
+
+def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: House) -> None:
+    trader = house.trader()
+    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour(fill=FillMode.NEVER)))
+    placed = house.order(trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5).json()
+    order_id = UUID(placed["id"])
+
+    async def noted() -> str | None:
+        database = Database(house.stack.settings.database_url, pool_size=1)
+        async with database.session() as session:
+            found = (await orders.get(session, order_id)).broker_order_id
+        await database.close()
+        return found
+
+    until(lambda: asyncio.run(noted()), "broker's name of the order in the books")
+
+    async def change() -> None:
+        """What the API does, until it dies."""
+        database = Database(house.stack.settings.database_url)
+        async with database.session() as session:
+            row = await orders.get(session, order_id)
+            wanted = Change(
+                quantity=2,
+                price=Decimal(101),
+                generation=row.generation,
+                deadline_at=datetime.now(UTC) + timedelta(seconds=30),
+            )
+            await order_requests.note_change(session, row, "r", wanted, actor="test")
+        await database.close()
+        request = ReplaceOrder(
+            request_id=order_requests.request_id_of(order_id, "replace", "r"),
+            order_id=str(order_id),
+            user_id=trader.user_id,
+            account_id=trader.account_id,
+            symbol="2330",
+            tag=row.tag,
+            broker_order_id=row.broker_order_id,
+            quantity=2,
+            price=Decimal(101),
+            reply_to="",
+            generation=row.generation,
+        )
+        async with valkey.connect(house.stack.settings.valkey_url) as client:
+            await RequestQueue(client).enqueue(request, 30.0)
+
+    asyncio.run(change())
+
+    def changed() -> bool:
+        found = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+        return (found["quantity"], found["price"]) == (2, "101")
+
+    until(changed, "changed order in the books")
+    (order,) = house.ledger(trader)
+    assert (order.quantity, str(order.price)) == (2, "101")
+
+
+def test_an_entry_reverses_a_position_and_an_exit_closes_it(house: House) -> None:
+    trader = house.trader()
+    assert house.order(trader, side="sell", quantity=3).json()["state"] == "filled"
+    assert position(house, trader) == [("short", 3)]
+    all_filled(house, trader)
+    intent = {"client_order_id": "i", "intent": "long_entry", "symbol": "2330", "quantity": 2}
+    for _ in range(2):
+        answer = post(house, trader, f"{account(trader)}/intents", **intent)
+        assert (answer.status_code, answer.json().get("complete")) == (200, True), answer.text
+    assert position(house, trader) == [("long", 2)]
+    all_filled(house, trader)
+    closed = post(house, trader, f"{account(trader)}/positions/2330/close", client_order_id="x")
+    assert (closed.status_code, closed.json()["state"]) == (200, "filled"), closed.text
+    assert position(house, trader) == []
+    sent = [(order.side.value, order.quantity) for order in house.ledger(trader)]
+    assert sent == [("sell", 3), ("buy", 3), ("buy", 2), ("sell", 2)]
+    balance = house.call("GET", f"/v1{account(trader)}/balance", trader.api_key)
+    assert (balance.status_code, balance.json()["user_id"]) == (200, trader.user_id)

@@ -1,0 +1,242 @@
+"""A new version of the orchestrator takes over: beside the old one, after it, or in the middle of a claim."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.workflowservice.v1 import DescribeWorkflowExecutionRequest
+from temporalio.client import Client
+
+from activities.deployment import Deployment
+from infra.local.components import Orchestrator
+from infra.local.stack import LocalStack
+from tests.e2e.conftest import POOL, House, Trader, until
+from workflows import messages as m
+from workflows import names
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+T = TypeVar("T")
+_builds = itertools.count(1)
+
+
+class Fleet:
+    """A running house whose orchestrators come and go."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.stack = house.stack
+
+    def start(self, **settings: Any) -> Orchestrator:
+        """Another orchestrator, of a build that was never there unless `build_id` says otherwise."""
+        settings.setdefault("build_id", f"b{next(_builds)}")
+        made = self.stack.add_orchestrator(**settings)
+        made.start()
+        return made
+
+    def only(self, kept: Orchestrator) -> None:
+        for one in self.stack.orchestrators:
+            if one is not kept and one.running:
+                one.stop()
+
+    def ask(self, question: Callable[[Client], Awaitable[T]]) -> T:
+        async def asked() -> T:
+            return await question(await Client.connect(self.stack.settings.temporal_address))
+
+        return asyncio.run(asked())
+
+    def current(self) -> str:
+        async def look(client: Client) -> str:
+            seen = await Deployment(client, name="berth", build="").look()
+            return seen.current if seen else ""
+
+        return self.ask(look)
+
+    def version_of(self, workflow_id: str) -> str:
+        """The build that a workflow is pinned to."""
+
+        async def describe(client: Client) -> str:
+            answer = await client.workflow_service.describe_workflow_execution(
+                DescribeWorkflowExecutionRequest(
+                    namespace=client.namespace, execution=WorkflowExecution(workflow_id=workflow_id)
+                )
+            )
+            return answer.workflow_execution_info.versioning_info.deployment_version.build_id
+
+        return self.ask(describe)
+
+    def run_of(self, trader: Trader) -> str:
+        async def describe(client: Client) -> str:
+            return (await client.get_workflow_handle(names.user_worker_id(trader.user_id)).describe()).run_id
+
+        return self.ask(describe)
+
+    def reload(self, trader: Trader) -> m.ReloadResult:
+        async def update(client: Client) -> m.ReloadResult:
+            result: m.ReloadResult = await client.get_workflow_handle(
+                names.user_worker_id(trader.user_id)
+            ).execute_update("reload_credentials_now", result_type=m.ReloadResult)
+            return result
+
+        return self.ask(update)
+
+    def wait_moved(self, build: str) -> None:
+        """Until no open workflow is of another version. The mover rests 15 s, and asks again after 30 s."""
+
+        async def left(client: Client) -> int:
+            return len(await Deployment(client, name="berth", build=build).running(other_than=build))
+
+        until(lambda: self.ask(left) == 0, f"workflows all on {build}", 90.0)
+
+    def logged(self, orchestrator: Orchestrator, event: str) -> bool:
+        return f'"{event}"' in orchestrator.log_path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def stack_with_versions() -> Iterator[House]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with LocalStack(folder, pool_target=POOL, connect_timeout=10.0, build_id="b0") as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def fleet(stack_with_versions: House) -> Fleet:
+    return Fleet(stack_with_versions)
+
+
+@pytest.fixture
+def old(fleet: Fleet) -> Orchestrator:
+    """The only orchestrator; its version is current and has all workflows."""
+    made = fleet.start()
+    fleet.only(made)
+    fleet.wait_moved(made.settings.build_id)
+    fleet.stack.wait_pool(POOL)
+    return made
+
+
+def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
+    fleet: Fleet, old: Orchestrator
+) -> None:
+    """The usual upgrade on one machine: the old one is gone before the new one comes."""
+    house = fleet.house
+    started, reloaded, stopped = traders = [house.trader() for _ in range(3)]
+    before = [house.start_until_active(trader)["worker_id"] for trader in traders]
+    old.stop()
+    waiting = house.begin(started)  # comes while nobody is there
+    new = fleet.start()
+    answer = waiting.result(45)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["worker_id"] == before[0]
+    assert fleet.reload(reloaded).ok
+    assert house.start_until_active(reloaded)["worker_id"] == before[1]
+    ended = house.call("POST", f"/v1/users/{stopped.user_id}/worker/stop", stopped.api_key)
+    assert ended.is_success, ended.text
+    until(lambda: not house.open_sessions(stopped), "end of the session")
+    fleet.wait_moved(new.settings.build_id)
+    assert fleet.version_of(names.user_worker_id(started.user_id)) == new.settings.build_id
+    assert fleet.version_of(names.worker_pool_id("default")) == new.settings.build_id
+    assert house.order(started).status_code == 201
+    assert len(house.sessions(started)) == 1  # nothing of it reached the broker
+
+
+def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_the_new_one(
+    fleet: Fleet, old: Orchestrator
+) -> None:
+    house = fleet.house
+    trader = house.trader()
+    worker = house.start_until_active(trader)["worker_id"]
+    run = fleet.run_of(trader)
+    new = fleet.start()
+    fleet.wait_moved(new.settings.build_id)
+    assert fleet.run_of(trader) != run
+
+    async def builds(client: Client) -> set[str]:
+        history = await client.get_workflow_handle(
+            names.user_worker_id(trader.user_id), run_id=run
+        ).fetch_history()
+        tasks = [event.workflow_task_completed_event_attributes for event in history.events]
+        return {task.deployment_version.build_id for task in tasks} - {""}
+
+    assert fleet.ask(builds) == {old.settings.build_id}
+    old.stop()
+    assert house.start_until_active(trader)["worker_id"] == worker
+    assert fleet.version_of(names.user_worker_id(trader.user_id)) == new.settings.build_id
+    newcomer = house.trader()
+    house.start_until_active(newcomer)
+    assert fleet.version_of(names.user_worker_id(newcomer.user_id)) == new.settings.build_id
+
+
+def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
+    fleet: Fleet, old: Orchestrator
+) -> None:
+    new = fleet.start()
+    fleet.wait_moved(new.settings.build_id)
+    old.stop()
+    old.start()
+    assert fleet.logged(old, "not_promoted")
+    assert fleet.current() == new.settings.build_id
+
+
+def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(fleet: Fleet, old: Orchestrator) -> None:
+    """A step back: the orchestrators of the new version were all taken away."""
+    trader = fleet.house.trader()
+    new = fleet.start()
+    worker = fleet.house.start_until_active(trader)["worker_id"]
+    fleet.wait_moved(new.settings.build_id)
+    old.stop()
+    new.stop()
+    old.start()
+    assert fleet.current() == old.settings.build_id
+    assert fleet.house.start_until_active(trader)["worker_id"] == worker
+    fleet.wait_moved(old.settings.build_id)
+
+
+def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(fleet: Fleet, old: Orchestrator) -> None:
+    new = fleet.start(promote=False)
+    assert fleet.current() == old.settings.build_id
+
+    async def promote(client: Client) -> None:
+        deployment = Deployment(client, name="berth", build=new.settings.build_id)
+        seen = await deployment.look()
+        assert seen is not None
+        await deployment.make_current(seen)
+
+    fleet.ask(promote)
+    fleet.wait_moved(new.settings.build_id)
+    assert fleet.current() == new.settings.build_id
+
+
+def test_an_orchestrator_that_stops_in_the_middle_of_a_claim_leaves_it_to_the_others(
+    fleet: Fleet, old: Orchestrator
+) -> None:
+    """Rolling restart: each build has two orchestrators, and each is stopped while users start."""
+    house = fleet.house
+    other = fleet.start(build_id=old.settings.build_id)
+    for stopped in (old, other):
+        fleet.stack.wait_pool(POOL)
+        traders = [house.trader() for _ in range(POOL)]
+        for trader in traders:
+            house.slow_login(trader, 2.5)
+        before = house.claims()
+        answers = [house.begin(trader) for trader in traders]
+        house.next_claim(before)
+        stopped.stop()
+        stopped.start()
+        for trader, answer in zip(traders, answers, strict=True):
+            result = answer.result(45)
+            assert result.status_code == 200, result.text
+            assert len(house.sessions(trader)) == 1

@@ -1,0 +1,90 @@
+"""A worker that only answers questions about accounts, as the orchestrator sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from activities.slot import ask
+from infra import tasks, valkey
+from worker_runtime.boottime import wall_ms
+from worker_runtime.brokers.port import Listing
+from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.frames import parse
+from worker_runtime.protocol.messages import Answer, Failure, decode, encode
+from worker_runtime.protocol.requests import QueryAccount, Request, told
+from worker_runtime.protocol.switches import OPEN
+from worker_runtime.reconciling import report_on
+
+
+class ReportingWorker:
+    """Serves `user_id` inside `async with`; lists `orders`, or answers with `failure`."""
+
+    def __init__(self, client: Redis, user_id: str, *orders: ExchangeOrder) -> None:
+        self.user_id = user_id
+        self.orders = list(orders)
+        self.complete = True
+        self.certain = True
+        self.failure: BerthError | None = None
+        #: Where what is listed comes from, if not from `orders`.
+        self.broker: Callable[[], Listing] | None = None
+        self.asked: list[QueryAccount] = []
+        self._client = client
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        owner = keys.owner(self.user_id)
+        generation = await valkey.ensure_generation(self._client, "g")
+        owned = ["1", "w", generation, *OPEN.words()]
+        await valkey.run(self._client, scripts.OWN, [owner, keys.switch(self.user_id)], owned)
+        await self._client.set(keys.mark(self.user_id), "1:w")
+        self._task = asyncio.create_task(self._serve())
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        await tasks.end(self._task)
+
+    async def _serve(self) -> None:
+        for number in itertools.count():
+            while not await self._pop(number):
+                with suppress(RedisError):
+                    await ask(self._client.blpop([keys.doorbell(self.user_id)], timeout=1))
+
+    async def _pop(self, number: int) -> bool:
+        user = self.user_id
+        names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
+        names += [keys.pop(user), keys.switch(user)]
+        kind, item, *_ = await valkey.run(self._client, scripts.POP, names, ["1", "w", "w:1", str(number)])
+        if kind != b"request":
+            return False
+        query: Request = decode(parse(item).payload, Request)
+        assert isinstance(query, QueryAccount)
+        self.asked.append(query)
+        await valkey.run(
+            self._client,
+            scripts.ANSWER,
+            [keys.response(user, query.request_id), keys.processing(user)],
+            [item, encode(self._answer(query)), keys.ANSWER_TTL, query.reply_to],
+        )
+        return True
+
+    def _answer(self, query: QueryAccount) -> Answer:
+        if self.failure is not None:
+            return Answer(request_id=query.request_id, failure=Failure.of(self.failure))
+        taken_at = wall_ms()
+        if self.broker is None:
+            listing = Listing(self.orders, behind=0.0 if self.certain else None, reaches=3600.0)
+        else:
+            listing = self.broker()
+        report = report_on(
+            query.account_id, listing, taken_at_ms=taken_at, complete=self.complete, orders=listing.orders
+        )
+        return Answer(request_id=query.request_id, report=told(report))

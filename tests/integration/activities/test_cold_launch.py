@@ -1,0 +1,130 @@
+"""A launch that a user waits for: it heeds the pool's own limit, and does not hang on a bad version."""
+
+from __future__ import annotations
+
+import pytest
+from temporalio.exceptions import ApplicationError
+
+from activities.launching import Launching
+from activities.releases import Standing, standing_of
+from infra.launchers.port import LaunchSpec, Task
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.scripted import POOL
+from workflows import messages as m
+from workflows import pool_messages as pm
+from workflows.pool_policy import PoolPolicy
+from workflows.rollout_messages import Release
+
+OLD, NEW = Release(version="1"), Release(version="2")
+
+
+class ToldPools:
+    """Says of every pool what a test tells it."""
+
+    def __init__(self, standing: Standing | None) -> None:
+        self.standing = standing
+
+    async def of(self, pool: str) -> Standing | None:
+        return self.standing
+
+
+def launching(yard: Yard, standing: Standing | None, *, limit: int = 0) -> Launching:
+    settings = yard.settings.model_copy(update={"pool_limit": limit})
+    return Launching(yard.client, yard.database, yard.launcher, settings, yard.keys, ToldPools(standing))
+
+
+def launch(user: str, timeout: float = 30.0) -> m.LaunchForClaim:
+    return m.LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=timeout)
+
+
+async def test_the_pools_own_limit_counts_and_not_the_settings(yard: Yard) -> None:
+    await yard.worker()
+    full = launching(yard, Standing(limit=1))
+    with pytest.raises(ApplicationError, match="1 of 1 workers run") as refused:
+        await yard.run(full.launch_for_claim, launch("u"))
+    assert refused.value.type == "POOL_EXHAUSTED"
+    raised = launching(yard, Standing(limit=None), limit=1)
+    await yard.run(raised.launch_for_claim, launch("u"))
+    assert len(await yard.launcher.list()) == 2
+
+
+async def test_without_an_answer_of_the_pool_the_settings_count(yard: Yard) -> None:
+    await yard.worker()
+    unasked = launching(yard, None, limit=1)
+    with pytest.raises(ApplicationError, match="1 of 1 workers run"):
+        await yard.run(unasked.launch_for_claim, launch("u"))
+
+
+async def test_a_limit_of_none_at_all_launches_nobody(yard: Yard) -> None:
+    closed = launching(yard, Standing(limit=0))
+    with pytest.raises(ApplicationError, match="0 of 0 workers run"):
+        await yard.run(closed.launch_for_claim, launch("u"))
+
+
+def bad(yard: Yard, *versions: str) -> None:
+    """Workers of these versions end by themselves, as an image without the right program would."""
+    born = yard.launcher._on_launch
+    assert born is not None
+
+    async def launched(spec: LaunchSpec, task: Task) -> None:
+        if spec.config.version in versions:
+            yard.launcher.end(task.task_id, 1, "exited")
+        else:
+            await born(spec, task)
+
+    yard.launcher._on_launch = launched
+
+
+async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(yard: Yard) -> None:
+    bad(yard, "2")
+    cold = launching(yard, Standing(release=NEW, good=OLD))
+    launched = await yard.run(cold.launch_for_claim, launch("u"))
+    assert [(task.worker_id, task.version) for task in await yard.launcher.list()] == [
+        (launched.worker_id, "1")
+    ]
+    # A repeat is the same worker.
+    assert await yard.run(cold.launch_for_claim, launch("u")) == launched
+    assert len(await yard.launcher.list()) == 1
+
+
+@pytest.mark.parametrize("good", [None, NEW], ids=["unknown", "the same"])
+async def test_without_another_good_version_the_launch_fails(yard: Yard, good: Release | None) -> None:
+    bad(yard, "2")
+    cold = launching(yard, Standing(release=NEW, good=good))
+    with pytest.raises(ApplicationError, match="ended before it was ready") as failed:
+        await yard.run(cold.launch_for_claim, launch("u"))
+    assert failed.value.type == pm.NEVER_READY
+
+
+async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> None:
+    bad(yard, "2")
+    cold = launching(yard, Standing(release=NEW, good=OLD))
+    with pytest.raises(ApplicationError) as failed:
+        await yard.run(cold.launch_for_claim, launch("u", timeout=2.0))
+    assert failed.value.type == pm.NEVER_READY
+    assert [spec.config.version for spec in yard.launcher.launched] == ["2"]
+    assert not await yard.launcher.list()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "never_ready", "good", "release"),
+    [(0, 0, OLD, NEW), (0, 1, OLD, OLD), (1, 0, OLD, OLD), (1, 0, NEW, NEW), (1, 0, None, NEW)],
+)
+def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
+    wanted: int, never_ready: int, good: Release | None, release: Release
+) -> None:
+    view = pm.PoolView(
+        pool=POOL,
+        target=1,
+        ready=0,
+        starting=0,
+        launches=0,
+        failures=0,
+        last_failure="",
+        release=NEW,
+        good=good,
+        wanted=wanted,
+        never_ready=never_ready,
+        policy=PoolPolicy(target=1, limit=7),
+    )
+    assert standing_of(view) == Standing(release=release, good=good, limit=7, missing=wanted)

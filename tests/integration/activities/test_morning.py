@@ -1,0 +1,115 @@
+"""Who traded of late, by the exchange's calendar and the books."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import date, datetime, time
+
+import pytest
+from sqlalchemy import text
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities.morning import Morning, first_of
+from infra.database.engine import Database
+from infra.market import calendar
+from infra.market.calendar import TAIPEI
+from worker_runtime.protocol.errors import BerthError, WorkerUnavailable
+from workflows import morning_messages as mo
+
+DAYS = calendar.load()
+
+
+class ScriptedStarter:
+    """Connects everybody but those for whom it has an error."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.errors: dict[str, BerthError] = {}
+
+    async def ensure(self, user_id: str) -> None:
+        self.asked.append(user_id)
+        await asyncio.sleep(0)
+        if user_id in self.errors:
+            raise self.errors[user_id]
+
+
+@pytest.fixture
+async def database(migrated_database: str) -> AsyncIterator[Database]:
+    made = Database(migrated_database)
+    yield made
+    await made.close()
+
+
+async def trade(database: Database, user_id: str, day: date) -> None:
+    """One order of this user at ten o'clock of that day."""
+    given = {"user": user_id, "at": datetime.combine(day, time(10), TAIPEI), "day": day}
+    async with database.session() as session:
+        await session.execute(text("insert into users (id) values (:user) on conflict do nothing"), given)
+        await session.execute(
+            text(
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "values (:user, 'main', 'paper', 'stock', true) on conflict do nothing"
+            ),
+            given,
+        )
+        await session.execute(
+            text(
+                "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, "
+                "quantity, price_type, time_in_force, tag, trading_day, state, generation, deadline_at, "
+                "created_at) "
+                "select gen_random_uuid(), :user, 'main', t, '', '2330', 'buy', 1, 'MKT', 'IOC', "
+                "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz) "
+                "from (select md5(random()::text) as t) as tag"
+            ),
+            given,
+        )
+
+
+async def test_recent_are_those_with_an_order_in_the_last_trading_days(database: Database) -> None:
+    # Monday 2026-02-23 comes after a week of holidays: the five trading days before begin on 2026-02-05.
+    for user_id, day in {
+        "long-ago": date(2026, 2, 4),
+        "first-day": date(2026, 2, 5),
+        "last-day": date(2026, 2, 11),
+        "also": date(2026, 2, 11),
+    }.items():
+        await trade(database, user_id, day)
+    await trade(database, "last-day", date(2026, 2, 10))
+    morning, run = Morning(database, DAYS, ScriptedStarter()), ActivityEnvironment().run
+    plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
+    assert (plan.reason, plan.users) == ("", 3)
+    assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 8, 30, tzinfo=TAIPEI)
+    first = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after="", limit=2))
+    rest = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after=first[-1], limit=2))
+    assert first + rest == ["also", "first-day", "last-day"]
+
+
+async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
+    morning = Morning(database, DAYS, ScriptedStarter())
+    plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
+    assert plan.reason == "2026-02-17 is no trading day"
+
+
+async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
+    morning = Morning(database, DAYS, ScriptedStarter())
+    with pytest.raises(ApplicationError) as refused:
+        await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="tomorrow", days=5))
+    assert refused.value.non_retryable
+
+
+async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Database) -> None:
+    starter = ScriptedStarter()
+    starter.errors["u2"] = WorkerUnavailable("no room")
+    morning, run = Morning(database, DAYS, starter), ActivityEnvironment().run
+    assert (await run(morning.connect_user, mo.ConnectUser(user_id="u1"))).ok
+    failed = await run(morning.connect_user, mo.ConnectUser(user_id="u2"))
+    assert (failed.ok, failed.code, failed.retryable) == (False, "WORKER_UNAVAILABLE", True)
+    assert starter.asked == ["u1", "u2"]
+
+
+def test_trading_days_are_counted_over_holidays() -> None:
+    assert first_of(DAYS, date(2026, 11, 23), 5) == date(2026, 11, 16)
+    assert first_of(DAYS, date(2026, 2, 23), 1) == date(2026, 2, 11)
+    assert first_of(DAYS, date(2026, 11, 23), 0) == date(2026, 11, 23)

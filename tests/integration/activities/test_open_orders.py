@@ -1,0 +1,59 @@
+"""What a session is told of the user's orders: with its claim, and when it was replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+from activities.slot import ask
+from infra.database import orders
+from infra.database.orders import NewOrder
+from tests.integration.activities.conftest import Yard
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import (
+    Claim,
+    OrderOutcome,
+    OrderState,
+    ReloadCredentials,
+    Signed,
+    decode,
+)
+from workflows import messages as m
+
+
+async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
+    new = NewOrder(
+        user_id=user,
+        account_id="main",
+        client_order_id=f"c{number}",
+        fingerprint="f",
+        symbol=f"S{number}",
+        side="buy",
+        quantity=1,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        generation="g",
+        deadline_at=datetime.now(UTC) + timedelta(seconds=30),
+        trading_day=datetime.now(UTC).date() + timedelta(days=1),
+    )
+    async with yard.database.session() as session:
+        order_id = str((await orders.accept(session, new)).order.id)
+        await orders.apply_outcome(session, OrderOutcome(order_id=order_id, state=state))
+    return order_id
+
+
+async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    unknown = await accept(yard, user, 1, OrderState.UNKNOWN)
+    await accept(yard, user, 2, OrderState.FILLED)
+    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert result.worker is not None
+    [claim] = worker.received
+    assert isinstance(claim, Claim)
+    assert [order.order_id for order in claim.open_orders] == [unknown]
+    request = m.ReloadRequest(user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal")
+    await yard.run(yard.reloading.reload_credentials, request)
+    signed: Signed = decode(await ask(yard.client.lpop(keys.control(user))), Signed)
+    reload: ReloadCredentials = decode(signed.payload, ReloadCredentials)
+    assert reload.open_orders == claim.open_orders

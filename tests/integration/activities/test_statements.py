@@ -1,0 +1,218 @@
+"""A statement for each user with an address: once, spread, of the day's orders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import text
+from temporalio.client import Client
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+from temporalio.worker import Worker
+
+from activities.statements import Statements, last_ended
+from infra.database import statement_addresses, users
+from infra.database.engine import Database
+from infra.database.statement_addresses import Addresses
+from infra.job_desk import JobDesk
+from infra.local.servers import TemporalServer
+from infra.market import calendar
+from infra.market.calendar import TAIPEI
+from infra.settings import Settings
+from worker_runtime.protocol import job_keys, job_work
+from worker_runtime.protocol.job_messages import Job, read_job
+from workflows import names
+from workflows import statements_messages as sm
+from workflows.sandbox import bare_runner
+from workflows.statements import StatementsWorkflow
+
+DAYS = calendar.load()
+#: A Friday, whose evening's trading ends on Saturday.
+DAY = date(2025, 10, 3)
+BOTH = Settings(mail_host="mail.example.com", webhook_key_files=(Path("key"),))
+
+
+@pytest.fixture
+async def database(migrated_database: str) -> AsyncIterator[Database]:
+    made = Database(migrated_database)
+    yield made
+    await made.close()
+
+
+async def with_addresses(database: Database, **addresses: Addresses) -> None:
+    async with database.session() as session:
+        for user_id, one in addresses.items():
+            await users.create(session, user_id)
+            await statement_addresses.put(session, user_id, one, actor="key:1")
+
+
+async def trade(database: Database, user_id: str, *times: datetime, symbol: str = "2330") -> None:
+    """A filled order of this user, who exists, at each of the times."""
+    async with database.session() as session:
+        await session.execute(
+            text(
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "values (:user, 'main', 'paper', 'stock', true) on conflict do nothing"
+            ),
+            {"user": user_id},
+        )
+        for at in times:
+            await session.execute(
+                text(
+                    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, "
+                    "side, quantity, price_type, time_in_force, tag, trading_day, state, generation, "
+                    "deadline_at, created_at, filled_quantity, average_price) "
+                    "select gen_random_uuid(), :user, 'main', t, '', :symbol, 'buy', 1, 'MKT', 'IOC', "
+                    "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz), "
+                    "1, 100 from (select md5(random()::text) as t) as tag"
+                ),
+                {"user": user_id, "at": at, "day": at.astimezone(TAIPEI).date(), "symbol": symbol},
+            )
+
+
+def statements(database: Database, client: Redis, settings: Settings = BOTH, **options: Any) -> Statements:
+    return Statements(database, JobDesk(client, lambda _line: None), DAYS, settings, **options)
+
+
+async def enqueue(
+    made: Statements, *, after: str = "", limit: int = 100, rate: float = 5.0
+) -> sm.StatementsPage:
+    request = sm.EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
+    return await ActivityEnvironment().run(made.enqueue_statements, request)
+
+
+async def job(client: Redis, job_id: str) -> Job:
+    body = await client.hget(job_keys.job(job_keys.FLEET, job_id), "body")
+    assert body is not None, f"there is no job {job_id}"
+    return read_job(body.encode() if isinstance(body, str) else body)
+
+
+async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends_nothing(
+    database: Database, valkey_client: Redis
+) -> None:
+    await with_addresses(
+        database,
+        ann=Addresses(email="ann@example.com"),
+        bob=Addresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+        eve=Addresses(),
+    )
+    begin = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=5, minutes=30)
+    second = timedelta(seconds=1)
+    # From 05:30 to 05:30: the evening's trading belongs to the day before.
+    await trade(database, "bob", begin, begin + timedelta(hours=24) - second)
+    await trade(database, "bob", begin - second, begin + timedelta(hours=24), symbol="9999")
+    made = statements(database, valkey_client)
+    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=3)
+    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", known=3)
+    assert await enqueue(made, after="bob") == sm.StatementsPage()
+
+    mail = msgspec.json.decode(
+        (await job(valkey_client, "statement-mail.2025-10-03.ann")).args, type=job_work.MailStatement
+    )
+    assert (mail.to, job_work.unpack(mail.orders)) == ("ann@example.com", [])
+    posted = await job(valkey_client, "statement-post.2025-10-03.bob")
+    assert (posted.queue, posted.unique, posted.rate_key) == ("webhook", posted.job_id, "bob.example.com")
+    post = msgspec.json.decode(posted.args, type=job_work.PostStatement)
+    rows = job_work.unpack(post.orders)
+    assert [(row.symbol, row.state, row.filled_quantity) for row in rows] == [("2330", "filled", 1)] * 2
+
+
+async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, valkey_client: Redis) -> None:
+    addresses = {f"u{number}": Addresses(email=f"u{number}@example.com") for number in range(5)}
+    await with_addresses(database, **addresses)
+    made = statements(database, valkey_client)
+    page = await enqueue(made, limit=3, rate=0.1)
+    assert page == sm.StatementsPage(users=3, after="u2", enqueued=3)
+    assert await enqueue(made, after=page.after, limit=3) == sm.StatementsPage(
+        users=2, after="u4", enqueued=2
+    )
+    delays = [(await job(valkey_client, f"statement-mail.{DAY}.u{number}")).delay for number in range(5)]
+    assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
+
+
+async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address_stops_nobody(
+    database: Database, valkey_client: Redis
+) -> None:
+    await with_addresses(
+        database,
+        ann=Addresses(webhook_url="https://{ann}/"),
+        bob=Addresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+    )
+    noon = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=12)
+    await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
+    made = statements(database, valkey_client, most_orders=2)
+    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
+    mail = await job(valkey_client, "statement-mail.2025-10-03.bob")
+    assert (mail.name, "orders.csv" in msgspec.json.decode(mail.args)["text"]) == ("email", True)
+    post = await job(valkey_client, "statement-post.2025-10-03.bob")
+    told = msgspec.json.decode(post.args, type=job_work.WebhookDelivery)
+    assert (told.event, msgspec.json.decode(told.body)["code"]) == ("statement.too_large", "TOO_MANY_ORDERS")
+
+
+async def test_who_has_an_address_counts_by_the_ways_that_there_are(
+    database: Database, valkey_client: Redis
+) -> None:
+    await with_addresses(
+        database,
+        ann=Addresses(email="ann@example.com"),
+        bob=Addresses(webhook_url="https://bob.example.com/hook"),
+    )
+    plan = sm.PlanStatements(day=DAY.isoformat())
+    for settings, wanted in (
+        (BOTH, 2),
+        (Settings(mail_host="mail.example.com"), 1),
+        (Settings(), 0),
+        (Settings(statements="on"), 2),
+    ):
+        planned = await ActivityEnvironment().run(
+            statements(database, valkey_client, settings).plan_statements, plan
+        )
+        assert planned == sm.StatementsPlan(day="2025-10-03", users=wanted)
+
+
+async def test_days_without_trading_are_left_out_and_days_to_come_refused(
+    database: Database, valkey_client: Redis
+) -> None:
+    made, run = statements(database, valkey_client), ActivityEnvironment().run
+    holiday = await run(made.plan_statements, sm.PlanStatements(day="2025-10-05"))
+    assert holiday.reason == "2025-10-05 was no trading day"
+    for day, code in (("2199-01-01", "DAY_NOT_OVER"), ("yesterday", "INVALID_DAY")):
+        with pytest.raises(ApplicationError) as refused:
+            await run(made.plan_statements, sm.PlanStatements(day=day))
+        assert (refused.value.type, refused.value.non_retryable) == (code, True)
+
+
+def test_a_day_has_ended_when_its_evening_has() -> None:
+    end = timedelta(seconds=Settings().trading_day_end)
+    at = datetime(2025, 10, 4, 5, 29, 59, tzinfo=TAIPEI)
+    assert last_ended(at, end) == date(2025, 10, 2)
+    assert last_ended((at + timedelta(seconds=1)).astimezone(UTC), end) == DAY
+
+
+async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
+    database: Database, valkey_client: Redis, temporal_server: TemporalServer
+) -> None:
+    await with_addresses(database, ann=Addresses(email="ann@example.com"))
+    made = statements(database, valkey_client)
+    client = await Client.connect(temporal_server.address)
+    async with Worker(
+        client,
+        task_queue=names.BULK_QUEUE,
+        workflows=[StatementsWorkflow],
+        workflow_runner=bare_runner(),
+        activities=[made.plan_statements, made.enqueue_statements],
+    ):
+        result = await client.execute_workflow(
+            StatementsWorkflow.run,
+            sm.StatementsInput(day=DAY.isoformat()),
+            id="statements-of-a-test",
+            task_queue=names.BULK_QUEUE,
+        )
+    assert (result.users, result.enqueued) == (1, 1)
+    assert (await job(valkey_client, "statement-mail.2025-10-03.ann")).name == "statement_email"

@@ -1,0 +1,184 @@
+"""The API does what its OpenAPI description says, whatever is sent to it (by schemathesis).
+
+Half of the examples go to a user, an account and an order that are there, the rest anywhere; half of the
+bodies and parameters fit their schema, the rest do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode, openapi
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.core.result import Ok
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.integration.api.conftest import Api, StartWorker, an_order, served
+from tests.integration.api.lifecycle import Lifecycle
+from tests.integration.api.scripted_worker import Question
+from worker_runtime.protocol.exchange import Balance, Position
+from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
+from worker_runtime.protocol.requests import AccountReport, CancelOrder, QueryAccount, told
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+Operation = APIOperation[Any, Any, Any, Any]
+
+#: For each operation, of all kinds. To make them up is what takes the time: about 30 ms each.
+EXAMPLES = 12
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+#: Seconds; a request that takes longer is a finding. All take far less, also where the machine stands still
+#: for a while.
+PATIENCE = 40.0
+
+
+def reply(question: Question) -> Answer:
+    """A worker that always has an answer."""
+    if isinstance(question, QueryAccount):
+        report = AccountReport(
+            account_id=question.account_id,
+            taken_at_ms=1_800_000_000_500,
+            complete=True,
+            absence_certain=True,
+            positions=[Position(symbol="2330", quantity=2, average_price="1001.5")],  # type: ignore[arg-type]
+            balance=Balance(currency="TWD", cash=10, available=7),  # type: ignore[arg-type]
+        )
+        return Answer(request_id=question.request_id, report=told(report))
+    state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
+    outcome = OrderOutcome(order_id=question.order_id, state=state, broker_order_id="P-1")
+    return Answer(request_id=question.request_id, outcome=outcome)
+
+
+class Caller:
+    """Calls as this one and that, and collects what is wrong with the answers."""
+
+    def __init__(
+        self,
+        url: str,
+        keys: Sequence[str],
+        known: dict[str, Any],
+        checks: Sequence[Callable[..., Any]] = CHECKS,
+    ) -> None:
+        self._url = url
+        self._checks = list(checks)
+        self._keys = keys
+        self._known = known
+        self.found: dict[str, str] = {}
+        self.statuses: Counter[int] = Counter()
+
+    def run(self, operations: Iterable[Operation]) -> None:
+        for operation in operations:
+            self._try(operation)
+
+    def _try(self, operation: Operation) -> None:
+        @settings(
+            max_examples=EXAMPLES,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=self._cases(operation), key=st.sampled_from(self._keys))
+        def each(case: Case[Any], key: str) -> None:
+            self._check(operation.label, case, key)
+
+        each()
+
+    def _cases(self, operation: Operation) -> st.SearchStrategy[Case[Any]]:
+        names = {one.name for one in operation.path_parameters}
+        there = {name: value for name, value in self._known.items() if name in names}
+        kinds = [operation.as_strategy(mode) for mode in GenerationMode]
+        if there:
+            kinds += [operation.as_strategy(mode, path_parameters=there) for mode in GenerationMode]
+        return st.one_of(kinds)
+
+    def _check(self, label: str, case: Case[Any], key: str) -> None:
+        try:
+            answer = case.call(
+                base_url=self._url, headers={"X-API-Key": key}, timeout=PATIENCE, proxies={"http": None}
+            )
+        except OSError as error:  # what the client raises is one
+            self.found.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
+            return
+        self.statuses[answer.status_code] += 1
+        what = f"{answer.status_code} {answer.text[:300]} to {case.as_curl_command()}"
+        try:
+            case.validate_response(answer, checks=self._checks)
+        except FailureGroup as group:
+            for one in group.exceptions:
+                self.found.setdefault(f"{label}: {type(one).__name__}", f"{one}: {what}")
+        except Failure as failure:
+            self.found.setdefault(f"{label}: {type(failure).__name__}", f"{failure}: {what}")
+        if answer.status_code >= 400:
+            problem = "application/problem+json" in answer.headers["content-type"]
+            if not problem or not answer.json().get("code"):
+                self.found.setdefault(f"{label}: no problem with a code", what)
+
+
+async def test_every_operation_keeps_to_its_description(
+    whole_api: Api, lifecycle: Lifecycle, start_worker: StartWorker
+) -> None:
+    api = whole_api
+    worker = await start_worker(api.user)
+    worker.reply = reply
+    async with api.client(api.key) as user:
+        order = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
+        hook = (await user.post(f"/users/{api.user}/webhooks", json={"account_id": "main"})).json()
+    known = {
+        "user_id": api.user,
+        "account_id": "main",
+        "order_id": order["id"],
+        "symbol": "2330",
+        "number": 1,
+        "token": hook["token"],
+        "webhook_id": str(uuid4()),
+    }
+    described = openapi.from_dict(api.app.openapi())
+    # Streams have no end. A rollout asks the pool's workflow, and waits 10 s for it where another test has
+    # left one that nobody serves: its routes have a test of their own.
+    finite = described.exclude(path_regex="/events$|/rollout")
+    async with served(api) as url:
+        caller = Caller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
+        operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
+        await asyncio.to_thread(caller.run, operations)
+    assert caller.statuses.total() > 10 * len(operations)
+    assert {200, 201, 403, 404, 422} <= set(caller.statuses), (
+        caller.statuses
+    )  # not all is refused at the door
+    assert caller.found == {}, "\n".join(f"{name}\n    {what}" for name, what in caller.found.items())
+
+
+async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(api: Api) -> None:
+    """Temporal is down: what is asked for well is a 503 as described, everything else refused as ever."""
+    described = openapi.from_dict(api.app.openapi()).include(path_regex="/rollout")
+    described_codes = [check for check in CHECKS if check is not not_a_server_error]
+    async with served(api) as url:
+        caller = Caller(
+            url.removesuffix("/v1"), [api.key, api.admin_key], {"pool": "default"}, described_codes
+        )
+        operations = [one.ok() for one in described.get_all_operations() if isinstance(one, Ok)]
+        await asyncio.to_thread(caller.run, operations)
+    assert len(operations) == 3
+    assert {403, 422, 503} <= set(caller.statuses) <= {401, 403, 404, 405, 422, 503}, caller.statuses
+    assert caller.found == {}, "\n".join(f"{name}\n    {what}" for name, what in caller.found.items())

@@ -1,0 +1,99 @@
+"""An entry opens nothing beside an order that works in its account and symbol: it may be filled, too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from api.errors import IntentExpired
+from api.schemas.orders import PlaceOrder
+from api.services.placing import Leg
+from infra.database import closing
+from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
+from tests.integration.api.scripted_worker import until
+from tests.integration.api.test_intents import broker, sent, want
+from tests.integration.api.test_order_changes import resting
+
+
+@pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])
+async def test_nothing_is_opened_beside_an_order_that_works(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker, intent: str
+) -> None:
+    worker = await broker(api, start_worker, 0, resting)
+    first = await want(user, api, "short_entry", quantity=1)
+    assert first.json()["legs"][0]["state"] == "submitted", first.text
+    answer = await want(user, api, intent, 2, quantity=1)
+    assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
+    again = await want(user, api, "short_entry", quantity=1)
+    assert again.json() == first.json()
+    assert sent(worker) == [("sell", 1, False)]
+
+
+async def test_nothing_is_reversed_beside_an_order_that_works(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await broker(api, start_worker, -3, resting)
+    order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
+    assert (await user.post(f"/users/{api.user}/orders", json=order)).status_code == 201
+    answer = await want(user, api, "long_entry", quantity=1)
+    assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
+    assert len(worker.popped) == 1
+
+
+async def test_of_many_entries_at_once_one_is_sent(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await broker(api, start_worker, 0, resting)
+    async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
+        # None has its answer before all have looked: each finds no position, and no order.
+        look, worker.reply = worker.reply, lambda question: None
+        intents = ["long_entry", "short_entry"] * 3
+        entries = [
+            asyncio.create_task(want(one, api, intent, number, quantity=1))
+            for number, (intent, one) in enumerate(zip(intents, [user, elsewhere] * 3, strict=True))
+        ]
+        await until(lambda: len(worker.asked) == len(entries))
+        for question in worker.asked:
+            answer = look(question)
+            assert answer is not None
+            await worker.answer(b"", answer, question.reply_to)
+        answers = await asyncio.gather(*entries)
+    codes = sorted(answer.json().get("code") or "sent" for answer in answers)
+    assert codes == ["POSITION_BUSY"] * 5 + ["sent"]
+    assert len(worker.popped) == 1
+
+
+async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await broker(api, start_worker, 0, resting)
+    order = an_order(7, symbol="TXFA6", side="sell", quantity=1)
+    assert (await user.post(f"/users/{api.user}/orders", json=order)).status_code == 201
+    answer = await want(user, api, "long_entry", quantity=1)
+    assert answer.json()["legs"][0]["state"] == "submitted", answer.text
+    assert len(worker.popped) == 2
+
+
+async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took(
+    api: Api, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(api.user)
+    services = api.services
+    body = PlaceOrder.model_validate(an_order(symbol="MXFA6"))
+    leg = Leg(fingerprint="a leg", origin="a test")
+    async with services.database.session() as session:
+        await closing.alone(session, api.user, "main", "MXFA6")  # another process is at the position
+        since = await closing.clock(session)
+        opening = asyncio.create_task(
+            services.closing.open(api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2)
+        )
+        await asyncio.wait({opening}, timeout=0.3)
+        assert not opening.done()
+    with pytest.raises(IntentExpired):
+        await opening
+    async with services.database.session() as session:
+        assert await closing.by_client_ids(session, api.user, [body.client_order_id]) == {}
+    assert worker.popped == []

@@ -1,0 +1,134 @@
+"""Limits of job types over the API and the command line, as the claim of a runner meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from typer.testing import CliRunner
+
+from infra.cli.app import app
+from infra.database.models import AuditEntry
+from infra.settings import Settings
+from infra.vault.key_file import write
+from tests.integration.api.conftest import Api, running_api, served
+from tests.integration.jobs.stage import Stage, claim, ids
+from worker_runtime.protocol import job_keys
+
+BERTH = str(Path(sys.executable).with_name("berth"))
+NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}
+
+
+@pytest.fixture
+def stage(settings: Settings) -> Iterator[Stage]:
+    """A producer and runners on the API's Valkey."""
+    stage = Stage(settings.valkey_url)
+    yield stage
+    stage.close()
+
+
+async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goes(
+    api: Api, stage: Stage
+) -> None:
+    async with api.client(api.admin_key) as admin:
+        body = {"running": 1, "reason": "the server asked for it"}
+        answer = await admin.put("/job-limits/webhook", json=body)
+        assert answer.json() == {"type": "webhook", "running_now": 0, **NONE, "running": 1}
+        for number in range(3):
+            stage.enqueue(f"w{number}", name="webhook", rate_key="example.com")
+        runner = stage.runner()
+        assert ids(claim(runner)) == ["w0"]
+        assert claim(runner) == []
+        [listed] = [
+            one for one in (await admin.get("/job-limits")).json()["limits"] if one["type"] == "webhook"
+        ]
+        assert (listed["running"], listed["running_now"]) == (1, 1)
+        stage.client.execute("DEL", runner.mail())
+        cleared = await admin.put("/job-limits/webhook", json={})
+        assert cleared.json() == {"type": "webhook", "running_now": 1, **NONE}
+        assert stage.client.execute("LRANGE", runner.mail(), 0, -1) == [b"look"]
+        assert ids(claim(runner)) == ["w1"]
+    async with api.services.database.session() as session:
+        entries = await session.scalars(
+            select(AuditEntry.data).where(AuditEntry.subject == "job-type:webhook").order_by(AuditEntry.id)
+        )
+        told = [(one["running"], one["reason"]) for one in entries]
+    assert told == [(1, "the server asked for it"), (None, "requested")]
+
+
+async def test_a_rate_holds_for_each_key_with_its_burst(api: Api, stage: Stage) -> None:
+    async with api.client(api.admin_key) as admin:
+        body = {"per_second": 0.001, "burst": 2}
+        assert (await admin.put("/job-limits/webhook", json=body)).status_code == 200
+        [listed] = [
+            one for one in (await admin.get("/job-limits")).json()["limits"] if one["type"] == "webhook"
+        ]
+        assert (listed["per_second"], listed["burst"]) == (0.001, 2)
+    for number in range(3):
+        stage.enqueue(f"a{number}", name="webhook", rate_key="a")
+    stage.enqueue("b0", name="webhook", rate_key="b")
+    runner = stage.runner()
+    taken: list[str] = []
+    while jobs := claim(runner):
+        taken += ids(jobs)
+    assert taken == ["a0", "a1", "b0"]
+    assert stage.field("a2", "state") == "delayed"
+
+
+async def test_wrong_limits_unknown_types_and_users_are_refused(api: Api) -> None:
+    async with api.client(api.admin_key) as admin, api.client(api.key) as user:
+        for wrong in (
+            {"running": -1},
+            {"running": 1.5},
+            {"per_second": 0},
+            {"burst": 2},
+            {"per_second": "NaN"},
+            {"other": 1},
+        ):
+            answer = await admin.put("/job-limits/webhook", json=wrong)
+            assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST"), wrong
+        assert (await admin.put("/job-limits/no-such-type", json={})).status_code == 404
+        assert (await user.put("/job-limits/webhook", json={})).json()["code"] == "FORBIDDEN"
+        assert (await user.get("/job-limits")).json()["code"] == "FORBIDDEN"
+        stored = await api.services.valkey.hgetall(job_keys.meta(job_keys.FLEET))
+        assert not [name for name in stored if b"webhook" in name]
+
+
+async def test_the_command_line_sets_lists_and_clears(settings: Settings, tmp_path: Path) -> None:
+    async with running_api(settings) as api, served(api) as url:
+        key = tmp_path / "operator.key"
+        write(key, api.admin_key.encode(), private=True)
+        where = ["--url", url.removesuffix("/v1"), "--key-file", str(key)]
+
+        async def cli(*words: str, code: int = 0) -> str:
+            process = await asyncio.create_subprocess_exec(
+                *(BERTH, "jobs", "limits", *words, *where),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
+            )
+            out, err = await process.communicate()
+            assert process.returncode == code, (out, err)
+            return (err if code else out).decode()
+
+        made = await cli("set", "email", "--running", "4", "--per-second", "2.5", "--burst", "5", "--json")
+        assert json.loads(made) == {
+            **{"type": "email", "running_now": 0, "per_node": None},
+            **{"running": 4, "per_second": 2.5, "burst": 5},
+        }
+        [line] = [line for line in (await cli("list")).splitlines() if line.startswith("email")]
+        assert line.split() == ["email", "0", "4", "-", "2.5", "5"]
+        cleared = (await cli("clear", "email", "--reason", "no need any more")).splitlines()[-1]
+        assert cleared.split() == ["email", "0", "-", "-", "-", "-"]
+        assert "NOT_FOUND" in await cli("set", "no-such-type", "--running", "1", code=1)
+
+
+@pytest.mark.parametrize("words", [[], ["--burst", "2"], ["--running", "-1"]])
+def test_the_command_line_wants_a_limit_that_makes_sense(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["jobs", "limits", "set", "email", *words])
+    assert done.exit_code == 2, done.output

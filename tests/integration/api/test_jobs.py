@@ -1,0 +1,237 @@
+"""Jobs over REST, with the runner that a user's worker or a fleet has."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import select
+
+from infra.database.models import AuditEntry
+from infra.settings import Settings
+from tests.integration.api.conftest import Api, an_order, on_one_day, running_api
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.protocol import job_keys
+from worker_runtime.protocol.messages import encode
+
+StartRunner = Callable[[str], None]
+
+STATEMENT = {"type": "statement", "day": "2026-11-20"}
+
+
+@pytest.fixture
+async def start_runner(api: Api) -> AsyncIterator[StartRunner]:
+    """Starts a runner of a tag, with the jobs that exist."""
+    with ExitStack() as stack:
+
+        def start(tag: str) -> None:
+            config = RunnerConfig(name="test", valkey_url=api.settings.valkey_url, tag=tag, lease=30.0)
+            command = [sys.executable, "-m", "worker_runtime.jobs"]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            )
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            process.stdin.write(encode(config))
+            process.stdin.close()
+
+        yield start
+
+
+async def put(client: httpx.AsyncClient, user: str, **job: Any) -> httpx.Response:
+    return await client.post(f"/users/{user}/jobs", json={"job": job})
+
+
+async def test_a_users_export_and_statement_are_made_of_his_orders(
+    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+) -> None:
+    await on_one_day()
+    start_runner(job_keys.of_user(api.user))
+    for number in (1, 2):
+        made = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order(number))
+        assert made.status_code == 202, made.text
+    accepted = (await user.get(f"/users/{api.user}/orders")).json()["orders"][0]["accepted_at"]
+
+    asked = await put(user, api.user, type="order_export", job_id="export-1")
+    assert asked.status_code == 202
+    job = (await user.get(f"/users/{api.user}/jobs/export-1?wait=20")).json()
+    assert (job["state"], job["ended"], job["failure"]) == ("done", True, None)
+    file = await user.get(f"/users/{api.user}/jobs/export-1/file")
+    assert file.headers["content-type"].startswith("text/csv")
+    lines = list(csv.DictReader(io.StringIO(file.text, newline="")))
+    listed = await user.get(f"/users/{api.user}/orders.csv")
+    streamed = list(csv.DictReader(io.StringIO(listed.text, newline="")))
+    assert [line["client_order_id"] for line in lines] == ["order-2", "order-1"]
+    assert list(lines[0]) == list(streamed[0])  # the same columns
+    assert lines[0]["accepted_at"] == streamed[0]["accepted_at"]
+    assert lines[0]["price"] == streamed[0]["price"]
+
+    day = (datetime.fromisoformat(accepted) + timedelta(hours=8)).date().isoformat()  # Taiwan's
+    asked = await put(user, api.user, type="statement", day=day)
+    job = (await user.get(f"/users/{api.user}/jobs/{asked.json()['id']}?wait=20")).json()
+    assert (job["value"]["day"], job["value"]["orders"]) == (day, 2)
+
+
+async def test_waiting_ends_with_the_job_and_not_before(
+    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+) -> None:
+    asked = (await put(user, api.user, **STATEMENT)).json()
+    assert (asked["state"], asked["type"]) == ("waiting", "statement")
+    path = f"/users/{api.user}/jobs/{asked['id']}"
+    assert (await user.get(f"{path}?wait=0.05")).json()["state"] == "waiting"
+    waiting = asyncio.create_task(user.get(f"{path}?wait=30"))
+    await _somebody_waits(api, asked["id"])
+    start_runner(job_keys.of_user(api.user))
+    job = (await waiting).json()
+    assert (job["state"], job["attempt"], job["value"]["orders"]) == ("done", 1, 0)
+
+
+async def _somebody_waits(api: Api, job_id: str) -> None:
+    client: Redis = api.services.valkey
+    channel = job_keys.done(job_keys.of_user(api.user), job_id)
+    for _ in range(1000):
+        if (await client.pubsub_numsub(channel))[0][1]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("nobody waits for the job")
+
+
+async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
+    api: Api, user: httpx.AsyncClient
+) -> None:
+    first = await put(user, api.user, **STATEMENT, job_id="s-1")
+    again = await put(user, api.user, **STATEMENT, job_id="s-1")
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json() == again.json()
+    assert await api.services.valkey.zcard(
+        job_keys.lane(job_keys.of_user(api.user), "default", "statement")
+    ) == (1)
+    other = await put(user, api.user, type="statement", day="2026-11-19", job_id="s-1")
+    assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
+
+
+async def test_an_id_keeps_its_meaning_as_long_as_its_job_is_there(api: Api, user: httpx.AsyncClient) -> None:
+    await put(user, api.user, **STATEMENT, job_id="s-1")
+    await api.services.valkey.delete(job_keys.asked(job_keys.of_user(api.user), "s-1"))  # a day has passed
+    for _ in range(2):
+        other = await put(user, api.user, type="statement", day="2026-11-19", job_id="s-1")
+        assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
+    assert (await put(user, api.user, **STATEMENT, job_id="s-1")).status_code == 202
+
+
+async def test_a_waiting_job_is_cancelled_and_stays_so(api: Api, user: httpx.AsyncClient) -> None:
+    asked = (await put(user, api.user, **STATEMENT)).json()
+    path = f"/users/{api.user}/jobs/{asked['id']}"
+    for _ in range(2):
+        cancelled = (await user.post(f"{path}/cancel")).json()
+        assert (cancelled["state"], cancelled["ended"]) == ("cancelled", True)
+        assert cancelled["failure"]["code"] == "JOB_CANCELLED"
+    assert (await user.get(f"{path}/file")).status_code == 404
+
+
+async def test_a_user_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
+    narrow = settings.model_copy(update={"jobs_waiting": 3})
+    async with running_api(narrow) as api, api.client(api.key) as user:
+        for number in range(3):
+            assert (await put(user, api.user, **STATEMENT, job_id=f"s-{number}")).status_code == 202
+        refused = await put(user, api.user, **STATEMENT)
+        assert (refused.status_code, refused.json()["code"]) == (429, "TOO_MANY_JOBS")
+        # A repeat of one that is there is no further one.
+        assert (await put(user, api.user, **STATEMENT, job_id="s-0")).status_code == 202
+
+
+async def test_a_user_asks_for_so_many_jobs_while_results_are_kept_and_no_more(
+    api: Api, user: httpx.AsyncClient
+) -> None:
+    async def asks_and_cancels() -> str:
+        asked = (await put(user, api.user, **STATEMENT)).json()
+        if "id" not in asked:
+            return str(asked["code"])
+        await user.post(f"/users/{api.user}/jobs/{asked['id']}/cancel")
+        return "cancelled"
+
+    seen = [await asks_and_cancels() for _ in range(51)]
+    assert seen == ["cancelled"] * 50 + ["TOO_MANY_JOBS"]
+    client: Redis = api.services.valkey
+    assert 0 < await client.ttl(job_keys.lately(job_keys.of_user(api.user))) <= 500
+
+
+async def test_calls_that_come_at_once_get_no_more_than_one_after_the_other(
+    api: Api, user: httpx.AsyncClient
+) -> None:
+    replies = await asyncio.gather(*(put(user, api.user, **STATEMENT) for _ in range(55)))
+    assert sorted(reply.status_code for reply in replies) == [202] * 50 + [429] * 5
+
+
+async def test_nobody_sees_the_jobs_of_others(api: Api, user: httpx.AsyncClient) -> None:
+    mine = (await put(user, api.user, **STATEMENT)).json()["id"]
+    async with api.client(api.admin_key) as admin:
+        assert (await admin.get(f"/users/{api.user}/jobs/{mine}")).status_code == 200
+        await admin.post("/users", json={"user_id": f"{api.user}-b"})
+        assert (await put(admin, f"{api.user}-b", **STATEMENT)).status_code == 202
+        assert (await put(admin, "nobody", **STATEMENT)).status_code == 404
+        assert (await admin.get(f"/users/{api.user}-b/jobs/{mine}")).status_code == 404
+    assert (await put(user, f"{api.user}-b", **STATEMENT)).status_code == 404
+    assert (await user.get(f"/users/{api.user}-b/jobs/{mine}")).status_code == 404
+    unknown = await put(user, api.user, type="position_snapshot", account_id="none")
+    assert (unknown.status_code, unknown.json()["code"]) == (422, "UNKNOWN_ACCOUNT")
+
+
+async def test_the_fleets_jobs_are_for_operators(
+    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+) -> None:
+    ping = {"job": {"type": "ping", "text": "hello", "job_id": f"ping-{api.user}"}}
+    for method, path in (("POST", "/jobs"), ("GET", "/jobs/x"), ("POST", "/jobs/x/cancel")):
+        refused = await user.request(method, path, json=ping if path == "/jobs" else None)
+        assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
+    start_runner(job_keys.FLEET)
+    async with api.client(api.admin_key) as admin:
+        assert (await admin.post("/jobs", json=ping)).status_code == 202
+        job = (await admin.get(f"/jobs/ping-{api.user}?wait=20")).json()
+        assert (job["state"], job["value"]["text"]) == ("done", "hello")
+        mail = {"type": "email", "to": "a@example.com\nBcc: b@example.com", "subject": "s", "text": "t"}
+        assert (await admin.post("/jobs", json={"job": mail})).status_code == 422
+        large = {"type": "webhook", "url": "https://example.com", "recipient": "a", "event": "e"}
+        broken = {**large, "url": "https://[::1", "body": 1}
+        assert (await admin.post("/jobs", json={"job": broken})).status_code == 422
+        for number in ("NaN", "1e400", "-Infinity"):
+            endless = json.dumps({"job": {**large, "body": "?"}}).replace('"?"', f'[{{"a": {number}}}]')
+            refused = await admin.post("/jobs", content=endless, headers={"Content-Type": "application/json"})
+            assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
+        refused = await admin.post("/jobs", json={"job": {**large, "body": "é" * 30_000}})
+        assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
+
+
+async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_what_it_says(api: Api) -> None:
+    async with api.client(api.admin_key) as admin:
+        mail = {"type": "email", "to": "a@example.com", "subject": "canary", "text": "canary"}
+        hook = {"type": "webhook", "url": "https://example.com/canary", "recipient": "alice", "event": "e"}
+        asked = [
+            (await admin.post("/jobs", json={"job": job})).json()["id"]
+            for job in (mail, {**hook, "body": "canary"}, {"type": "ping"})
+        ]
+        await admin.post(f"/jobs/{asked[0]}/cancel")
+    async with api.services.database.session() as session:
+        found = await session.scalars(
+            select(AuditEntry)
+            .where(AuditEntry.subject == "fleet", AuditEntry.data["job_id"].astext.in_(asked))
+            .order_by(AuditEntry.id)
+        )
+        rows = [(row.actor.partition(":")[0], row.action, row.data) for row in found]
+    assert rows == [
+        ("key", "job.requested", {"job_id": asked[0], "type": "email", "recipient": "a@example.com"}),
+        ("key", "job.requested", {"job_id": asked[1], "type": "webhook", "recipient": "alice"}),
+        ("key", "job.requested", {"job_id": asked[2], "type": "ping"}),
+        ("key", "job.cancel_requested", {"job_id": asked[0]}),
+    ]

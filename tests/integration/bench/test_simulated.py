@@ -1,0 +1,242 @@
+"""A simulated node behind the real launcher: what the orchestrator does to workers works on these, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from infra import valkey
+from infra.bench.simulated.habits import Habits
+from infra.bench.simulated.keeper import SimulatedKeeper
+from infra.bench.simulated.link import Link
+from infra.launchers.port import LaunchFailed, LaunchSpec
+from infra.launchers.process import ProcessLauncher
+from infra.local.servers import ValkeyServer
+from infra.node.address import listen
+from infra.node.server import NodeServer
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import (
+    Answer,
+    Claim,
+    ClaimReply,
+    Event,
+    Message,
+    Release,
+    Shutdown,
+    WorkerEvent,
+    decode,
+)
+from worker_runtime.protocol.switches import OPEN
+
+SECRET = b"s" * 32
+KEY = Ed25519PrivateKey.generate()
+USER, POOL, CLAIM_ID = "u1", "simulated", "c1"
+
+
+class Stage:
+    """A small orchestrator: it launches through the node's socket and claims through Valkey."""
+
+    def __init__(self, client: Any, launcher: ProcessLauncher, url: str) -> None:
+        self.client = client
+        self.launcher = launcher
+        self.url = url
+
+    def config(self, worker_id: str, **changes: Any) -> WorkerConfig:
+        return WorkerConfig(
+            **{
+                "worker_id": worker_id,
+                "pool": POOL,
+                "valkey_url": self.url,
+                "launch_token": sealing.launch_token(SECRET, worker_id),
+                "orchestrator_key": KEY.public_key().public_bytes_raw(),
+                "mark_period": 0.2,
+                "mark_ttl": 10.0,
+                **changes,
+            }
+        )
+
+    async def launch(self, worker_id: str, token: str = "", **changes: Any) -> str:
+        spec = LaunchSpec(config=self.config(worker_id, **changes))
+        return (await self.launcher.launch(spec, token or f"token-{worker_id}")).task_id
+
+    async def take(self, claim_id: str = CLAIM_ID) -> list[bytes]:
+        """What `claim.lua` says once a worker is ready."""
+        while True:
+            found: list[bytes] = await valkey.run(
+                self.client,
+                scripts.CLAIM,
+                [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)],
+                [claim_id, keys.pool_worker_prefix(POOL), keys.CLAIM_TTL],
+            )
+            if found[0] != b"empty":
+                return found
+            await asyncio.sleep(0.01)
+
+    async def push(self, worker_id: str, message: Message) -> None:
+        await self.client.rpush(keys.pool_inbox(POOL, worker_id), sealing.sign(message, KEY))
+
+    async def active(self, worker_id: str, epoch: int = 1) -> ClaimReply:
+        """Claims the worker for the user; its reply."""
+        await self.launch(worker_id)
+        assert (await self.take())[1].decode() == worker_id
+        assert await self.own(worker_id, epoch) == b"ok"
+        claim = Claim(
+            claim_id=CLAIM_ID,
+            worker_id=worker_id,
+            user_id=USER,
+            epoch=epoch,
+            generation="g1",
+            connect_timeout=5.0,
+            accounts=[],
+        )
+        await self.push(worker_id, claim)
+        _, data = await self.client.blpop([keys.pool_reply(POOL, CLAIM_ID)], 10)
+        reply: ClaimReply = decode(data, ClaimReply)
+        return reply
+
+    async def own(self, worker_id: str, epoch: int) -> bytes:
+        owned: bytes = await valkey.run(
+            self.client,
+            scripts.OWN,
+            [keys.owner(USER), keys.switch(USER)],
+            [epoch, worker_id, "g1", *OPEN.words()],
+        )
+        return owned
+
+    async def ended(self) -> tuple[str, int | None, str]:
+        """Worker, exit code and reason of the next end."""
+        async with asyncio.timeout(10):
+            async for end in self.launcher.exits():
+                return end.worker_id, end.exit_code, end.reason
+        raise AssertionError("the stream of ends was closed")
+
+    async def told(self) -> list[str]:
+        entries = await self.client.xrange(keys.EVENTS)
+        events: list[Event] = [decode(fields[b"e"], Event) for _, fields in entries]
+        return [event.kind.value for event in events if isinstance(event, WorkerEvent)]
+
+
+@asynccontextmanager
+async def _stage(server: ValkeyServer, folder: Path, habits: Habits) -> AsyncIterator[Stage]:
+    link = Link(server.url)
+    keeper = SimulatedKeeper(link, habits)
+    node = NodeServer(keeper, keeper, limits="none")
+    socket = folder / "node.sock"
+    await node.start(listen(socket))
+    client: Any = valkey.connect(server.url, socket_timeout=15.0)
+    await client.flushall()
+    launcher = ProcessLauncher(socket)
+    try:
+        yield Stage(client, launcher, server.url)
+    finally:
+        await launcher.close()
+        await client.aclose()
+        await node.close()
+        await keeper.close()
+        await link.close()
+
+
+@pytest.fixture
+async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIterator[Stage]:
+    async with _stage(valkey_server, short_directory, Habits(start=0.0, connect=0.0)) as made:
+        yield made
+
+
+async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: Stage) -> None:
+    task_id = await stage.launch("w1")
+    status, worker_id, public_key, proof, task, _ = await stage.take()
+    assert (status, worker_id, task) == (b"claimed", b"w1", task_id.encode())
+    assert sealing.check_key(sealing.launch_token(SECRET, "w1"), "w1", public_key, proof)
+
+
+async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(stage: Stage) -> None:
+    first = await stage.launch("w1")
+    assert await stage.launch("w1") == first
+    with pytest.raises(LaunchFailed, match="runs already"):
+        await stage.launch("w1", token="another")
+    assert len(await stage.launcher.list()) == 1
+
+
+async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: Stage) -> None:
+    reply = await stage.active("w1", epoch=3)
+    assert (reply.failure, reply.epoch, reply.worker_id) == (None, 3, "w1")
+    assert await stage.client.get(keys.mark(USER)) == b"3:w1"
+    metadata = await stage.client.hgetall(keys.metadata(USER))
+    assert (metadata[b"state"], metadata[b"epoch"]) == (b"Active", b"3")
+    assert await stage.told() == ["connected"]
+
+
+async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: Stage) -> None:
+    await stage.active("w1")
+    await stage.client.pexpire(keys.mark(USER), 3000)
+    lives = 0
+    while lives <= 3000:  # only a renewal can set it back to the whole 10 s
+        await asyncio.sleep(0.02)
+        lives = await stage.client.pttl(keys.mark(USER))
+    await stage.own("w2", 2)
+    assert await stage.ended() == ("w1", 66, "exited")
+
+
+async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: Stage) -> None:
+    await stage.active("w1")
+    signed = sealing.sign(Shutdown(user_id=USER, epoch=1, reason="idle"), KEY)
+    await valkey.run(stage.client, scripts.CONTROL, [keys.control(USER), keys.doorbell(USER)], [signed])
+    assert await stage.ended() == ("w1", 0, "exited")
+    assert not await stage.client.exists(keys.mark(USER), keys.metadata(USER))
+    assert await stage.told() == ["connected", "closed"]
+
+
+async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: Stage) -> None:
+    await stage.launch("w1")
+    await stage.take()
+    entry = keys.pool_worker(POOL, "w1")
+    assert await valkey.run(stage.client, scripts.SETTLE, [entry], [CLAIM_ID, "released"]) == b"released"
+    await stage.push("w1", Release(claim_id=CLAIM_ID, worker_id="w1", reason="too late"))
+    worker_id, code, _ = await stage.ended()
+    assert worker_id == "w1"
+    assert code in (0, 67)  # by the message, or by the renewal that noticed it
+    assert not await stage.client.exists(keys.mark(USER))
+
+
+async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(stage: Stage) -> None:
+    task_id = await stage.launch("w1")
+    await stage.take("other")
+    await stage.launcher.stop(task_id, "the pool shrinks")
+    assert await stage.launcher.list() == []
+    assert await stage.ended() == ("w1", 0, "stopped")
+    assert not await stage.client.exists(keys.pool_worker(POOL, "w1"))
+
+
+async def test_the_users_of_busy_workers_show_activity_again_and_again(
+    valkey_server: ValkeyServer, short_directory: Path
+) -> None:
+    habits = Habits(start=0.0, connect=0.0, used=True)
+    async with _stage(valkey_server, short_directory, habits) as stage:
+        await stage.active("w1")
+        seen = {await stage.client.hget(keys.metadata(USER), "last_activity_ms")}
+        while len(seen) < 3:
+            await asyncio.sleep(0.02)
+            seen.add(await stage.client.hget(keys.metadata(USER), "last_activity_ms"))
+        assert sorted(seen)[0] > b"0"
+
+
+async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: Stage) -> None:
+    await stage.active("w1")
+    names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
+    payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'
+    await valkey.run(stage.client, scripts.ENQUEUE, names, ["r1", payload, 10_000, 3_600_000])
+    data = None
+    while data is None:
+        await asyncio.sleep(0.01)
+        data = await stage.client.get(keys.response(USER, "r1"))
+    answer: Answer = decode(data, Answer)
+    assert answer.failure is not None
+    assert answer.failure.code == "ORDER_REJECTED"
+    assert await stage.client.llen(keys.processing(USER)) == 0

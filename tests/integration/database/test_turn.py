@@ -1,0 +1,38 @@
+"""Whose turn it is: one at a time, and given back by the end of the transaction, also by a broken one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.database import turn
+from infra.database.engine import Database
+
+
+@pytest.fixture
+async def database(empty_database: str) -> AsyncIterator[Database]:
+    made = Database(empty_database)
+    yield made
+    await made.close()
+
+
+async def test_one_at_a_time_has_the_turn_and_the_end_gives_it_back(database: Database) -> None:
+    async with database.session() as one, database.session() as other:
+        assert await turn.take(one, "move")
+        assert not await turn.take(other, "move")
+        assert await turn.take(other, "something else")
+        await one.commit()
+        assert await turn.take(other, "move")
+
+
+async def test_a_failure_gives_it_back(database: Database) -> None:
+    async def fails() -> None:
+        async with database.session() as one:
+            assert await turn.take(one, "move")
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError):
+        await fails()
+    async with database.session() as other:
+        assert await turn.take(other, "move")

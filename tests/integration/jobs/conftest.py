@@ -1,0 +1,27 @@
+"""A stage and a fleet for each test, on an empty Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.local.servers import ValkeyServer
+from tests.integration.jobs.fleet import Fleet
+from tests.integration.jobs.stage import Stage
+
+
+@pytest.fixture
+def stage(valkey_server: ValkeyServer) -> Iterator[Stage]:
+    stage = Stage(valkey_server.url)
+    stage.client.execute("FLUSHALL")
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def fleet(stage: Stage, short_directory: Path) -> Iterator[Fleet]:
+    fleet = Fleet(stage, short_directory)
+    yield fleet
+    fleet.close()

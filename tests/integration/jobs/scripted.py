@@ -1,0 +1,84 @@
+"""A runner process with jobs that do what the tests need: `python -m tests.integration.jobs.scripted`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from worker_runtime.jobs.__main__ import main
+from worker_runtime.jobs.context import JobContext
+from worker_runtime.jobs.ping import PING
+from worker_runtime.jobs.registry import JobType, Registry, RetryLater
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job does. Each start is a line in `ledger`; it waits until the file `until` is there."""
+
+    ledger: str = ""
+    until: str = ""
+    sleeps: float = 0.0
+    returns: Any = None
+    prints: str = ""
+    times: int = 1
+    fails: str = ""
+    retries: int = 0
+    allocates: int = 0
+    dies_by: int = 0
+    ignores_term: bool = False
+    spawns: bool = False
+    progress: int | None = None
+
+
+def perform(script: Script, context: JobContext) -> object:
+    if script.ignores_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    grandchild = 0
+    if script.spawns:
+        grandchild = subprocess.Popen(["sleep", "3600"]).pid  # noqa: S607
+    if script.ledger:
+        line = f"{context.job_id} {context.attempt} {context.fence} {os.getpid()} {grandchild}\n"
+        descriptor = os.open(script.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+    if script.progress is not None:
+        context.progress(script.progress)
+    if script.prints:
+        sys.stdout.write(script.prints * script.times)
+        os.write(2, b"[to standard error]")
+    while script.until and not os.path.exists(script.until):
+        time.sleep(0.002)
+    time.sleep(script.sleeps)
+    if script.allocates:
+        bytearray(script.allocates)
+    if script.dies_by:
+        os.kill(os.getpid(), script.dies_by)
+    if context.attempt <= script.retries:
+        raise RetryLater("not yet", delay=0.0)
+    if script.fails:
+        raise RuntimeError(script.fails)
+    return script.returns
+
+
+SCRIPTED = JobType(name="scripted", arguments=Script, run=perform, memory=64 * 1024 * 1024)
+
+_fork = os.fork
+
+
+def fork_if_there_is_room() -> int:
+    """A fork as it fails on a host without room for another process, while the file `BERTH_FULL` is there."""
+    if os.path.exists(os.environ["BERTH_FULL"]):
+        raise BlockingIOError(errno.EAGAIN, "no room")
+    return _fork()
+
+
+if __name__ == "__main__":
+    if "BERTH_FULL" in os.environ:
+        os.fork = fork_if_there_is_room
+    sys.exit(main(Registry(SCRIPTED, PING)))

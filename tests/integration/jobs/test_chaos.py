@@ -1,0 +1,21 @@
+"""The short form of `berth chaos jobs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.chaos import jobs
+
+
+@pytest.mark.timeout(240)
+def test_killed_runners_lose_no_job_and_run_none_twice(short_directory: Path) -> None:
+    result = jobs.run(kills=200, seed=1, folder=short_directory)
+    assert result["findings"] == []
+    assert (result["lost"], result["doubled"], result["wrong"]) == (0, 0, 0)
+    assert result["kills"] >= 200
+    assert result["jobs"] > 200
+    assert result["faults"] == {"flush": 1, "restart": 1}
+    assert result["outcome_unknown"] > 0  # runners died with such jobs in hand
+    assert result["rerun_p99_s"] > 0

@@ -1,0 +1,64 @@
+"""What has become of a request past its deadline, and that it cannot be executed afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.lua.conftest import Scripts
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.frames import parse
+from worker_runtime.protocol.scripts import ENQUEUE, OVERDUE
+
+USER = "42"
+HOUR = 3_600_000
+
+
+def enqueue(scripts: Scripts, request: str = "r") -> Any:
+    names = [keys.seen(USER, request), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
+    return scripts.run(ENQUEUE, names, request, "payload", 1, HOUR)
+
+
+def overdue(scripts: Scripts, request: str = "r") -> Any:
+    names = [
+        keys.seen(USER, request),
+        keys.requests(USER),
+        keys.processing(USER),
+        keys.journal(USER, request),
+        keys.response(USER, request),
+    ]
+    return scripts.run(OVERDUE, names, request, "expired", 60, HOUR)
+
+
+def test_a_request_that_is_still_queued_is_taken_back_with_its_answer(scripts: Scripts) -> None:
+    enqueue(scripts, "other")
+    enqueue(scripts)
+    assert overdue(scripts) == ["withdrawn", ""]
+    assert scripts.client.llen(keys.requests(USER)) == 1
+    assert overdue(scripts) == ["answered", "expired"]
+
+
+def test_a_request_that_was_never_queued_cannot_be_any_more(scripts: Scripts) -> None:
+    assert overdue(scripts) == ["absent", ""]
+    new, item, _ = enqueue(scripts)
+    assert new == 0
+    assert parse(item.encode()).request_id == "r"
+    assert scripts.client.llen(keys.requests(USER)) == 0
+    assert overdue(scripts) == ["absent", ""]
+
+
+@pytest.mark.parametrize("journaled", [True, False])
+def test_a_request_that_a_worker_took_is_left_to_it(scripts: Scripts, journaled: bool) -> None:
+    enqueue(scripts)
+    scripts.client.lmove(keys.requests(USER), keys.processing(USER), "RIGHT", "LEFT")
+    if journaled:
+        scripts.client.set(keys.journal(USER, "r"), "1")
+    assert overdue(scripts) == ["journaled" if journaled else "processing", ""]
+    assert scripts.client.llen(keys.processing(USER)) == 1
+
+
+def test_a_request_that_was_taken_and_answered_without_a_submission_is_absent(scripts: Scripts) -> None:
+    enqueue(scripts)
+    scripts.client.rpop(keys.requests(USER))
+    assert overdue(scripts) == ["absent", ""]

@@ -1,0 +1,83 @@
+"""The switch on a user's slot: never older than it was, never missing beside an owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.lua.conftest import Scripts
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.scripts import OWN, SWITCH, Script
+from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
+
+USER = "42"
+_HGETALL = Script("hgetall", "return redis.call('HGETALL', KEYS[1])", "")
+HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
+
+
+def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
+    return scripts.run(SWITCH, [keys.switch(USER)], *wanted.words())
+
+
+def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
+    return scripts.run(OWN, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *wanted.words())
+
+
+def written(scripts: Scripts) -> dict[str, str]:
+    words: list[str] = scripts.run(_HGETALL, [keys.switch(USER)])
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) -> None:
+    assert switch(scripts, UserSwitch(version=7, every=HALTED)) == "ok"
+    assert switch(scripts, UserSwitch(version=6)) == "older"
+    assert written(scripts) == {"*version": "7", "*": "halted"}
+    assert switch(scripts, UserSwitch(version=7, every=HALTED)) == "ok"
+    assert switch(scripts, UserSwitch(version=8, accounts={"main": REDUCING})) == "ok"
+    assert written(scripts) == {"*version": "8", "*": "open", "main": "reducing"}
+
+
+def test_a_switch_that_is_told_to_another_server_bears_its_id(scripts: Scripts) -> None:
+    assert switch(scripts, UserSwitch(version=7, server="first")) == "ok"
+    assert switch(scripts, UserSwitch(version=7, every=HALTED, server="second")) == "ok"
+    assert written(scripts) == {"*version": "7", "*": "halted", "*server": "second"}
+    assert switch(scripts, UserSwitch(version=6, server="third")) == "older"
+    assert written(scripts)["*server"] == "second"
+    assert own(scripts, UserSwitch(version=8, server="third")) == "ok"
+    assert written(scripts) == {"*version": "8", "*": "open", "*server": "third"}
+
+
+def test_an_account_that_was_opened_leaves_no_trace(scripts: Scripts) -> None:
+    switch(scripts, UserSwitch(version=1, accounts={"a": HALTED, "b": HALTED}))
+    switch(scripts, UserSwitch(version=2, accounts={"b": HALTED}))
+    assert written(scripts) == {"*version": "2", "*": "open", "b": "halted"}
+
+
+def test_an_owner_never_stands_beside_a_missing_switch(scripts: Scripts) -> None:
+    assert own(scripts, OPEN) == "ok"
+    assert written(scripts) == {"*version": "0", "*": "open"}
+
+
+def test_an_owner_that_comes_with_an_older_switch_keeps_the_newer_one(scripts: Scripts) -> None:
+    switch(scripts, UserSwitch(version=9, every=HALTED))
+    assert own(scripts, UserSwitch(version=8)) == "ok"
+    assert written(scripts) == {"*version": "9", "*": "halted"}
+    assert own(scripts, UserSwitch(version=10)) == "ok"
+    assert written(scripts) == {"*version": "10", "*": "open"}
+
+
+def test_an_owner_that_is_refused_changes_no_switch(scripts: Scripts) -> None:
+    own(scripts, OPEN, epoch=2)
+    assert own(scripts, UserSwitch(version=3, every=HALTED), epoch=1) == "older"
+    assert written(scripts) == {"*version": "0", "*": "open"}
+
+
+@pytest.mark.parametrize(
+    ("every", "account", "expected"),
+    [("open", "open", "open"), ("open", "halted", "halted"), ("halted", "open", "halted")],
+)
+def test_the_strictest_state_counts(every: str, account: str, expected: str) -> None:
+    switch = UserSwitch(every=SwitchState(every), accounts={"main": SwitchState(account)})
+    assert switch.of("main") == expected
+    assert switch.of("other") == every

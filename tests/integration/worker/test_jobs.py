@@ -1,0 +1,168 @@
+"""A user's own jobs, run beside the session in the user's worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.integration.worker.stage import Stage
+from tests.integration.worker.worker import Worker, alive, eventually
+from worker_runtime.protocol import job_calls, job_keys, job_work
+from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus, read_result
+from worker_runtime.protocol.job_work import Ping, PositionSnapshot, SnapshotPositions
+from worker_runtime.protocol.messages import Shutdown
+
+
+def enqueue(stage: Stage, job_id: str, work: msgspec.Struct, **options: Any) -> None:
+    put(stage, job_work.job_of(job_id, work, **options))
+
+
+def put(stage: Stage, job: Job) -> None:
+    reply = stage.client.run(*job_calls.enqueue(job, job_keys.of_user(stage.user)))
+    assert reply[0] == b"queued"
+
+
+def result(stage: Stage, job_id: str) -> JobResult:
+    key = job_keys.result(job_keys.of_user(stage.user), job_id)
+    return read_result(eventually(lambda: stage.client.execute("GET", key), f"the result of {job_id}"))
+
+
+def runner(worker: Worker) -> int:
+    return eventually(lambda: worker.child("jobs"), "a job runner")
+
+
+def gone(worker: Worker) -> None:
+    eventually(lambda: not worker.child("jobs"), "the end of the job runner")
+
+
+def job_child(children: Path) -> int:
+    """The pid of a job's process; 0 while there is none."""
+    for pid in children.read_text().split():
+        if Path(f"/proc/{pid}/comm").read_text() == "berth-job\n":
+            return int(pid)
+    return 0
+
+
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_a_runner_comes_with_the_first_job_and_goes_when_there_is_none(stage: Stage) -> None:
+    worker = stage.active(jobs_idle=0.3)
+    processes = worker.both()
+    assert worker.child("jobs") == 0
+    for number in range(3):
+        enqueue(stage, f"j-{number}", Ping(text=str(number)))
+        assert result(stage, f"j-{number}").status is JobStatus.DONE
+        gone(worker)
+    assert worker.both() == processes
+    assert not worker.logged("job_runner_died")
+    assert stage.client.execute("EXISTS", job_keys.beats(job_keys.of_user(stage.user))) == 0
+
+
+def test_jobs_that_came_before_the_worker_are_run(stage: Stage) -> None:
+    enqueue(stage, "early", Ping())
+    stage.active()
+    assert result(stage, "early").status is JobStatus.DONE
+
+
+def test_a_snapshot_is_taken_by_the_session_beside(stage: Stage) -> None:
+    worker = stage.active()
+    enqueue(stage, "p-1", SnapshotPositions(user_id=stage.user, account_id="a1"))
+    done = result(stage, "p-1")
+    assert done.status is JobStatus.DONE, done
+    snapshot = msgspec.json.decode(done.value, type=PositionSnapshot)
+    assert (snapshot.user_id, snapshot.account_id) == (stage.user, "a1")
+    assert snapshot.balance is not None
+    assert worker.child("jobs")
+
+
+def test_a_user_has_no_jobs_of_the_fleet(stage: Stage) -> None:
+    stage.active()
+    put(stage, Job(job_id="w-1", name="webhook", attempts=1))
+    failure = result(stage, "w-1").failure
+    assert failure is not None
+    assert failure.code == "JOB_UNKNOWN"
+
+
+def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(stage: Stage) -> None:
+    worker = stage.active()
+    processes = worker.both()
+    enqueue(stage, "j-1", Ping())
+    result(stage, "j-1")
+    first = runner(worker)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: worker.child("jobs") not in (0, first), "another runner")
+    enqueue(stage, "j-2", Ping())
+    assert result(stage, "j-2").status is JobStatus.DONE
+    assert worker.both() == processes
+    assert worker.logged("job_runner_died")
+
+
+def test_runners_that_die_again_and_again_cost_the_worker_nothing(stage: Stage) -> None:
+    worker = stage.active()
+    processes = worker.both()
+    enqueue(stage, "j-1", Ping())
+    seen: set[int] = set()
+
+    def paused() -> bool:
+        pid = worker.child("jobs")
+        if pid and pid not in seen:
+            seen.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        return bool(worker.logged("job_runners_paused"))
+
+    eventually(paused, "an end of the attempts", 30.0)
+    assert [line["pause_s"] for line in worker.logged("job_runners_paused")] == [300.0]
+    assert len(seen) <= 6
+    assert worker.both() == processes
+    assert worker.end() == 0
+
+
+def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Stage) -> None:
+    worker = stage.active()
+    processes = worker.both()
+    worker.tell_broker("full")
+    enqueue(stage, "j-1", Ping())
+    eventually(lambda: worker.logged("job_runner_not_forked"), "a fork that fails")
+    (worker.folder / "full").unlink()
+    assert result(stage, "j-1").status is JobStatus.DONE
+    assert worker.both() == processes
+
+
+def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(stage: Stage) -> None:
+    worker = stage.active()
+    enqueue(stage, "later", Ping(), delay=3600.0)
+    children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
+    child = eventually(lambda: job_child(children), "a child for the next job")
+    assert [oom_score(pid) for pid in (runner(worker), child)] == [1000, 1000]
+    assert [oom_score(pid) for pid in worker.both()] == [oom_score(os.getpid())] * 2
+
+
+def test_a_drain_gives_the_job_in_hand_back(stage: Stage) -> None:
+    worker = stage.active(shutdown_timeout=15.0)
+    enqueue(stage, "later", Ping(), delay=3600.0)
+    children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
+    os.kill(eventually(lambda: job_child(children), "a child for the next job"), signal.SIGSTOP)
+    enqueue(stage, "j-1", Ping(), idempotent=True)
+    key = job_keys.job(job_keys.of_user(stage.user), "j-1")
+    eventually(lambda: stage.client.execute("HGET", key, "state") == b"running", "a job in hand")
+    stage.control(Shutdown(user_id=stage.user, epoch=1, reason="test"))
+    assert worker.wait() == 0
+    assert worker.logged("job_runner_ended")
+    assert stage.client.execute("HGET", key, "state") == b"waiting"
+
+
+def test_the_worker_takes_its_runner_and_jobs_along(stage: Stage) -> None:
+    worker = stage.active()
+    enqueue(stage, "j-1", Ping())
+    assert result(stage, "j-1").status is JobStatus.DONE
+    pids = [runner(worker), *worker.both()]
+    assert worker.end() == 0
+    for pid in pids:
+        assert not alive(pid)
+    assert worker.logged("job_runner_ended")

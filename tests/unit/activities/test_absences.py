@@ -1,0 +1,226 @@
+"""Whom the watcher tells, and above all whom it does not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from activities.absences import FEW, GAP, MANY, TELL_AGAIN, Absences
+from infra.database.worker_sessions import InService
+
+CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
+
+
+def worker(number: int, epoch: int = 1) -> InService:
+    return InService(f"c{number}-{epoch}", f"u{number}", f"w{number}-{epoch}", epoch)
+
+
+@dataclass
+class Watch:
+    """A watcher that looks every PERIOD at workers whose marks a test takes away and gives back."""
+
+    workers: list[InService]
+    absences: Absences = field(default_factory=lambda: Absences(confirm=CONFIRM, settle=SETTLE))
+    gone: set[InService] = field(default_factory=set)
+    generation: str = "g1"
+    now: float = 1_000.0
+    told: list[tuple[float, InService]] = field(default_factory=list)
+
+    def look(self) -> list[InService]:
+        marks = {one: None if one in self.gone else one.mark for one in self.workers}
+        due = self.absences.seen(self.now, self.generation, marks)
+        for one in due:
+            self.absences.told(self.now, one)
+            self.told.append((self.now, one))
+        return due
+
+    def go(self, seconds: float) -> list[InService]:
+        """Looks, as the watcher does, for so long; returns who was told meanwhile."""
+        before, end = len(self.told), self.now + seconds
+        while self.now < end:
+            self.look()
+            self.now += self.absences.pause(self.now, PERIOD)
+        return [one for _, one in self.told[before:]]
+
+
+def settled(count: int = 20) -> Watch:
+    """A watcher that has been watching healthy workers for a while."""
+    watch = Watch([worker(number) for number in range(count)])
+    assert watch.go(SETTLE + PERIOD) == []
+    return watch
+
+
+def test_a_worker_without_mark_is_told_when_its_absence_is_confirmed() -> None:
+    watch = settled()
+    lost = watch.workers[3]
+    watch.gone = {lost}
+    began = watch.now
+    assert watch.go(20.0) == [lost]
+    assert CONFIRM <= watch.told[0][0] - began <= CONFIRM + PERIOD
+
+
+def test_a_mark_that_is_back_in_time_is_forgotten() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[3]}
+    watch.go(CONFIRM - 1)
+    watch.gone = set()
+    watch.look()
+    watch.gone = {watch.workers[3]}
+    assert watch.go(CONFIRM - 1) == []
+
+
+def test_a_mark_of_another_worker_is_as_good_as_none() -> None:
+    watch = settled()
+    old, new = worker(3), worker(3, epoch=2)
+    watch.workers[3] = new
+    marks: dict[InService, bytes | None] = {one: one.mark for one in watch.workers}
+    marks[new] = old.mark
+    assert watch.absences.seen(watch.now, "g1", marks) == []
+    assert watch.absences.seen(watch.now + CONFIRM, "g1", marks) == [new]
+
+
+def test_a_worker_that_was_replaced_meanwhile_is_not_told() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[3]}
+    watch.go(CONFIRM - 1)
+    watch.workers[3] = worker(3, epoch=2)
+    watch.gone = {watch.workers[3]}  # it has just been assigned: its own time counts
+    assert watch.go(CONFIRM - 1) == []
+
+
+def test_an_emptied_valkey_gets_nobody_told_before_the_workers_could_renew() -> None:
+    watch = settled()
+    watch.generation, watch.gone = "g2", {watch.workers[0]}
+    assert watch.go(SETTLE - 1) == []
+    assert watch.go(PERIOD * 2) == [watch.workers[0]]
+
+
+def test_a_generation_that_changes_between_two_looks_starts_all_clocks_anew() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.go(CONFIRM - 1)
+    watch.generation = "g2"
+    watch.look()
+    watch.gone = set()
+    assert watch.go(SETTLE * 2) == []
+
+
+def test_a_valkey_out_of_reach_gets_nobody_told_when_it_is_back() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.look()
+    watch.absences.blind()
+    watch.now += 40.0
+    assert watch.go(SETTLE - 1) == []
+
+
+def test_a_watcher_that_slept_starts_anew() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.look()
+    watch.now += GAP + 1
+    assert watch.go(SETTLE - 1) == []
+
+
+def test_when_many_are_missing_nobody_is_told_also_not_when_most_are_back() -> None:
+    watch = settled(20)
+    watch.gone = set(watch.workers[:10])
+    assert watch.go(120.0) == []
+    assert watch.absences.many
+    watch.gone = set(watch.workers[:1])
+    assert watch.go(SETTLE - PERIOD - 1) == []
+    assert watch.go(PERIOD * 3) == [watch.workers[0]]
+
+
+def test_up_to_three_are_told_however_few_there_are() -> None:
+    watch = settled(3)
+    watch.gone = set(watch.workers)
+    assert set(watch.go(20.0)) == set(watch.workers)
+    assert len(watch.told) == 3
+
+
+def test_one_that_stays_unmarked_is_told_again_but_not_at_every_look() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.go(TELL_AGAIN * 2 + CONFIRM + PERIOD * 2)
+    times = [at for at, _ in watch.told]
+    assert len(times) == 3
+    assert all(later - earlier >= TELL_AGAIN for earlier, later in itertools.pairwise(times))
+
+
+def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
+    watch = settled(10)
+    stale = watch.workers[:3]
+    watch.gone = set(stale)
+    watch.go(CONFIRM + PERIOD)
+    for one in stale:
+        watch.absences.forsaken(one)
+    watch.gone |= {watch.workers[5]}
+    assert watch.go(TELL_AGAIN * 3)[0] == watch.workers[5]
+    assert {one for at, one in watch.told if at > watch.now - TELL_AGAIN * 2} == {watch.workers[5]}
+
+
+def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.go(CONFIRM - 1)
+    watch.absences.excused(watch.now, [watch.workers[0]])
+    assert watch.go(SETTLE) == []
+    assert watch.go(CONFIRM + PERIOD) == [watch.workers[0]]
+
+
+def test_a_telling_that_failed_is_tried_at_the_next_look() -> None:
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.go(CONFIRM - 1)
+    marks = {one: None if one in watch.gone else one.mark for one in watch.workers}
+    for _ in range(3):
+        watch.now += PERIOD
+        assert watch.absences.pause(watch.now, PERIOD) > 0
+        due = watch.absences.seen(watch.now, "g1", marks)
+    assert due == [watch.workers[0]]
+
+
+LOOKS = st.lists(
+    st.tuples(
+        st.sampled_from([0.5, 2.0, 2.0, 2.0, 6.0, 15.0]),  # seconds since the last look
+        st.sampled_from(["g1", "g1", "g1", "g1", "g2"]),
+        st.one_of(st.none(), st.sets(st.integers(0, 9), max_size=10), st.sets(st.integers(0, 9), max_size=2)),
+    ),
+    max_size=60,
+)
+
+
+@given(looks=LOOKS)
+def test_whoever_is_told_was_missing_long_enough_at_every_look_of_a_quiet_time(
+    looks: list[tuple[float, str, set[int] | None]],
+) -> None:
+    """`None` is a look that failed."""
+    settle = 8.0  # short, so that judgements are reached
+    absences = Absences(confirm=CONFIRM, settle=settle)
+    workers = [worker(number) for number in range(10)]
+    history: list[tuple[float, str, set[int] | None]] = []
+    now = 0.0
+    for wait, generation, gone in looks:
+        now += wait
+        history.append((now, generation, gone))
+        if gone is None:
+            absences.blind()
+            continue
+        marks = {one: None if number in gone else one.mark for number, one in enumerate(workers)}
+        for one in absences.seen(now, generation, marks):
+            number = workers.index(one)
+            assert len(gone) <= FEW or len(gone) < MANY * len(workers)
+            began, confirmed = now, False
+            for at, seen_generation, seen_gone in reversed(history):
+                if began - at > GAP or seen_gone is None or seen_generation != generation:
+                    break
+                assert confirmed or number in seen_gone
+                confirmed = confirmed or now - at >= CONFIRM
+                began = at
+            assert confirmed
+            assert now - began >= settle, "told although the time before was not quiet"
+            absences.told(now, one)

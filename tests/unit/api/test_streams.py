@@ -1,0 +1,145 @@
+"""Event streams: what is sent, when they end, how many there may be. The rows come from a fake feed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from starlette.types import Message
+
+from api.errors import TooManyStreams
+from api.services.notices import Notices
+from api.services.streams import MOST_OF_ONE, ServerEvent, Streams
+from infra.database.engine import DatabaseUnavailable
+
+
+class FakeFeed:
+    """Rows in memory. `failures` looks fail before one succeeds again."""
+
+    channel = "rows"
+    key = "alice"
+
+    def __init__(self, *rows: int, page: int = 2) -> None:
+        self.rows = list(rows)
+        self.page = page
+        self.failures = 0
+
+    async def present(self) -> ServerEvent:
+        return ServerEvent(self.rows[-1] if self.rows else 0, "state", "{}")
+
+    async def behind(self, last: int) -> Sequence[ServerEvent]:
+        if self.failures:
+            self.failures -= 1
+            raise DatabaseUnavailable
+        return [ServerEvent(row, "row", f'{{"n":{row}}}') for row in self.rows if row > last][: self.page]
+
+
+@pytest.fixture
+def notices() -> Notices:
+    """Not started: no notice comes but those that a test gives."""
+    return Notices("postgresql+asyncpg://nobody@127.0.0.1:1/none", ("rows",))
+
+
+async def sent(
+    streams: Streams, feed: FakeFeed, after: int | None, *, holder: str = "key"
+) -> AsyncIterator[str]:
+    answer = await streams.answer(feed, holder, after)
+    async for chunk in answer.body_iterator:
+        assert isinstance(chunk, bytes)
+        yield chunk.decode()
+
+
+async def until_id(stream: AsyncIterator[str], wanted: int) -> list[str]:
+    found = []
+    async for chunk in stream:
+        found.append(chunk)
+        if f"id: {wanted}\n" in chunk:
+            return found
+    raise AssertionError(f"the stream ended before {wanted}: {found}")
+
+
+async def test_a_stream_sends_every_row_behind_an_id_page_after_page(notices: Notices) -> None:
+    stream = sent(Streams(notices), FakeFeed(3, 5, 8, 9, 12), 3)
+    chunks = await until_id(stream, 12)
+    assert chunks[0] == "retry: 1000\n\n"
+    assert chunks[1] == 'event: row\ndata: {"n":5}\nid: 5\n\n'
+    assert [chunk.split("id: ")[1].strip() for chunk in chunks[1:]] == ["5", "8", "9", "12"]
+
+
+async def test_a_stream_that_begins_now_sends_the_present_and_no_row_of_the_past(notices: Notices) -> None:
+    feed = FakeFeed(1, 2)
+    stream = sent(Streams(notices, heartbeat=0.05), feed, None)
+    assert await until_id(stream, 2) == ["retry: 1000\n\n", "event: state\ndata: {}\nid: 2\n\n"]
+    assert await anext(stream) == ": alive\n\n"
+    feed.rows.append(3)
+    assert (await until_id(stream, 3))[-1] == 'event: row\ndata: {"n":3}\nid: 3\n\n'
+
+
+async def test_a_notice_is_answered_long_before_the_heartbeat(notices: Notices) -> None:
+    feed = FakeFeed(1)
+    stream = sent(Streams(notices, heartbeat=3600.0), feed, 0)
+    await until_id(stream, 1)
+    coming = asyncio.ensure_future(until_id(stream, 2))
+    await asyncio.sleep(0)
+    feed.rows.append(2)
+    notices._told(None, 0, "rows", "bob")
+    notices._told(None, 0, "rows", "alice")
+    assert await asyncio.wait_for(coming, 10) == ['event: row\ndata: {"n":2}\nid: 2\n\n']
+
+
+async def test_a_database_that_fails_under_a_stream_delays_it_and_loses_nothing(notices: Notices) -> None:
+    feed = FakeFeed(1)
+    stream = sent(Streams(notices, heartbeat=0.02), feed, 0)
+    await until_id(stream, 1)
+    feed.failures = 3
+    feed.rows += [2, 3]
+    chunks = await until_id(stream, 3)
+    assert [chunk for chunk in chunks if "id: " in chunk] == [
+        'event: row\ndata: {"n":2}\nid: 2\n\n',
+        'event: row\ndata: {"n":3}\nid: 3\n\n',
+    ]
+    assert ": alive\n\n" in chunks
+
+
+async def test_a_database_that_is_down_at_the_start_is_an_error_and_takes_no_place(notices: Notices) -> None:
+    streams, feed = Streams(notices), FakeFeed(1)
+    feed.failures = 1
+    with pytest.raises(DatabaseUnavailable):
+        await streams.answer(feed, "key", 0)
+    assert streams.open == 0
+
+
+async def test_streams_end_when_the_server_stops_and_after_their_life(notices: Notices) -> None:
+    streams = Streams(notices, heartbeat=3600.0)
+    stream = sent(streams, FakeFeed(1), 0)
+    await until_id(stream, 1)
+    ending = asyncio.ensure_future(anext(stream, "ended"))
+    await asyncio.sleep(0)
+    streams.end()
+    assert await asyncio.wait_for(ending, 10) == "ended"
+
+    short = sent(Streams(notices, heartbeat=0.02, life=0.1), FakeFeed(1), 0)
+    chunks = [chunk async for chunk in short]
+    assert chunks[1] == 'event: row\ndata: {"n":1}\nid: 1\n\n'
+    assert set(chunks[2:]) <= {": alive\n\n"}
+
+
+async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_room(notices: Notices) -> None:
+    streams = Streams(notices, heartbeat=3600.0)
+    answers = [await streams.answer(FakeFeed(), "key", 0) for _ in range(MOST_OF_ONE)]
+    with pytest.raises(TooManyStreams):
+        await streams.answer(FakeFeed(), "key", 0)
+    other = await streams.answer(FakeFeed(), "another key", 0)
+
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def nowhere(message: Message) -> None:
+        await asyncio.sleep(0)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    await asyncio.wait_for(answers[0](scope, gone, nowhere), 10)
+    assert streams.open == MOST_OF_ONE
+    await streams.answer(FakeFeed(), "key", 0)
+    assert other.media_type == "text/event-stream"

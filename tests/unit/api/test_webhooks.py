@@ -1,0 +1,150 @@
+"""Alerts before anything is asked of a server: where they come from, and what they say."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from ipaddress import ip_network
+from uuid import UUID
+
+import pytest
+from pydantic import ValidationError
+
+from api.errors import InvalidRequest
+from api.problems import shown
+from api.schemas.intents import TradeIntent
+from api.schemas.orders import PlaceOrder
+from api.schemas.webhooks import Alert
+from api.services.alerts import wish_of
+from api.services.closing import Close
+from api.services.webhooks import source_of
+from infra.database.trading_models import Webhook
+from worker_runtime.protocol.messages import TimeInForce
+
+WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
+PROXIES = [ip_network("10.0.0.0/8"), ip_network("::1/128")]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "expected"),
+    [
+        ("203.0.113.9", [], "203.0.113.9"),
+        ("203.0.113.9", ["52.89.214.238"], "203.0.113.9"),  # no proxy of ours wrote that
+        ("10.0.0.1", ["52.89.214.238"], "52.89.214.238"),
+        ("10.0.0.1", ["52.89.214.238, 203.0.113.9"], "203.0.113.9"),  # the first one was invented
+        ("10.0.0.1", ["52.89.214.238", "10.0.0.2"], "52.89.214.238"),
+        ("::ffff:10.0.0.1", ["52.89.214.238"], "52.89.214.238"),
+        ("10.0.0.1", ["nonsense"], "nonsense"),
+        ("10.0.0.1", [], "10.0.0.1"),
+    ],
+)
+def test_a_forwarded_address_counts_as_far_as_our_proxies_wrote_it(
+    peer: str, forwarded: list[str], expected: str
+) -> None:
+    assert source_of(peer, forwarded, PROXIES) == expected
+
+
+def test_nobody_is_believed_without_proxies_of_ours() -> None:
+    assert source_of("10.0.0.1", ["52.89.214.238"], []) == "10.0.0.1"
+
+
+def alert(**changes: object) -> Alert:
+    said = {"secret": "s", "time": "2026-11-21T01:00:00Z", "action": "buy", "symbol": "2330", "quantity": 1}
+    return Alert.model_validate(said | changes)
+
+
+def order_of(alert: Alert) -> PlaceOrder:
+    found = wish_of(alert, WEBHOOK).what
+    assert isinstance(found, PlaceOrder)
+    return found
+
+
+@pytest.mark.parametrize("quantity", [1, 1.0, "1", "1.0", "1."])
+def test_the_same_alert_is_one_order_however_its_numbers_are_written(quantity: object) -> None:
+    assert wish_of(alert(quantity=quantity), WEBHOOK) == wish_of(alert(), WEBHOOK)
+    elsewhere = "2026-11-21T09:00:00+08:00"
+    assert datetime.fromisoformat(elsewhere).astimezone(UTC) == alert().time
+    assert alert(time=elsewhere).time == alert().time
+    assert wish_of(alert(time=elsewhere), WEBHOOK) == wish_of(alert(), WEBHOOK)
+
+
+@pytest.mark.parametrize(
+    "quantity", [0, -1, "-1", 1.5, "1.5", "1e3", "", "one", True, 10_001, "9" * 400, None]
+)
+def test_lots_are_whole(quantity: object) -> None:
+    with pytest.raises(ValidationError):
+        alert(quantity=quantity)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"time": "2026-11-21T01:00:01Z"}, {"id": "2"}, {"action": "sell"}, {"symbol": "2317"}),
+        *({"quantity": 2}, {"reduce_only": True}, {"action": "close"}, {"action": "long_entry"}),
+    ],
+)
+def test_another_alert_is_another_order(changes: dict[str, object]) -> None:
+    other, first = wish_of(alert(**changes), WEBHOOK), wish_of(alert(), WEBHOOK)
+    assert other.digest != first.digest
+    assert set(other.ids).isdisjoint(first.ids)
+
+
+def test_the_oldest_time_of_all_is_read() -> None:
+    wish = wish_of(alert(time="0001-01-01T00:00:00+08:00"), WEBHOOK)
+    assert wish.client_order_id.startswith("webhook-")
+
+
+def test_an_alert_of_an_earlier_release_is_the_same_order_today() -> None:
+    assert order_of(alert()).client_order_id == "webhook-a14bccb56d0a592042292cde1eb3bd6874373d6b5388c77a"
+
+
+def test_a_close_takes_either_side_and_a_reducing_order_only_the_other_one() -> None:
+    close = wish_of(alert(action="close", quantity=None), WEBHOOK)
+    reducing = wish_of(alert(action="sell", reduce_only=True, price_type="LMT", price=10), WEBHOOK)
+    assert isinstance(close.what, Close)
+    assert isinstance(reducing.what, Close)
+    assert (close.what.long, close.what.quantity) == (None, None)
+    assert (reducing.what.long, reducing.what.quantity) == (True, 1)
+    assert reducing.what.time_in_force is TimeInForce.ROD
+
+
+def test_an_intent_has_ids_for_its_orders() -> None:
+    wish = wish_of(alert(action="short_entry", quantity=3), WEBHOOK)
+    assert isinstance(wish.what, TradeIntent)
+    assert (wish.what.intent, wish.what.quantity) == ("short_entry", 3)
+    assert wish.ids == (f"{wish.client_order_id}.close", f"{wish.client_order_id}.open")
+    assert wish_of(alert(action="long_exit", quantity=None), WEBHOOK).what.quantity is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"action": "buy", "quantity": None}, {"action": "long_entry", "quantity": None}),
+        *({"action": "long_entry", "reduce_only": True}, {"reduce_only": "yes"}),
+    ],
+)
+def test_what_opens_says_how_much(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        alert(**changes)
+
+
+def test_a_new_secret_makes_no_new_alert_of_an_old_one() -> None:
+    assert wish_of(alert(secret="another"), WEBHOOK) == wish_of(alert(), WEBHOOK)
+
+
+def test_market_orders_do_not_rest_and_limit_orders_do() -> None:
+    assert order_of(alert()).time_in_force is TimeInForce.IOC
+    assert order_of(alert(price_type="LMT", price="100")).time_in_force is TimeInForce.ROD
+    for action in ("buy", "close", "long_entry"):
+        with pytest.raises(InvalidRequest):
+            wish_of(alert(price_type="LMT", action=action), WEBHOOK)
+
+
+def test_a_time_without_a_zone_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        alert(time="2026-11-21T01:00:00")
+
+
+def test_a_webhooks_token_is_in_no_log_and_no_problem() -> None:
+    assert shown("/v1/webhooks/canary/orders") == "/v1/webhooks/…"
+    assert shown("/v1/users/u/webhooks") == "/v1/users/u/webhooks"
+    assert "secret" not in repr(alert(secret="canary"))

@@ -1,0 +1,87 @@
+"""A seed decides who is struck when, and what is ordered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from decimal import Decimal
+
+from infra.chaos import schedule, shapes
+from infra.chaos.schedule import How, Victim
+from infra.chaos.shapes import Then
+from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
+
+OWN = {
+    *(Victim.WORKER, Victim.SESSION, Victim.SUPERVISOR, Victim.NODE),
+    *(Victim.API_PROCESS, Victim.API, Victim.ORCHESTRATOR, Victim.BROKER_SESSION),
+}
+
+
+def test_the_same_seed_gives_the_same_schedule_and_another_one_another() -> None:
+    assert schedule.strikes(7, 300.0) == schedule.strikes(7, 300.0)
+    assert schedule.strikes(7, 300.0) != schedule.strikes(8, 300.0)
+
+
+def test_one_of_our_own_is_struck_every_second_and_a_server_every_twenty() -> None:
+    plan = schedule.strikes(1, 600.0)
+    own = [strike.at for strike in plan if strike.victim in OWN]
+    assert own == [float(second) for second in range(1, 600)]
+    servers = [strike.at for strike in plan if strike.victim not in OWN]
+    assert servers == [10.0 + 20.0 * number for number in range(30)]
+    assert [strike.at for strike in plan] == sorted(strike.at for strike in plan)
+
+
+def test_everything_is_struck_in_every_way_in_ten_minutes() -> None:
+    struck = {(strike.victim, strike.how) for strike in schedule.strikes(1, 600.0)}
+    for victim in OWN - {Victim.BROKER_SESSION}:
+        assert {(victim, How.KILL), (victim, How.STOP)} <= struck
+    for victim in (Victim.TEMPORAL, Victim.VALKEY, Victim.POSTGRES, Victim.EXCHANGE):
+        assert (victim, How.KILL) in struck
+    forgets = {How.FLUSH, How.LAG, How.REWIND, How.FLUSH_CANCELS}
+    assert {(Victim.VALKEY, how) for how in forgets} <= struck
+
+
+def test_the_harder_faults_come_in_every_other_round() -> None:
+    plan = schedule.strikes(1, 16 * schedule.SERVER_EVERY)
+    rounds = [strike.how for strike in plan if strike.victim is Victim.VALKEY]
+    assert set(rounds[:3]) == {How.KILL, How.FLUSH_CANCELS, How.REWIND}
+    assert set(rounds[3:]) == {How.KILL, How.FLUSH, How.LAG}
+
+
+def test_a_lot_always_chooses_somebody() -> None:
+    lots = [strike.lot for seed in range(50) for strike in schedule.strikes(seed, 100.0)]
+    assert all(0.0 <= lot < 1.0 for lot in lots)
+    assert max(lots) > 0.99
+
+
+def test_orders_flow_steadily_and_repeat_with_the_seed() -> None:
+    found = list(shapes.orders(3, 5.0, 60.0))
+    assert found == list(shapes.orders(3, 5.0, 60.0))
+    assert len(found) == 300
+    assert [one.at for one in found] == [number / 5.0 for number in range(300)]
+
+
+def test_orders_have_all_shapes() -> None:
+    found = list(shapes.orders(3, 5.0, 200.0))
+    kinds = Counter((one.price_type, one.time_in_force) for one in found)
+    assert set(kinds) == {
+        (PriceType.MARKET, TimeInForce.IOC),
+        (PriceType.LIMIT, TimeInForce.IOC),
+        (PriceType.LIMIT, TimeInForce.ROD),
+    }
+    assert 0.5 < kinds[PriceType.MARKET, TimeInForce.IOC] / len(found) < 0.7
+    resting = {one.then for one in found if one.time_in_force is TimeInForce.ROD}
+    assert resting == {Then.NOTHING, Then.CANCEL, Then.REPLACE}
+    filling = {one.then for one in found if one.time_in_force is TimeInForce.IOC}
+    assert filling == {Then.NOTHING, Then.CLOSE, Then.EXIT, Then.REVERSE}
+
+
+def test_an_order_that_rests_is_priced_away_from_the_market() -> None:
+    market = Decimal(100)
+    for one in shapes.orders(3, 5.0, 60.0):
+        price = one.price(market)
+        if one.price_type is PriceType.MARKET:
+            assert price is None
+            continue
+        assert price is not None
+        crosses = price > market if one.side is Side.BUY else price < market
+        assert crosses is (one.time_in_force is TimeInForce.IOC)

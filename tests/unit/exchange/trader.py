@@ -1,0 +1,58 @@
+"""What a test does at the exchange: log in, place, and hear what is told."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from infra.exchange.exchange import Exchange
+from infra.exchange.records import LedgerSession
+from worker_runtime.protocol.exchange import Login, OrderChanged, Place
+from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
+
+
+class Client:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[OrderChanged] = []
+        self.ended: list[str] = []
+
+    def deliver(self, event: OrderChanged) -> None:
+        self.events.append(event)
+
+    def end(self, reason: str, *, abrupt: bool) -> None:
+        self.ended.append(reason)
+
+
+def login(
+    exchange: Exchange, account: str = "a", client: Client | None = None, address: str = "10.0.0.1"
+) -> LedgerSession:
+    request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
+    return exchange.sessions.login(request, client or Client(), address)
+
+
+def limit(price: str, quantity: int = 2, symbol: str = "2330") -> Place:
+    return Place(
+        id=2,
+        symbol=symbol,
+        side=Side.BUY,
+        quantity=quantity,
+        price_type=PriceType.LIMIT,
+        price=Decimal(price),
+        time_in_force=TimeInForce.ROD,
+        tag="tag",
+        client_note="note",
+    )
+
+
+def market(symbol: str = "2330", quantity: int = 1, time_in_force: TimeInForce = TimeInForce.ROD) -> Place:
+    return Place(
+        id=3,
+        symbol=symbol,
+        side=Side.BUY,
+        quantity=quantity,
+        price_type=PriceType.MARKET,
+        price=None,
+        time_in_force=time_in_force,
+        tag="tag",
+    )

@@ -1,0 +1,84 @@
+"""The orchestrator's loop gives the platform the hosts for what runs and what the pool still wants."""
+
+from __future__ import annotations
+
+import pytest
+
+from activities.host_keeping import HostKeeping
+from activities.releases import Standing
+from infra.cli.hosts import explained, workers_of
+from infra.hosts.port import HostsUnreachable
+from infra.hosts.registry import create_host_scaler
+from infra.hosts.simulated import COLD, SimulatedHosts
+from infra.hosts.sizing import HostKind
+from infra.launchers.fake import FakeLauncher
+from infra.launchers.port import LaunchSpec
+from infra.settings import EcsSettings, Settings
+from tests.unit.hosts.test_simulated import Clock
+from worker_runtime.protocol.launch import WorkerConfig
+
+KIND = HostKind()
+
+
+class ToldPools:
+    def __init__(self, missing: int | None) -> None:
+        self.missing = missing
+
+    async def of(self, pool: str) -> Standing | None:
+        return None if self.missing is None else Standing(missing=self.missing)
+
+
+async def launched(launcher: FakeLauncher, number: int) -> None:
+    config = WorkerConfig(
+        worker_id=f"w{number}", pool="default", valkey_url="", launch_token=b"t", orchestrator_key=b"k"
+    )
+    await launcher.launch(LaunchSpec(config=config), f"token-{number}")
+
+
+def keeping(
+    hosts: SimulatedHosts, launcher: FakeLauncher, pools: ToldPools, rate: float = 0.0
+) -> HostKeeping:
+    return HostKeeping(hosts, launcher, pools, pool="default", warm=1, rate=rate)
+
+
+async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() -> None:
+    clock, launcher, pools = Clock(), FakeLauncher(), ToldPools(0)
+    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
+    loop = keeping(hosts, launcher, pools)
+    assert (await loop.round()).wanted == 1  # the warm one
+    for number in range(30):
+        await launched(launcher, number)
+    assert (await loop.round()).wanted == 2
+    pools.missing = 31  # a window begins: hosts are ordered before the workers are
+    assert (await loop.round()).wanted == 4
+    clock.now += COLD[1]
+    assert (await loop.round()).ready == 4
+    pools.missing = None  # the pool does not answer: what runs counts
+    assert (await loop.round()).wanted == 2
+
+
+async def test_the_margin_is_for_the_workers_of_a_look_and_a_cold_start() -> None:
+    hosts = SimulatedHosts(KIND, seed=1)
+    made = await keeping(hosts, FakeLauncher(), ToldPools(0), rate=2.0).round()
+    assert made.warm == 5  # 2 a second for 63 and 10 s are 146 workers
+
+
+async def test_a_platform_that_does_not_tell_is_told_nothing() -> None:
+    hosts = SimulatedHosts(KIND, seed=1)
+    hosts.unreachable = True
+    with pytest.raises(HostsUnreachable):
+        await keeping(hosts, FakeLauncher(), ToldPools(100)).round()
+    assert hosts.started == 0
+
+
+def test_hosts_are_scaled_only_where_a_provider_is_named() -> None:
+    assert create_host_scaler(Settings(launcher="process"), EcsSettings(host_provider="p")) is None
+    assert create_host_scaler(Settings(launcher="ecs"), EcsSettings()) is None
+
+
+def test_a_pool_is_explained_by_what_it_has_and_wants() -> None:
+    assert workers_of({"in_use": 45, "wanted": 49, "ready": 10, "starting": 3}) == 94
+    assert workers_of({"in_use": 45, "wanted": 0, "ready": 10, "starting": 3}) == 58
+    shown = explained(94, warm=1, rate=0.0)
+    assert (shown["needed"], shown["warm"], shown["wanted"], shown["target_capacity"]) == (4, 1, 5, 80)
+    assert shown["reason"] == "4 for 94 workers, 30 a host (plan), and 1 warm"

@@ -1,0 +1,78 @@
+"""The margin at work, on hosts that take their time."""
+
+from __future__ import annotations
+
+import pytest
+
+from infra.hosts.port import HostsUnreachable
+from infra.hosts.simulated import COLD, SimulatedHosts
+from infra.hosts.sizing import HostKind, plan, warm_hosts
+
+KIND = HostKind()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_without_it() -> None:
+    async def unplaced(warm: int) -> int:
+        """2,000 users in half an hour, hosts scaled every 10 s."""
+        clock = Clock()
+        hosts = SimulatedHosts(KIND, clock=clock, seed=1)
+        await hosts.scale(plan(KIND, 0, warm=warm))
+        clock.now += COLD[1]  # the first ones are warm when it begins
+        placed = late = 0
+        for second in range(1800):
+            clock.now += 1
+            for _ in range(round(2000 * (second + 1) / 1800) - placed):
+                late += hosts.place() is None
+                placed += 1
+            if second % 10 == 0:
+                await hosts.scale(plan(KIND, placed, await hosts.hosts(), warm=warm))
+        return late
+
+    rate = 2000 / 1800
+    # The ten seconds between two looks are part of the time until a cold host is there.
+    assert await unplaced(warm_hosts(KIND, rate, least=1, cold_start=COLD[1] + 10)) == 0
+    assert await unplaced(0) > 50
+
+
+async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -> None:
+    clock = Clock()
+    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
+    await hosts.scale(plan(KIND, 30, warm=0))
+    assert hosts.place() is None  # cold
+    clock.now += COLD[1]
+    old = hosts.place()
+    assert old == "host-1"
+    hosts.drain(old)
+    assert hosts.place() is None
+    made = plan(KIND, 1, await hosts.hosts(), warm=0)
+    assert (made.wanted, made.ready, made.draining, made.gap) == (1, 0, 1, 1)
+    assert await hosts.scale(made)
+    clock.now += COLD[1]
+    assert hosts.place() == "host-2"
+    hosts.leave(old)
+    assert [host.host_id for host in await hosts.hosts()] == ["host-2"]
+
+
+async def test_no_host_with_a_worker_is_ended_by_a_smaller_plan() -> None:
+    clock = Clock()
+    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
+    await hosts.scale(plan(KIND, 90, warm=0))
+    clock.now += COLD[1]
+    assert hosts.place() == "host-1"
+    await hosts.scale(plan(KIND, 0, warm=0))
+    assert [host.host_id for host in await hosts.hosts()] == ["host-1"]
+
+
+async def test_an_unreachable_platform_is_said_so() -> None:
+    hosts = SimulatedHosts(KIND, seed=1)
+    hosts.unreachable = True
+    with pytest.raises(HostsUnreachable):
+        await hosts.hosts()

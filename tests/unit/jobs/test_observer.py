@@ -1,0 +1,40 @@
+"""Who counts as dead: beats that stand still for a lease of the observer's own time."""
+
+from __future__ import annotations
+
+from worker_runtime.jobs.observer import Observer
+
+
+def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
+    observer = Observer(5.0)
+    now = 100.0
+    found: list[tuple[str, bytes]] = []
+    while not found:
+        found = observer.look({"me": b"1", "dead": b"7", "live": str(now).encode()}, "me", now)
+        now += observer.period
+    assert found == [("dead", b"7")]
+    assert 5.0 <= now - 100.0 <= 5.0 + 2 * observer.period
+
+
+def test_time_without_a_look_does_not_count() -> None:
+    observer = Observer(5.0)
+    observer.look({"other": b"1"}, "me", 0.0)
+    assert observer.look({"other": b"1"}, "me", 1000.0) == []  # Valkey was away, or this process stood still
+
+
+def test_after_a_lost_connection_everybody_has_a_whole_lease() -> None:
+    observer = Observer(1.0)
+    now = 0.0
+    for _ in range(18):
+        assert observer.look({"other": b"1"}, "me", now) == []
+        now += observer.period
+    observer.forget()
+    assert observer.look({"other": b"1"}, "me", now + 0.5) == []
+
+
+def test_a_runner_that_left_is_forgotten() -> None:
+    observer = Observer(1.0)
+    observer.look({"other": b"1"}, "me", 0.0)
+    assert observer.others()
+    observer.look({"me": b"2"}, "me", 0.05)
+    assert not observer.others()

@@ -1,0 +1,127 @@
+"""Statements and exports: pure functions of the orders that a job brings along."""
+
+from __future__ import annotations
+
+import csv
+import io
+import zlib
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import pytest
+
+from worker_runtime.jobs.context import JobContext
+from worker_runtime.jobs.types.orders import export, statement
+from worker_runtime.protocol import job_messages, job_work
+from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.protocol.job_work import (
+    ExportOrders,
+    MakeStatement,
+    OrderRow,
+    SendEmail,
+    TooManyOrders,
+    WebhookDelivery,
+    csv_of,
+    pack,
+    unpack,
+)
+
+CONTEXT = JobContext("j", 1, 1, lambda _value: None)
+
+
+def row(number: int = 1, **fields: Any) -> OrderRow:
+    values: dict[str, Any] = {
+        "accepted_at": f"2026-11-20T01:02:03.{number:06d}Z",
+        "id": f"0199f1c2-a5b8-7c3e-8f4f-{number:012x}",
+        "client_order_id": f"c-{number}",
+        "account_id": "main",
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 3,
+        "price_type": "LMT",
+        "price": Decimal("1001.5"),
+        "time_in_force": "ROD",
+        "state": "filled",
+        "filled_quantity": 3,
+        "average_price": Decimal("1001"),
+    }
+    return OrderRow(**(values | fields))
+
+
+def a_statement(*rows: OrderRow) -> job_work.Statement:
+    return statement(MakeStatement(user_id="alice", day="2026-11-20", orders=pack(rows)), CONTEXT)
+
+
+def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
+    made = a_statement(
+        row(1),
+        row(2, quantity=1, filled_quantity=1, average_price=Decimal("1005")),
+        row(3, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.5")),
+        row(4, symbol="2317", state="rejected", filled_quantity=0, average_price=None),
+        row(5, account_id="second", state="cancelled", filled_quantity=0, average_price=None),
+    )
+    assert (made.user_id, made.day, made.orders, made.open_orders) == ("alice", "2026-11-20", 5, 1)
+    assert [(line.account_id, line.symbol) for line in made.lines] == [
+        ("main", "2317"),
+        ("main", "2330"),
+        ("second", "2330"),
+    ]
+    line = made.lines[1]
+    assert (line.bought, line.bought_average) == (4, Decimal("1002"))
+    assert (line.sold, line.sold_average) == (2, Decimal("1010.5"))
+    assert line.orders == {"filled": 2, "part_filled": 1}
+    assert (made.lines[0].bought, made.lines[0].bought_average) == (0, None)
+
+
+def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
+    line = a_statement(row(1), row(2, average_price=None)).lines[0]
+    assert (line.bought, line.bought_average) == (6, None)
+
+
+def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
+    rows = [row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")), row(2, reduce_only=True, price=None)]
+    made = export(ExportOrders(user_id="alice", orders=pack(rows)), CONTEXT)
+    lines = list(csv.DictReader(io.StringIO(csv_of(made).decode(), newline="")))
+    assert made.orders == len(lines) == 2
+    assert lines[0]["reason"] == '\'=cmd|"/c calc"!A0'
+    assert (lines[0]["price"], lines[1]["price"]) == ("1000", "")
+    assert [line["reduce_only"] for line in lines] == ["false", "true"]
+
+
+def test_as_many_orders_as_fit_come_back_as_a_result_that_fits() -> None:
+    rows = [row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(700)]
+    assert unpack(pack(rows)) == rows
+    made = export(ExportOrders(user_id="alice", orders=pack(rows)), CONTEXT)
+    assert len(msgspec.json.encode(made)) < job_messages.MAX_RESULT - 4096
+    job = job_work.job_of("j", ExportOrders(user_id="alice", orders=pack(rows)))
+    assert len(job_messages.check(job)) <= job_messages.MAX_JOB
+    with pytest.raises(TooManyOrders):
+        pack([row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(3000)])
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"nonsense", zlib.compress(b"[]")[:-1], zlib.compress(b" " * 5_000_000), zlib.compress(b"[[1]]")],
+    ids=["empty", "not-packed", "cut-off", "bomb", "other-rows"],
+)
+def test_orders_that_cannot_be_read_are_refused(packed: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        unpack(packed)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        SendEmail(to="a@example.com\r\nBcc: b@example.com", subject="s", text="t"),
+        SendEmail(to="a@example.com", subject="s\r\nBcc: b@example.com", text="t"),
+        SendEmail(to="a@example.com", subject="s", text="t" * 16_001),
+        WebhookDelivery(url="https://example.com/\n", recipient="alice", event="e", body=msgspec.Raw(b"1")),
+        WebhookDelivery(url="https://example.com/", recipient="{a}", event="e", body=msgspec.Raw(b"1")),
+        MakeStatement(user_id="alice", day="today", orders=b""),
+    ],
+    ids=["to", "subject", "text", "url", "recipient", "day"],
+)
+def test_a_job_outside_of_its_bounds_is_refused_by_its_producer(work: msgspec.Struct) -> None:
+    with pytest.raises(MalformedMessage):
+        job_work.job_of("j", work)

@@ -1,0 +1,93 @@
+"""What the end of a run means."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker_runtime.jobs.nursery import NotForked
+from worker_runtime.jobs.queue import ClaimedJob
+from worker_runtime.jobs.reports import Outcome
+from worker_runtime.jobs.verdict import Judge, Verdict, spread
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.job_messages import Job, JobStatus, UnknownJob
+from worker_runtime.protocol.messages import Failure
+
+JUDGE = Judge("runner")
+
+
+def claimed(attempt: int = 1, crashes: int = 0) -> ClaimedJob:
+    return ClaimedJob("j", b"", 7, attempt, crashes)
+
+
+def died(job: Job, run: ClaimedJob, why: str = "") -> Verdict:
+    return JUDGE.died(run, job, why, "signal 11", "", 0)
+
+
+def code(verdict: Verdict) -> str:
+    assert verdict.result.failure is not None
+    return verdict.result.failure.code
+
+
+@pytest.mark.parametrize(("attempt", "status"), [(1, JobStatus.RETRY), (9, JobStatus.RETRY), (10, "failed")])
+def test_a_retryable_error_is_tried_ten_times_in_all(attempt: int, status: str) -> None:
+    failure = Failure(code="X", detail="", retryable=True)
+    verdict = JUDGE.reported(
+        claimed(attempt), Job(job_id="j", name="n"), Outcome(fence=7, failure=failure), "", 0
+    )
+    assert verdict.result.status == status
+
+
+def test_another_error_is_not_tried_again() -> None:
+    failure = Failure(code="X", detail="")
+    verdict = JUDGE.reported(claimed(), Job(job_id="j", name="n"), Outcome(fence=7, failure=failure), "", 0)
+    assert verdict.result.status is JobStatus.FAILED
+
+
+def test_a_retry_waits_as_long_as_the_job_asked_for() -> None:
+    failure = Failure(code="X", detail="", retryable=True)
+    outcome = Outcome(fence=7, failure=failure, delay=1000.0)
+    verdict = JUDGE.reported(claimed(), Job(job_id="j", name="n"), outcome, "", 0)
+    assert 750 <= verdict.delay <= 1250
+    assert verdict.finish(claimed()).delay == verdict.delay
+
+
+@pytest.mark.parametrize(
+    ("idempotent", "crashes", "why", "expected"),
+    [
+        (True, 0, "", (JobStatus.RETRY, "JOB_CRASHED")),
+        (True, 2, "", (JobStatus.FAILED, "JOB_CRASHED")),
+        (True, 0, "timeout", (JobStatus.RETRY, "JOB_TIMEOUT")),
+        (False, 0, "", (JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")),
+        (False, 0, "timeout", (JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")),
+        (True, 0, "cancelled", (JobStatus.CANCELLED, "JOB_CANCELLED")),
+        (False, 0, "cancelled", (JobStatus.CANCELLED, "JOB_CANCELLED")),
+    ],
+)
+def test_the_death_of_a_child(
+    idempotent: bool, crashes: int, why: str, expected: tuple[JobStatus, str]
+) -> None:
+    verdict = died(Job(job_id="j", name="n", idempotent=idempotent), claimed(crashes=crashes), why)
+    assert (verdict.result.status, code(verdict)) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "job", "attempt", "status"),
+    [
+        (UnknownJob("x"), Job(job_id="j", name="n"), 1, JobStatus.RETRY),
+        (NotForked("EAGAIN"), Job(job_id="j", name="n"), 9, JobStatus.RETRY),
+        (UnknownJob("x"), Job(job_id="j", name="n"), 10, JobStatus.FAILED),
+        (MalformedMessage("x"), None, 1, JobStatus.FAILED),
+    ],
+)
+def test_what_has_not_run_here_may_run_elsewhere(
+    error: BerthError, job: Job | None, attempt: int, status: JobStatus
+) -> None:
+    verdict = JUDGE.refused(claimed(attempt), job, error)
+    assert (verdict.result.status, code(verdict)) == (status, error.code)
+    assert not verdict.crashed
+
+
+def test_retries_spread_out() -> None:
+    delays = {spread(120.0) for _ in range(50)}
+    assert len(delays) > 40
+    assert all(90 <= delay <= 150 for delay in delays)

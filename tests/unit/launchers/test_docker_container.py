@@ -1,0 +1,105 @@
+"""What the Docker launcher makes of a spec and of the daemon's words; without a daemon."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.launchers import docker_container as container
+from infra.launchers.docker_exits import Position
+from infra.launchers.port import LaunchFailed, LaunchSpec
+from worker_runtime.protocol.launch import WorkerConfig
+
+CONFIG = WorkerConfig(
+    worker_id="w-1",
+    pool="default",
+    valkey_url="redis://:canary-password@valkey:6379/0",
+    launch_token=b"canary-token",
+    orchestrator_key=bytes(32),
+    version="1.2",
+)
+
+
+def document(spec: LaunchSpec) -> container.Document:
+    return container.document(spec, image="berth-worker:1", network="workers", fleet="berth", now=1000.5)
+
+
+def test_nothing_of_the_launch_document_is_in_the_container_s_description() -> None:
+    text = json.dumps(document(LaunchSpec(config=CONFIG)))
+    assert "w-1" in text
+    assert "canary" not in text
+    assert "valkey:6379" not in text
+    assert "Env" not in text
+
+
+def test_labels_give_the_same_task_back() -> None:
+    made = document(LaunchSpec(config=CONFIG))
+    task = container.task("id-1", made["Labels"])
+    assert (task.task_id, task.worker_id, task.pool, task.version) == ("id-1", "w-1", "default", "1.2")
+    assert task.launched_at == 1000.5
+
+
+@pytest.mark.parametrize("worker_id", ["", "../w", "-w", "w" * 101, "w 1"])
+def test_a_worker_id_that_is_no_name_is_refused(worker_id: str) -> None:
+    config = WorkerConfig(
+        worker_id=worker_id, pool="p", valkey_url="", launch_token=b"", orchestrator_key=bytes(32)
+    )
+    with pytest.raises(LaunchFailed):
+        document(LaunchSpec(config=config))
+
+
+def test_a_token_has_one_name_in_a_fleet_and_another_in_the_next() -> None:
+    assert container.name_of("a", "token") == container.name_of("a", "token")
+    assert len({container.name_of(fleet, token) for fleet in "ab" for token in "xy"}) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(0, 0), (71, 71), (137, -9), (143, -15), (128, 128), (255, 255)]
+)
+def test_an_exit_status_above_128_is_a_signal(status: int, code: int) -> None:
+    assert container.exit_code(status) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("1970-01-01T00:00:01.500000001Z", 1.5),
+        ("1970-01-01T00:00:02Z", 2.0),
+        ("1970-01-01T00:00:01.25Z", 1.25),
+    ],
+)
+def test_the_daemon_s_dates_are_read_with_any_number_of_digits(text: str, at: float) -> None:
+    assert container.finished_at({"State": {"FinishedAt": text}}) == at
+
+
+@pytest.mark.parametrize(
+    ("code", "oom_killed", "asked", "reason"),
+    [
+        (-9, True, False, "oom_killed"),
+        (-9, False, False, "killed"),
+        (-9, True, True, "stopped"),
+        (71, False, False, "exited"),
+        (0, True, False, "exited"),  # a process of it was killed once; it lived on and ended well
+    ],
+)
+def test_an_end_has_one_reason(code: int, oom_killed: bool, asked: bool, reason: str) -> None:
+    end = container.told(
+        "id-1", {container.WORKER: "w-1"}, code=code, at=1.0, oom_killed=oom_killed, asked=asked
+    )
+    assert (end.worker_id, end.exit_code, end.reason) == ("w-1", code, reason)
+
+
+@given(
+    st.integers(min_value=0, max_value=2**63), st.frozensets(st.from_regex(r"[0-9a-f]{12}", fullmatch=True))
+)
+def test_a_position_is_read_as_it_was_written(event_at: int, handled: frozenset[str]) -> None:
+    position = Position(event_at, handled)
+    assert Position.parse(str(position)) == position
+
+
+@pytest.mark.parametrize("text", ["", "log-4711:12", "docker:", "docker:x:aa", "docker"])
+def test_a_position_of_somebody_else_is_the_first_one(text: str) -> None:
+    assert Position.parse(text) == Position()

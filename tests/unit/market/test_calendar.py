@@ -1,0 +1,106 @@
+"""When the exchanges take orders: holidays, evenings, days that an operator has changed."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load
+from infra.market.table import FIRST, table
+
+STOCK, FUTURES = Market.STOCK, Market.FUTURES
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=TAIPEI)
+
+
+@pytest.mark.parametrize(
+    ("market", "moment", "expected"),
+    [
+        (STOCK, "2026-11-20 08:29:59", False),
+        (STOCK, "2026-11-20 08:30", True),
+        (STOCK, "2026-11-20 13:30", True),
+        (STOCK, "2026-11-20 13:30:01", False),
+        (STOCK, "2026-11-21 10:00", False),  # Saturday
+        (STOCK, "2026-02-17 10:00", False),  # lunar new year
+        (FUTURES, "2026-11-20 13:45", True),
+        (FUTURES, "2026-11-20 14:00", False),
+        (FUTURES, "2026-11-20 23:59", True),
+        (FUTURES, "2026-11-21 04:59", True),  # Friday's evening
+        (FUTURES, "2026-11-21 05:01", False),
+        (FUTURES, "2026-11-22 23:00", False),
+        (FUTURES, "2026-11-23 03:00", False),  # Sunday had no evening
+    ],
+)
+def test_orders_are_taken_in_the_hours_of_a_trading_day(market: Market, moment: str, expected: bool) -> None:
+    assert load().is_open(market, at(moment)) is expected
+    assert load().is_open(market, at(moment).astimezone(UTC)) is expected
+
+
+def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+    path.write_text('{"2026-11-20": "closed", "2026-11-19": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
+    days = load(path)
+    assert not days.is_open(STOCK, at("2026-11-20 10:00"))
+    assert days.is_open(STOCK, at("2026-11-19 10:59"))
+    assert not days.is_open(STOCK, at("2026-11-19 11:01"))
+    assert days.is_open(STOCK, at("2026-11-21 10:00"))
+
+
+def test_a_day_with_other_hours_keeps_its_evening_and_a_closed_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+    path.write_text('{"2026-11-18": "closed", "2026-11-20": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
+    days = load(path)
+    assert days.is_open(FUTURES, at("2026-11-18 03:00"))  # Tuesday's evening
+    assert not days.is_open(FUTURES, at("2026-11-18 20:00"))
+    assert not days.is_open(FUTURES, at("2026-11-20 12:00"))
+    assert days.is_open(FUTURES, at("2026-11-20 20:00"))
+    assert days.is_open(FUTURES, at("2026-11-21 04:00"))
+    assert not days.is_open(FUTURES, at("2026-11-21 20:00"))  # a Saturday to make up for another day
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"2026-13-01": "closed"}', '{"2026-11-20": "shut"}', '{"x": 1}'])
+def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "days.json"
+    path.write_text(text)
+    with pytest.raises(CalendarUnreadable, match=r"days\.json"):
+        load(path)
+
+
+def test_weekdays_beyond_the_table_count_as_trading_days() -> None:
+    days = load()
+    beyond = days.last + timedelta(days=(7 - days.last.weekday()) % 7 + 1)
+    assert days.trades_on(beyond)
+
+
+class _Sessions:
+    """The part of `exchange_calendars` that the table is made of."""
+
+    __version__ = "0"
+
+    def __init__(self, sessions: list[datetime]) -> None:
+        self.sessions = sessions
+
+    def get_calendar(self, name: str, *, start: str) -> _Sessions:
+        assert (name, start) == ("XTAI", FIRST.isoformat())
+        return self
+
+
+def test_the_table_names_weekdays_that_are_no_sessions() -> None:
+    made = table(_Sessions([datetime(2026, 1, day, tzinfo=UTC) for day in (2, 5, 7)]))
+    assert (made["holidays"], made["last"]) == (["2026-01-01", "2026-01-06"], "2026-01-07")
+
+
+# The library in its present release reads columns as pandas will not give them any more.
+@pytest.mark.filterwarnings("ignore:Series.values")
+def test_the_table_is_what_the_library_says() -> None:
+    library = pytest.importorskip(
+        "exchange_calendars", reason="make_table's library is no dependency of ours"
+    )
+    made, ours = table(library), load()
+    until = min(date.fromisoformat(made["last"]), ours.last)
+    theirs = {day for day in map(date.fromisoformat, made["holidays"]) if day <= until}
+    assert theirs == {day for day in ours.holidays if day <= until}

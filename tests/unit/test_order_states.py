@@ -1,0 +1,79 @@
+"""The order's state machine against a model that has seen everything at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.database.order_states import OPEN_STATES, RANK, Progress, further, rank
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
+
+EVENTS = st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 5)), max_size=12)
+
+
+def after(happened: list[tuple[OrderState, int]], begin: Progress | None = None) -> Progress:
+    progress = begin or Progress()
+    for state, filled in happened:
+        progress = progress.told(state, filled)
+    return progress
+
+
+def test_every_state_has_its_place() -> None:
+    assert set(RANK) == set(OrderState)
+
+
+def test_a_final_state_has_no_way_on() -> None:
+    assert all(further(state) == frozenset() for state in FINAL_ORDER_STATES)
+
+
+@pytest.mark.parametrize("state", OPEN_STATES)
+def test_every_open_state_can_still_end_in_each_final_one(state: str) -> None:
+    assert further(state) >= FINAL_ORDER_STATES
+
+
+def test_who_knows_that_the_broker_has_it_knows_more_than_who_lost_the_answer() -> None:
+    assert OrderState.SUBMITTED in further(OrderState.UNKNOWN)
+    assert OrderState.UNKNOWN not in further(OrderState.SUBMITTED)
+
+
+@given(happened=EVENTS)
+def test_the_state_is_the_furthest_that_was_told_first(happened: list[tuple[OrderState, int]]) -> None:
+    told = [OrderState.ACCEPTED, *(state for state, _ in happened)]
+    furthest = max(rank(state) for state in told)
+    assert after(happened).state == next(state for state in told if rank(state) == furthest)
+
+
+@given(happened=EVENTS, order=st.randoms(use_true_random=False), copies=st.integers(1, 3))
+def test_repeated_late_and_reordered_events_bring_an_order_as_far(
+    happened: list[tuple[OrderState, int]], order: object, copies: int
+) -> None:
+    mixed = happened * copies
+    order.shuffle(mixed)  # type: ignore[attr-defined]
+    wanted, found = after(happened), after(mixed)
+    assert rank(found.state) == rank(wanted.state)
+    assert found.filled_quantity == wanted.filled_quantity
+    assert found.watched == wanted.watched
+
+
+@given(happened=EVENTS, more=EVENTS)
+def test_nothing_moves_a_final_order_but_fills_that_were_told_late(
+    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+) -> None:
+    ended = after([*happened, (OrderState.CANCELLED, 0)])
+    later = after(more, ended)
+    assert later.state == ended.state
+    assert later.filled_quantity >= ended.filled_quantity
+
+
+@given(happened=EVENTS, more=EVENTS)
+def test_an_open_order_is_watched_or_on_a_persons_list(
+    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+) -> None:
+    for progress in (
+        after(happened),
+        after(more, after(happened).needs("nobody knows")),
+        after(more, after(happened).needs("nobody knows").rechecked()),
+    ):
+        assert progress.final or progress.watched or progress.attention
+        assert not (progress.final and (progress.watched or progress.attention))

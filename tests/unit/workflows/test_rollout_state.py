@@ -1,0 +1,212 @@
+"""A rollout takes no claim its worker, ends by itself, and puts a bad version back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workflows.rollout_messages import Release, ReleaseLook, RolloutInput, RolloutPhase
+from workflows.rollout_state import RolloutState, Step
+
+OLD, NEW = Release(version="1"), Release(version="2")
+GIVEN = RolloutInput(pool="default", release=NEW, batch=3)
+
+
+@dataclass
+class Pool:
+    """A pool that keeps `wanted` and the surge ready, as its workflow does, and its users."""
+
+    wanted: int
+    free: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
+    release: Release = OLD
+    surge: int = 0
+    #: Versions whose workers never become ready.
+    bad: frozenset[str] = frozenset()
+    never_ready: int = 0
+    #: Free workers at the worst moment, less what was wanted or there before.
+    lowest: int = 1_000_000
+
+    def refill(self, most: int = 1_000_000) -> None:
+        gap = min(self.wanted + self.surge - len(self.free), most)
+        for _ in range(max(gap, 0)):
+            if self.release.version in self.bad:
+                self.never_ready += 1
+                return
+            self.free.append(self.release.version)
+            self.never_ready = 0
+
+    def look(self, state: RolloutState) -> ReleaseLook:
+        before = self.release
+        if state.known:
+            self.surge = state.surge
+        if state.known and self.release != state.target:
+            self.release, self.never_ready = state.target, 0
+        new = self.free.count(state.target.version)
+        return ReleaseLook(
+            before=before,
+            new=new,
+            old=len(self.free) - new,
+            users=sum(user != state.target.version for user in self.users),
+            wanted=self.wanted,
+            never_ready=self.never_ready,
+            last_failure="NEVER_READY: it ended",
+        )
+
+    def do(self, step: Step, state: RolloutState) -> None:
+        for _ in range(step.retire):
+            old = [version for version in self.free if version != state.target.version]
+            self.free.remove(old[0])
+        self.lowest = min(self.lowest, len(self.free))
+
+    def claim(self) -> None:
+        if self.free:
+            self.users.append(self.free.pop(0))
+
+
+def play(pool: Pool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
+    """Rounds of look, retirement, refill, claims and moves, until the rollout ends."""
+    state = RolloutState.begun(GIVEN, 0.0)
+    due = list(claims or [])
+    for _ in range(rounds):
+        state, step = state.looked(pool.look(state), GIVEN)
+        pool.do(step, state)
+        state = state.has_retired(step.retire)
+        for _ in range(due.pop(0) if due else 0):
+            pool.claim()
+        pool.refill()
+        if step.move:  # everybody moves: his old worker ends, he gets one from the pool
+            pool.users = [state.target.version for _ in pool.users]
+        if state.ended:
+            break
+    return state
+
+
+@given(
+    wanted=st.integers(0, 20),
+    users=st.integers(0, 20),
+    claims=st.lists(st.integers(0, 3), max_size=60),
+)
+@settings(max_examples=200)
+def test_a_good_version_replaces_all_and_takes_no_claim_its_worker(
+    wanted: int, users: int, claims: list[int]
+) -> None:
+    pool = Pool(wanted, free=["1"] * wanted, users=["1"] * users)
+    state = play(pool, claims=claims)
+    assert state.phase == RolloutPhase.DONE
+    assert set(pool.free) | set(pool.users) <= {"2"}
+    assert state.surge == 0
+
+
+@given(wanted=st.integers(1, 20), batch=st.integers(1, 30))
+def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, batch: int) -> None:
+    pool = Pool(wanted, free=["1"] * wanted)
+    state, given_ = RolloutState.begun(GIVEN, 0.0), replace(GIVEN, batch=batch)
+    for _ in range(200):
+        state, step = state.looked(pool.look(state), given_)
+        pool.do(step, state)
+        assert len(pool.free) >= wanted
+        pool.refill(most=1)  # launches come one by one
+        assert len(pool.free) <= wanted + batch
+    assert state.phase == RolloutPhase.DONE
+
+
+@given(wanted=st.integers(1, 20), users=st.integers(0, 20), ready_first=st.integers(0, 5))
+def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int, ready_first: int) -> None:
+    pool = Pool(wanted, free=["1"] * wanted, users=["1"] * users)
+    state = RolloutState.begun(GIVEN, 0.0)
+    for turn in range(200):
+        pool.bad = frozenset({"2"} if turn >= ready_first else set())
+        state, step = state.looked(pool.look(state), GIVEN)
+        pool.do(step, state)
+        assert len(pool.free) >= wanted
+        if step.move:
+            pool.users = [state.target.version for _ in pool.users]
+        pool.refill()
+        if state.ended:
+            break
+    if state.phase == RolloutPhase.DONE:  # it was done before it went bad
+        assert ready_first
+        return
+    assert state.phase == RolloutPhase.ROLLED_BACK
+    assert pool.release == OLD
+    assert set(pool.free) | set(pool.users) <= {"1"}
+    assert "no worker became ready" in state.reason
+
+
+def moving(**changes: object) -> RolloutState:
+    """All free workers are new, and nobody is left to move."""
+    state, _ = RolloutState.begun(GIVEN, 0.0).looked(QUIET, GIVEN)
+    return replace(state, phase=RolloutPhase.MOVING, **changes)  # type: ignore[arg-type]
+
+
+QUIET = ReleaseLook(before=OLD, new=4, old=0, users=0, wanted=4, at=100.0)
+
+
+def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_it_any_more() -> None:
+    state = moving()
+    state, step = state.looked(replace(QUIET, users=5, failed=2), GIVEN)
+    assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
+    assert state.held == "2 users in a row got a worker that did not serve them"
+    state, step = state.looked(replace(QUIET, users=5, failed=3), GIVEN)
+    assert (state.phase, state.condemned, step) == (RolloutPhase.ROLLING_BACK, True, Step())
+    assert state.reason == "3 users in a row got a worker that did not serve them"
+    # On the way back they say nothing about what was before.
+    state, _ = state.looked(replace(QUIET, new=0, old=4, failed=9), GIVEN)
+    assert state.phase == RolloutPhase.ROLLING_BACK
+
+
+def test_what_an_operator_takes_back_is_not_condemned() -> None:
+    assert not moving().rolled_back("not today").condemned
+
+
+def test_a_rollout_waits_for_a_first_user_whom_it_serves_but_not_for_ever() -> None:
+    given_ = replace(GIVEN, proof=60.0)
+    waiting, _ = moving().looked(QUIET, given_)
+    assert (waiting.phase, waiting.unproven_since) == (RolloutPhase.MOVING, 100.0)
+    assert waiting.held == "no user was served by the new version yet"
+    still, _ = waiting.looked(replace(QUIET, at=159.0), given_)
+    assert still.phase == RolloutPhase.MOVING
+    assert still.looked(replace(QUIET, at=160.0), given_)[0].phase == RolloutPhase.DONE
+    assert still.looked(replace(QUIET, at=159.0, served=1), given_)[0].phase == RolloutPhase.DONE
+    assert still.looked(replace(QUIET, at=159.0, failed=3), given_)[0].phase == RolloutPhase.ROLLING_BACK
+
+
+@given(at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0]))
+def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_looks(
+    at: float, wanted: int, proof: float
+) -> None:
+    look = replace(QUIET, new=wanted, wanted=wanted, at=at)
+    state, _ = moving().looked(look, replace(GIVEN, proof=proof))
+    assert (state.phase == RolloutPhase.MOVING) == bool(at and wanted and proof)
+
+
+def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
+    state = RolloutState.begun(GIVEN, 0.0)
+    state, _ = state.looked(Pool(2, free=["1", "1"]).look(state), GIVEN)
+    back = state.rolled_back("an operator said so")
+    assert back.target == OLD
+    assert back.rolled_back("again") is back
+    ended = replace(state, phase=RolloutPhase.DONE)
+    assert ended.rolled_back("too late") is ended
+
+
+def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_ready() -> None:
+    state = RolloutState.begun(GIVEN, 0.0)
+    look = ReleaseLook(before=OLD, new=0, old=0, users=2, wanted=2)
+    state, _ = state.looked(look, GIVEN)
+    state, step = state.looked(look, GIVEN)
+    assert state.phase == RolloutPhase.REPLACING
+    assert step == Step()
+    state, step = state.looked(replace(look, new=1), GIVEN)
+    assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
+
+
+def test_what_is_carried_into_the_next_run_is_the_same_and_unknown_fields_are_dropped() -> None:
+    state, _ = RolloutState.begun(GIVEN, 5.0).looked(
+        ReleaseLook(before=OLD, new=1, old=2, users=2, wanted=2, mode="paused"), GIVEN
+    )
+    assert RolloutState.from_carried({**asdict(state), "of_a_later_release": 1}) == state
+    assert state.view().held == "the pool is paused: nothing is launched"

@@ -1,0 +1,112 @@
+"""What each event means, without Temporal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from worker_runtime.protocol.messages import WorkerEventKind as K
+from workflows import messages as m
+from workflows.user_worker_events import Told, told
+from workflows.user_worker_state import UserWorkerState
+
+S = m.WorkerState
+WORKER = m.WorkerRef(worker_id="w1", task_id="t1", epoch=3, claim_id="c1", pool="default")
+NOW = 1000.0
+
+
+def connecting() -> UserWorkerState:
+    fresh = UserWorkerState(user_id="u1", pool="default", settings=m.UserWorkerSettings()).opened(100.0)
+    return fresh.claimed("c1", 101.0).assigned(WORKER).connecting(1, 102.0)
+
+
+def active() -> UserWorkerState:
+    return connecting().active(101.5, 103.0, 104.0)
+
+
+def event(kind: str, sequence: int = 2, **changes: Any) -> m.WorkerEventSignal:
+    plain = m.WorkerEventSignal(
+        worker_id="w1", epoch=3, sequence=sequence, kind=kind, at=990.0, detail="the line is dead"
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize("kind", [K.RECONNECTING, K.DEGRADED])
+def test_a_lost_broker_makes_the_state_reconnecting_and_degraded(kind: K) -> None:
+    state = told(active(), event(kind), NOW).state
+    assert (state.state, state.reason) == (S.RECONNECTING, "the line is dead")
+    assert (state.health, state.health_at) == ("degraded: the line is dead", 990.0)
+    assert not state.needs_credentials
+
+
+def test_a_degraded_worker_that_reconnects_keeps_its_deadline() -> None:
+    once = told(active(), event(K.RECONNECTING), NOW).state
+    twice = told(once, event(K.DEGRADED, 4, detail="refused"), NOW + 5).state
+    assert (twice.since, twice.deadline, twice.health) == (once.since, once.deadline, "degraded: refused")
+
+
+def test_connected_makes_the_worker_well_again_and_is_no_use_of_it() -> None:
+    lost = told(active(), event(K.RECONNECTING), NOW).state
+    back = told(lost, event(K.CONNECTED, 4), NOW + 30).state
+    assert (back.state, back.health, back.reason) == (S.ACTIVE, "well", "")
+    assert (back.last_activity, back.deadline) == (104.0, 104.0 + 1800.0)
+
+
+@pytest.mark.parametrize("before", [active(), told(active(), event(K.DEGRADED, 1), NOW).state])
+def test_a_replaced_session_waits_for_its_credentials(before: UserWorkerState) -> None:
+    state = told(before, event(K.SESSION_REPLACED), NOW).state
+    assert (state.state, state.needs_credentials, state.replacements) == (S.RECONNECTING, True, 1)
+    again = told(state.not_answered(), event(K.SESSION_REPLACED, 4), NOW).state
+    assert (again.replacements, again.unanswered) == (2, 0)
+    assert not told(again, event(K.CONNECTED, 6), NOW).state.needs_credentials
+
+
+def test_failed_gives_the_worker_up_for_the_reason_it_told() -> None:
+    result = told(active(), event(K.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW)
+    assert result.given_up == "LOGIN_REJECTED: wrong key"
+    assert told(active(), event(K.FAILED, detail=""), NOW).given_up.startswith("BROKER_ERROR: ")
+
+
+@pytest.mark.parametrize("kind", [K.OWNER_MISSING, K.FENCED])
+def test_a_doubtful_owner_is_checked(kind: K) -> None:
+    result = told(active(), event(kind), NOW)
+    assert result.check
+    assert result.state == replace(active(), sequence=2)
+
+
+@pytest.mark.parametrize("kind", [K.CLOSED, "of a later release"])
+def test_other_events_are_only_counted(kind: str) -> None:
+    assert told(active(), event(kind), NOW) == Told(state=replace(active(), sequence=2))
+
+
+@pytest.mark.parametrize("kind", [K.SESSION_REPLACED, K.FAILED])
+def test_a_session_that_dies_while_it_connects_makes_the_claim_useless(kind: K) -> None:
+    result = told(connecting(), event(kind), NOW)
+    assert result.lost
+    assert result.state.state == S.CONNECTING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sequence": 0}, {"epoch": 2}, {"epoch": 4}, {"worker_id": "w2"}],
+    ids=["a repeat", "an older epoch", "a later epoch", "another worker"],
+)
+@pytest.mark.parametrize("kind", list(K))
+def test_what_is_not_news_changes_nothing(kind: K, changes: dict[str, Any]) -> None:
+    assert told(active(), event(kind, **{"sequence": 9, **changes}), NOW) == Told(state=active())
+
+
+def test_an_event_without_a_worker_changes_nothing() -> None:
+    gone = active().drains("requested", NOW).stopped()
+    assert told(gone, event(K.FAILED), NOW) == Told(state=gone)
+
+
+@pytest.mark.parametrize("at", [0.0, -1.0, float("nan"), float("inf"), NOW + 1])
+def test_a_clock_that_cannot_be_right_is_not_believed(at: float) -> None:
+    assert told(active(), event(K.DEGRADED, at=at), NOW).state.health_at == NOW
+
+
+def test_a_workers_own_words_are_kept_short() -> None:
+    assert len(told(active(), event(K.DEGRADED, detail="x" * 5000), NOW).state.reason) == 200

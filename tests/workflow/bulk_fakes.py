@@ -1,0 +1,189 @@
+"""Activities of maintenance, the morning and rollouts under the real names, with scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import Worker
+
+from workflows import maintenance_messages as mm
+from workflows import morning_messages as mo
+from workflows import names
+from workflows import rollout_messages as rm
+from workflows.maintenance import MaintenanceBatchWorkflow, MaintenanceWorkflow
+from workflows.morning import MorningWorkflow
+from workflows.rollout import RolloutWorkflow
+from workflows.sandbox import bare_runner
+
+DAY = "2026-11-23"
+
+
+class FakeMaintenance:
+    """Finds what a test tells it to find."""
+
+    def __init__(self, scanned: mm.Scanned) -> None:
+        self.scanned = scanned
+        self.batches: list[mm.Batch] = []
+        self.finished: list[mm.FinishPass] = []
+        #: First anomalies of the batches that fail.
+        self.failing: set[int] = set()
+
+    @activity.defn(name="scan_fleet")
+    async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
+        return self.scanned
+
+    @activity.defn(name="clean_up")
+    async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:
+        if batch.first in self.failing:
+            raise ApplicationError("told to fail", non_retryable=True)
+        self.batches.append(batch)
+        return mm.Cleaned(outcomes={"stopped": batch.count})
+
+    @activity.defn(name="finish_pass")
+    async def finish_pass(self, request: mm.FinishPass) -> float:
+        self.finished.append(request)
+        return 0.1
+
+    def worker(self, client: Client) -> Worker:
+        return Worker(
+            client,
+            task_queue=names.BULK_QUEUE,
+            workflows=[MaintenanceWorkflow, MaintenanceBatchWorkflow],
+            activities=[self.scan_fleet, self.clean_up, self.finish_pass],
+            workflow_runner=bare_runner(),
+        )
+
+
+class FakeMorning:
+    """A trading day with users, some of whom fail."""
+
+    def __init__(self, users: int, *, bell_in: float = 1200.0, holiday: str = "") -> None:
+        self.users = [f"u{number:04}" for number in range(users)]
+        self.bell_in = bell_in
+        self.holiday = holiday
+        #: User → what each try gives; a user who is not named is connected.
+        self.script: dict[str, list[mo.Connected]] = {}
+        #: User and time (Unix seconds) of each try.
+        self.tries: list[tuple[str, float]] = []
+        self.plans = 0
+        self.at_once = self.most_at_once = 0
+        self.takes = 0.0
+
+    @activity.defn
+    async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
+        self.plans += 1
+        day = request.day or DAY
+        if self.holiday:
+            return mo.MorningPlan(day=day, reason=self.holiday)
+        now = activity.info().current_attempt_scheduled_time.timestamp()
+        return mo.MorningPlan(day=day, users=len(self.users), since=1.0, bell=now + self.bell_in)
+
+    @activity.defn
+    async def recent_users(self, request: mo.RecentUsers) -> list[str]:
+        return [user for user in self.users if user > request.after][: request.limit]
+
+    @activity.defn
+    async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        at = activity.info().current_attempt_scheduled_time
+        self.tries.append((request.user_id, at.astimezone(UTC).timestamp()))
+        await asyncio.sleep(self.takes)
+        self.at_once -= 1
+        script = self.script.get(request.user_id)
+        return script.pop(0) if script else mo.Connected(ok=True)
+
+    @asynccontextmanager
+    async def serving(self, client: Client) -> AsyncIterator[None]:
+        async with Worker(
+            client,
+            task_queue=names.BULK_QUEUE,
+            workflows=[MorningWorkflow],
+            activities=[self.plan_morning, self.recent_users, self.connect_user],
+            workflow_runner=bare_runner(),
+        ):
+            yield
+
+
+class FakeRollout:
+    """Free workers by version, refilled at each look, and users who move when they are asked."""
+
+    def __init__(self, wanted: int, *, version: str = "1", users: int = 0) -> None:
+        self.wanted = wanted
+        self.before = rm.Release(version=version)
+        #: Version → free workers.
+        self.free = {version: wanted}
+        self.users = users
+        #: Versions whose workers never become ready.
+        self.bad: set[str] = set()
+        self.never_ready = 0
+        #: Events that were told, in order.
+        self.told: list[str] = []
+        #: Users move only while it is set.
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+        #: Users were asked to move.
+        self.asked = asyncio.Event()
+        #: Looks that fail.
+        self.blind = 0
+
+    @activity.defn
+    async def look_at_release(self, request: rm.LookAtRelease) -> rm.ReleaseLook:
+        if self.blind:
+            self.blind -= 1
+            raise ApplicationError("nothing is known", type="LAUNCHER_UNREACHABLE", non_retryable=True)
+        version = request.release.version
+        if request.change and self.before.version != version:
+            self.before, self.never_ready = request.release, 0
+        if request.change:
+            gap = self.wanted + request.surge - sum(self.free.values())
+            if version in self.bad:
+                self.never_ready += gap > 0
+            else:
+                self.free[version] = self.free.get(version, 0) + max(gap, 0)
+        new = self.free.get(version, 0)
+        return rm.ReleaseLook(
+            before=self.before,
+            new=new,
+            old=sum(self.free.values()) - new,
+            users=self.users,
+            wanted=self.wanted,
+            never_ready=self.never_ready,
+            last_failure="NEVER_READY: it ended" if self.never_ready else "",
+        )
+
+    @activity.defn
+    async def retire_workers(self, request: rm.RetireWorkers) -> int:
+        ended = 0
+        for version in self.free.keys() - {request.version}:
+            some = min(request.count - ended, self.free[version])
+            self.free[version] -= some
+            ended += some
+        return ended
+
+    @activity.defn
+    async def ask_to_move(self, request: rm.AskToMove) -> int:
+        asked = self.users
+        self.asked.set()
+        if self.quiet.is_set():
+            self.users = 0
+        return asked
+
+    @activity.defn
+    async def tell_rollout(self, request: rm.TellRollout) -> None:
+        self.told.append(request.event)
+
+    def worker(self, client: Client) -> Worker:
+        return Worker(
+            client,
+            task_queue=names.BULK_QUEUE,
+            workflows=[RolloutWorkflow],
+            activities=[self.look_at_release, self.retire_workers, self.ask_to_move, self.tell_rollout],
+            workflow_runner=bare_runner(),
+        )

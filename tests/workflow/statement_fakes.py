@@ -1,0 +1,57 @@
+"""Activities of the daily statements under the real names: a day, and users in pages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.worker import Worker
+
+from workflows import names
+from workflows import statements_messages as sm
+from workflows.sandbox import bare_runner
+from workflows.statements import StatementsWorkflow
+
+DAY = "2026-11-23"
+
+
+class FakeStatements:
+    """Users with an address, all of whom are sent a statement unless they were before."""
+
+    def __init__(self, users: int, *, reason: str = "") -> None:
+        self.users = [f"u{number:04}" for number in range(users)]
+        self.reason = reason
+        self.sent: set[str] = set()
+        #: User after whom each page began, and the time (Unix seconds) it was asked for.
+        self.pages: list[tuple[str, float]] = []
+
+    @activity.defn
+    async def plan_statements(self, request: sm.PlanStatements) -> sm.StatementsPlan:
+        return sm.StatementsPlan(day=request.day or DAY, reason=self.reason, users=len(self.users))
+
+    @activity.defn
+    async def enqueue_statements(self, request: sm.EnqueueStatements) -> sm.StatementsPage:
+        at = activity.info().current_attempt_scheduled_time.timestamp()
+        self.pages.append((request.after, at))
+        page = [user for user in self.users if user > request.after][: request.limit]
+        new = set(page) - self.sent
+        self.sent |= new
+        return sm.StatementsPage(
+            users=len(page),
+            after=page[-1] if page else "",
+            enqueued=len(new),
+            known=len(page) - len(new),
+        )
+
+    @asynccontextmanager
+    async def serving(self, client: Client) -> AsyncIterator[None]:
+        async with Worker(
+            client,
+            task_queue=names.BULK_QUEUE,
+            workflows=[StatementsWorkflow],
+            workflow_runner=bare_runner(),
+            activities=[self.plan_statements, self.enqueue_statements],
+        ):
+            yield

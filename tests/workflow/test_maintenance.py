@@ -1,0 +1,86 @@
+"""A pass of maintenance as a workflow: a child for each hundred anomalies, and its schedule."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from temporalio.client import Client, ScheduleOverlapPolicy
+from temporalio.service import RPCError
+from temporalio.testing import WorkflowEnvironment
+
+from activities import schedules
+from infra.settings import Settings
+from tests.workflow.bulk_fakes import FakeMaintenance
+from tests.workflow.fakes import until
+from workflows import maintenance_messages as mm
+from workflows import names
+from workflows.maintenance import MaintenanceWorkflow
+
+
+async def one_pass(client: Client, fake: FakeMaintenance) -> mm.Maintained:
+    async with fake.worker(client):
+        return await client.execute_workflow(
+            MaintenanceWorkflow.run,
+            mm.MaintenanceInput(),
+            id="maintenance-test",
+            task_queue=names.BULK_QUEUE,
+        )
+
+
+async def test_a_child_takes_a_hundred_anomalies(skipping: WorkflowEnvironment) -> None:
+    fake = FakeMaintenance(mm.Scanned(number=7, workers=1000, found=260, confirmed=250))
+    result = await one_pass(skipping.client, fake)
+    assert sorted((one.first, one.count) for one in fake.batches) == [(0, 100), (100, 100), (200, 50)]
+    assert result.outcomes == {"stopped": 250}
+    assert fake.finished == [mm.FinishPass(number=7, outcomes={"stopped": 250})]
+
+
+async def test_a_child_that_fails_leaves_its_anomalies_to_the_next_pass(
+    skipping: WorkflowEnvironment,
+) -> None:
+    fake = FakeMaintenance(mm.Scanned(number=7, found=150, confirmed=150))
+    fake.failing = {100}
+    result = await one_pass(skipping.client, fake)
+    assert result.outcomes == {"stopped": 100, "failed": 50}
+
+
+@pytest.mark.parametrize(
+    "scanned", [mm.Scanned(number=0), mm.Scanned(number=3, found=9, guarded="an outage")]
+)
+async def test_a_pass_that_may_not_act_has_no_children(
+    skipping: WorkflowEnvironment, scanned: mm.Scanned
+) -> None:
+    fake = FakeMaintenance(scanned)
+    result = await one_pass(skipping.client, fake)
+    assert (result.outcomes, fake.batches) == ({}, [])
+    assert len(fake.finished) == (1 if scanned.number else 0)
+
+
+async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -> None:
+    settings = Settings(maintenance_period=1.0)
+    fake = FakeMaintenance(mm.Scanned(number=1))
+    handle = temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+
+    async def rests() -> bool:
+        return not (await handle.describe()).info.running_actions
+
+    try:
+        async with fake.worker(temporal):
+            await asyncio.gather(*(schedules.ensure_maintenance(temporal, settings) for _ in range(3)))
+            await until(lambda: len(fake.finished) >= 2)
+            found = (await handle.describe()).schedule
+            assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
+            assert found.policy.catchup_window == timedelta(minutes=1)
+            await handle.pause(note="by an operator")
+            await until(rests)  # a pass that nobody serves would be met by another test
+        await schedules.ensure_maintenance(temporal, Settings(maintenance_period=30.0))
+        found = (await handle.describe()).schedule
+        assert found.spec.intervals[0].every == timedelta(seconds=30)
+        assert (found.state.paused, found.state.note) == (True, "by an operator")
+    finally:
+        await schedules.ensure_maintenance(temporal, Settings(maintenance_period=0.0))
+    with pytest.raises(RPCError):
+        await temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE).describe()
+    await schedules.ensure_maintenance(temporal, Settings(maintenance_period=0.0))

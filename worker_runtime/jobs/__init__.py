@@ -1,0 +1,1 @@
+"""The priority job runner: queue, runner, child."""

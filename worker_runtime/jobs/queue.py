@@ -1,0 +1,244 @@
+"""The job queue as a runner sees it: one connection, one round trip a job.
+
+Nothing is repeated here. What a caller may repeat after `ValkeyFailed` stands at each method; claims whose
+reply was lost are found again with `held`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from worker_runtime.protocol import job_keys, job_scripts
+from worker_runtime.protocol.job_messages import (
+    BOOST_MS,
+    FAILED_TTL,
+    RESULT_TTL,
+    JobResult,
+    JobStatus,
+    read_result,
+)
+from worker_runtime.protocol.scripts import Script
+from worker_runtime.valkey import Argument, Command, Valkey, ValkeyRefused, evalsha, is_unknown_script
+
+#: Jobs that died, or whose runner died, this often are not run again.
+MAX_CRASHES = 3
+#: Seconds that a runner's entry lives without a renewal (requirement J4).
+RUNNER_TTL = 420
+ALL_QUEUES = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerIdentity:
+    """Who claims: `runner_id` is another one after every start, `name` and `node` last."""
+
+    runner_id: str
+    name: str
+    node: str
+    queues: tuple[str, ...] = (ALL_QUEUES,)
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedJob:
+    """One job in hand. `fence` decides whether its end may be written."""
+
+    job_id: str
+    body: bytes
+    fence: int
+    attempt: int
+    crashes: int
+    #: Since it was due; 0 if it was found again after a lost reply. It is the same job then.
+    waited_ms: int = field(default=0, compare=False)
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """The answer to a claim. `due` is in seconds; None: nothing is delayed."""
+
+    status: str
+    due: float | None
+    jobs: list[ClaimedJob] = msgspec.field(default_factory=list)
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The end of one run, ready to be written. `delay` in seconds, of a retry."""
+
+    job_id: str
+    fence: int
+    status: JobStatus
+    result: bytes
+    result_ttl: int = RESULT_TTL
+    delay: float = 0.0
+    crashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """The answer to a renewal: beats of all runners, by runner id."""
+
+    registered: bool
+    suspended: bool = False
+    due: float | None = None
+    beats: dict[str, bytes] = field(default_factory=dict)
+
+
+class JobQueue:
+    """One runner's calls. Raises `ValkeyFailed`."""
+
+    def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET) -> None:
+        self.client = client
+        self.identity = identity
+        self.tag = tag
+        self._keys = [job_keys.meta(tag)]
+        self._number = 0
+        #: Whether other runners are there, which a claim may have to wake. A wrong guess costs a look.
+        self.others = True
+
+    def join(self) -> None:
+        """Registers the runner and makes the scripts known. Safe to repeat."""
+        identity = self.identity
+        self.client.pipeline([("SCRIPT", "LOAD", script.source) for script in job_scripts.ALL])
+        queues = ",".join(identity.queues)
+        about = (identity.name, identity.node, queues, os.getpid(), identity.version, RUNNER_TTL)
+        self._run(job_scripts.JOIN, identity.runner_id, *about)
+
+    def turn(self, finishes: Sequence[Finish], want: int) -> tuple[list[str], Claims | None]:
+        """Writes ends, then claims up to `want` jobs (0: none), in one round trip.
+
+        The first list says what became of each end: its status, or `gone`. The ends may be repeated.
+        """
+        commands = [self._finish(finish) for finish in finishes]
+        if want > 0:
+            commands.append(self._claim(want))
+        replies = self._pipeline(commands)
+        outcomes = [_text(reply) for reply in replies[: len(finishes)]]
+        return outcomes, _claims(replies[-1]) if want > 0 else None
+
+    def held(self) -> list[ClaimedJob] | None:
+        """Everything in hand by the queue's account; None: not registered any more. Safe to repeat.
+
+        No claim that is still under way takes anything after this.
+        """
+        self._number += 1
+        reply = self._run(job_scripts.HELD, self.identity.runner_id, self._number)
+        return None if reply[0] == b"lost" else [_job(item) for item in reply[1:]]
+
+    def renew(
+        self, state: str, jobs: Sequence[str], ttl: int = RUNNER_TTL, counted: tuple[int, bytes] = (0, b"")
+    ) -> Renewal:
+        """Renews the lease and shows `state`; the entry lives for `ttl` seconds. Safe to repeat.
+
+        `counted` goes into the totals, once for each number: those of the fleet, or of all users together.
+        """
+        if self.tag != job_keys.FLEET and counted[1]:
+            where = [job_keys.meta(job_keys.FLEET)]
+            self.client.run(job_scripts.COUNT, where, (self.identity.runner_id, *counted))
+            counted = (0, b"")
+        about = (self.identity.runner_id, state, ttl, ",".join(jobs))
+        reply = self._run(job_scripts.RENEW, *about, FAILED_TTL * 1000, *counted)
+        if reply[0] == b"lost":
+            return Renewal(registered=False)
+        beats = {_text(runner): beat for runner, beat in zip(reply[3::2], reply[4::2], strict=True)}
+        return Renewal(True, reply[1] == b"suspended", _seconds(reply[2]), beats)
+
+    def beats(self) -> dict[str, bytes]:
+        """The beats of all runners. Safe to repeat."""
+        reply = self.client.execute("HGETALL", job_keys.beats(self.tag))
+        return {_text(runner): beat for runner, beat in zip(reply[::2], reply[1::2], strict=True)}
+
+    def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
+        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to repeat."""
+        reply = self._run(job_scripts.REAP, runner_id, beat, 1, MAX_CRASHES, RESULT_TTL, FAILED_TTL)
+        return None if reply[0] == b"alive" else _pairs(reply)
+
+    def leave(self) -> dict[str, str]:
+        """Signs off. Jobs still in hand go back, or fail if they must not run twice. Safe to repeat."""
+        own = self.identity.runner_id
+        return _pairs(self._run(job_scripts.REAP, own, b"", 0, MAX_CRASHES, RESULT_TTL, FAILED_TTL))
+
+    def progress(self, job_id: str, fence: int, progress: bytes) -> bool:
+        """Notes how far a job is; false if it is no longer ours. Safe to repeat."""
+        return bool(self._run(job_scripts.PROGRESS, job_id, fence, progress))
+
+    def result(self, job_id: str) -> JobResult | None:
+        """The stored result. Safe to repeat."""
+        stored = self.client.execute("GET", job_keys.result(self.tag, job_id))
+        return None if stored is None else read_result(stored)
+
+    def ring(self) -> None:
+        """Gives a ring of the bell back. Safe to repeat."""
+        self._run(job_scripts.RING)
+
+    def bells(self) -> list[str]:
+        """What an idle runner waits on."""
+        queues = self.identity.queues
+        return [job_keys.bell(self.tag, "" if queue == ALL_QUEUES else queue) for queue in queues]
+
+    def mail(self) -> str:
+        return job_keys.mail(self.tag, self.identity.runner_id)
+
+    def _run(self, script: Script, *args: Argument) -> Any:
+        return self.client.run(script, self._keys, args)
+
+    def _finish(self, finish: Finish) -> tuple[Script, tuple[Argument, ...]]:
+        return job_scripts.FINISH, (
+            self.identity.runner_id,
+            finish.job_id,
+            finish.fence,
+            finish.status,
+            finish.result,
+            finish.result_ttl,
+            FAILED_TTL,
+            round(finish.delay * 1000),
+            int(finish.crashed),
+            BOOST_MS,
+        )
+
+    def _claim(self, want: int) -> tuple[Script, tuple[Argument, ...]]:
+        self._number += 1
+        identity = self.identity
+        return job_scripts.CLAIM, (
+            identity.runner_id,
+            self._number,
+            identity.node,
+            want,
+            int(self.others),
+            *identity.queues,
+        )
+
+    def _pipeline(self, calls: Sequence[tuple[Script, tuple[Argument, ...]]]) -> list[Any]:
+        commands: list[Command] = [evalsha(script, self._keys, args) for script, args in calls]
+        replies = self.client.pipeline(commands)
+        for number, reply in enumerate(replies):
+            if isinstance(reply, Exception):
+                if not is_unknown_script(reply):
+                    raise ValkeyRefused(str(reply).split(" ", 1)[0])
+                # A restarted server: refused before anything ran, so this is no repeat.
+                script, args = calls[number]
+                replies[number] = self.client.run(script, self._keys, args)
+        return replies
+
+
+def _claims(reply: list[Any]) -> Claims:
+    return Claims(_text(reply[0]), _seconds(reply[1]), [_job(item) for item in reply[2:]])
+
+
+def _job(item: list[Any]) -> ClaimedJob:
+    job_id, body, fence, attempt, crashes, *waited = item
+    return ClaimedJob(_text(job_id), body, fence, attempt, crashes, *waited)
+
+
+def _seconds(milliseconds: int) -> float | None:
+    return None if milliseconds < 0 else milliseconds / 1000
+
+
+def _pairs(reply: list[bytes]) -> dict[str, str]:
+    return {_text(job): _text(what) for job, what in zip(reply[1::2], reply[2::2], strict=True)}
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")

@@ -1,0 +1,210 @@
+"""The runner's standing with the queue: joined, renewed, found again after an outage, or lost.
+
+One beat renews the lease of everything the runner holds, so many busy slots cost no more than one. The
+same look at the beats shows which other runners have died; any runner takes a dead one's jobs back.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.events import JobEvents
+from worker_runtime.jobs.observer import Observer
+from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
+from worker_runtime.jobs.runs import Runs
+from worker_runtime.jobs.tally import Tally
+from worker_runtime.log import Log
+from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.valkey import Valkey, ValkeyFailed
+
+#: Renewals in one lease.
+_BEATS = 3
+
+
+class Registration:
+    """`on_found` gets jobs that a lost reply had claimed; `on_lost` is called when the runner's jobs are no
+    longer its own: it was reaped, or Valkey lost its data."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        runs: Runs,
+        log: Log,
+        on_found: Callable[[list[ClaimedJob]], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._runs = runs
+        self._log = log
+        self._on_found = on_found
+        self._on_lost = on_lost
+        self._client = Valkey(config.valkey_url, connect_timeout=0.5, timeout=1.0)
+        self._observer = Observer(config.lease)
+        self._backoff = Backoff(0.05, 1.0)
+        self._known = False
+        self.tally = Tally()
+        self._renewed_at: float | None = None
+        self._next_renewal = 0.0
+        self._next_look = 0.0
+        self._due_at: float | None = None
+        #: Whether calls may be made now.
+        self.up = False
+        self.suspended = False
+        self._identify()
+
+    def _identify(self) -> None:
+        config = self._config
+        runner_id = f"{config.name}-{secrets.token_hex(4)}"
+        identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
+        self.queue = JobQueue(self._client, identity, config.tag)
+        self.events = JobEvents(runner_id, config.node)
+
+    @property
+    def runner_id(self) -> str:
+        return self.queue.identity.runner_id
+
+    def left(self) -> float:
+        """Seconds until `tend` has something to do."""
+        if not self.up:
+            return self._backoff.left()
+        wanted = self._next_renewal
+        if self._observer.others():
+            wanted = min(wanted, self._next_look)
+        if self._due_at is not None:
+            wanted = min(wanted, self._due_at)
+        return max(0.0, wanted - time.monotonic())
+
+    def tend(self, stopping: bool) -> bool:
+        """Does what is due; true if work may have come up meanwhile."""
+        now = time.monotonic()
+        if not self.up:
+            return self._backoff.due() and self._connect() and self._renew(stopping)
+        if now >= self._next_renewal:
+            return self._renew(stopping)
+        if self._due_at is not None and now >= self._due_at:
+            return self._renew(stopping)
+        if self._observer.others() and now >= self._next_look:
+            self._look()
+        return False
+
+    @property
+    def work_to_come(self) -> bool:
+        """Jobs wait for their time, or another runner's may have to be taken back."""
+        return self._due_at is not None or self._observer.others()
+
+    def hurry(self) -> None:
+        """The next `tend` renews."""
+        self._next_renewal = 0.0
+
+    def note_due(self, due: float | None) -> None:
+        """`due`: seconds until a delayed job may run; None: there is none."""
+        self._due_at = None if due is None else time.monotonic() + due
+
+    def cut_off(self, error: ValkeyFailed) -> None:
+        """A call failed: nobody knows whether it was heard."""
+        if self.up:
+            self._log.warning("job_queue_unreachable", code=error.code, reason=error.detail)
+        self.up = False
+        self._client.close()
+        self._observer.forget()
+        self._backoff.failed()
+
+    def lost(self) -> None:
+        """What was in hand belongs to others; the runner starts anew under another id."""
+        self._log.error("job_runner_lost", runner=self.runner_id, jobs=len(self._runs))
+        self._on_lost()
+        self.events.flush()
+        self._identify()
+        self._known = False
+        self.up = False
+
+    def wrote(self, claimed: ClaimedJob) -> bool:
+        """Whether the result that is stored is that of this run: its first sending was heard."""
+        try:
+            stored = self.queue.result(claimed.job_id)
+        except (ValkeyFailed, MalformedMessage):
+            return False
+        return stored is not None and (stored.runner, stored.attempt) == (self.runner_id, claimed.attempt)
+
+    def leave(self) -> None:
+        """Signs off; what is still in hand goes back or fails. Raises `ValkeyFailed`."""
+        counted = self.tally.parcel()
+        if counted[1]:
+            self.queue.renew("suspended", (), counted=counted)
+        for job_id, what in self.queue.leave().items():
+            self.events.returned(job_id, what, self.runner_id)
+        self.events.flush()
+        self._client.close()
+
+    def _connect(self) -> bool:
+        try:
+            held = self.queue.held() if self._known else None
+            if self._known and held is None:
+                self.lost()
+            if not self._known:
+                self.queue.join()
+                self._known = True
+        except ValkeyFailed as error:
+            self.cut_off(error)
+            return False
+        self._backoff.reset()
+        self.up = True
+        self._log.info("job_runner_registered", runner=self.runner_id, queues=list(self._config.queues))
+        if held:
+            self._on_found(held)
+        return True
+
+    def _renew(self, stopping: bool) -> bool:
+        now = time.monotonic()
+        busy = len(self._runs) > 0
+        state = "busy" if busy else "suspended" if self.suspended or stopping else "idle"
+        try:
+            counted = self.tally.parcel()
+            renewal = self.queue.renew(state, self._runs.job_ids(), self._runs.entry_ttl(), counted)
+        except ValkeyFailed as error:
+            self.cut_off(error)
+            return False
+        if not renewal.registered:
+            self.lost()
+            return False
+        self.tally.heard()
+        self._note_lateness(now)
+        self._next_renewal = now + self._config.lease / _BEATS
+        self.suspended = renewal.suspended
+        self.note_due(renewal.due)
+        self._judge(renewal.beats)
+        return True
+
+    def _note_lateness(self, now: float) -> None:
+        """`now`: before the renewal was sent. More than a third of a lease after its time is late."""
+        before, self._renewed_at = self._renewed_at, now
+        if before is not None and now - before > 2 * self._config.lease / _BEATS:
+            self.tally.renewed_late()
+            self._log.warning("job_lease_renewed_late", after_s=round(now - before, 3))
+
+    def _look(self) -> None:
+        try:
+            self._judge(self.queue.beats())
+        except ValkeyFailed as error:
+            self.cut_off(error)
+
+    def _judge(self, beats: dict[str, bytes]) -> None:
+        now = time.monotonic()
+        self._next_look = now + self._observer.period
+        self.queue.others = len(beats) > 1
+        for runner, beat in self._observer.look(beats, self.runner_id, now):
+            try:
+                fates = self.queue.reap(runner, beat)
+            except ValkeyFailed as error:
+                self.cut_off(error)
+                return
+            if fates is None:
+                continue
+            self._log.warning("job_runner_reaped", dead=runner, jobs=len(fates))
+            for job_id, what in fates.items():
+                self.events.returned(job_id, what, runner)
+                self.tally.reaped(what)

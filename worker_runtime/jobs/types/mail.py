@@ -1,0 +1,116 @@
+"""The job `email`: one mail to one address, by SMTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worker_runtime.jobs.config import MailOutlet
+from worker_runtime.jobs.context import JobContext
+from worker_runtime.jobs.registry import JobType, RetryLater
+from worker_runtime.protocol import job_work
+from worker_runtime.protocol.job_messages import JobFailed, JobOutcomeUnknown
+from worker_runtime.protocol.job_work import EmailReceipt, SendEmail
+
+if TYPE_CHECKING:
+    import smtplib
+
+
+class MailRefused(JobFailed):
+    """The mail server refused the mail for good."""
+
+    code = "MAIL_REFUSED"
+
+
+class MailDeferred(RetryLater):
+    """The mail server cannot take the mail now."""
+
+    code = "MAIL_DEFERRED"
+
+
+def email(outlet: MailOutlet) -> JobType:
+    """The type, with the server that takes our mails."""
+
+    def send(arguments: SendEmail, context: JobContext) -> EmailReceipt:
+        # Here, not above: what mails need costs every runner and child some MiB.
+        import smtplib
+        import ssl
+
+        message_id, data = _message(arguments, context.job_id, outlet.sender)
+        client: smtplib.SMTP | None = None
+        try:
+            trust = ssl.create_default_context(cafile=outlet.ca_file or None)
+            if outlet.security == "tls":
+                client = smtplib.SMTP_SSL(outlet.host, outlet.port, timeout=outlet.timeout, context=trust)
+            else:
+                client = smtplib.SMTP(outlet.host, outlet.port, timeout=outlet.timeout)
+            client.ehlo_or_helo_if_needed()
+            if outlet.security == "starttls":
+                client.starttls(context=trust)  # raises when the server has no TLS: nothing goes in clear
+                client.ehlo()
+            if outlet.username:
+                client.login(outlet.username, outlet.password)
+            _check("MAIL", *client.mail(outlet.sender))
+            _check("RCPT", *client.rcpt(arguments.to))
+            _check("DATA", *client.docmd("DATA"))
+        except UnicodeError:  # its text quotes the password
+            raise MailRefused("the mail server's name or login is not ASCII") from None
+        except smtplib.SMTPResponseException as error:
+            raise _of(type(error).__name__, error.smtp_code) from None
+        except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
+            raise MailRefused(f"the server cannot be used: {type(error).__name__}") from None
+        except OSError as error:  # all of smtplib's errors are, too
+            raise MailDeferred(type(error).__name__) from None
+        else:
+            _hand_over(client, data)
+            return EmailReceipt(message_id=message_id)
+        finally:
+            if client is not None:
+                client.close()
+
+    return JobType(name=job_work.EMAIL.name, arguments=SendEmail, run=send)
+
+
+def _hand_over(client: smtplib.SMTP, data: bytes) -> None:
+    """The text, up to the server's answer. When the connection breaks in here, nobody knows."""
+    try:
+        client.send(data)
+        code, _ = client.getreply()
+    except OSError as error:
+        raise JobOutcomeUnknown(
+            f"the connection broke with the mail under way: {type(error).__name__}"
+        ) from None
+    _check("the mail", code)
+
+
+def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes]:
+    """Its id and its bytes as SMTP wants them: CRLF, doubled points, the end."""
+    import re
+    from email.message import EmailMessage
+    from email.policy import SMTP
+    from email.utils import formatdate
+    from hashlib import sha256
+
+    # From the job's id: whoever gets the same mail twice can tell.
+    message_id = f"<{sha256(job_id.encode()).hexdigest()[:32]}@{sender.rpartition('@')[2]}>"
+    message = EmailMessage(policy=SMTP.clone(cte_type="7bit"))
+    message["From"] = sender
+    message["To"] = arguments.to
+    message["Subject"] = arguments.subject
+    message["Date"] = formatdate()
+    message["Message-ID"] = message_id
+    message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no machine answers it
+    message.set_content(arguments.text)
+    data = re.sub(rb"(?m)^\.", b"..", message.as_bytes())
+    return message_id, data + (b"" if data.endswith(b"\r\n") else b"\r\n") + b".\r\n"
+
+
+def _check(what: str, code: int, _text: bytes = b"") -> None:
+    """A server's text may quote addresses: its code alone is told."""
+    if not 200 <= code < 400:
+        raise _of(what, code)
+
+
+def _of(what: str, code: int) -> MailRefused | MailDeferred:
+    """RFC 5321, 4.2.1: 4yz passes, 5yz does not. Anything else is no SMTP, or no connection any more (-1)."""
+    text = f"{what}: {code}"
+    return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

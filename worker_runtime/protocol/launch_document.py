@@ -1,0 +1,63 @@
+"""A launch document where standard input cannot be had: encrypted, in the environment (ADR 0012).
+
+What stands in the environment is of no use without the launch key, which comes as a file. AES-SIV, because
+the same document must give the same text: a launch that is repeated with other parameters is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from worker_runtime.protocol.errors import BerthError
+
+#: Variables of a container: the encrypted document, whose it is, and where the key lies.
+DOCUMENT = "BERTH_LAUNCH_DOCUMENT"
+WORKER = "BERTH_LAUNCH_WORKER"
+KEY_FILE = "BERTH_LAUNCH_KEY_FILE"
+#: Bytes: AES-256 twice, for encryption and for authentication.
+KEY_SIZE = 64
+_PURPOSE = b"berth launch document 1"
+
+
+class BadLaunchDocument(BerthError):
+    """The launch document cannot be opened: another key, another worker's, or altered."""
+
+    code = "BAD_LAUNCH_DOCUMENT"
+
+
+class BadLaunchKey(BerthError):
+    """The launch key is not 64 bytes in base64."""
+
+    code = "BAD_LAUNCH_KEY"
+
+
+def key_from(text: bytes) -> bytes:
+    """The key of a key file's content. Raises `BadLaunchKey`, never with a part of it."""
+    try:
+        key = base64.b64decode(b"".join(text.split()), validate=True)
+    except binascii.Error:
+        raise BadLaunchKey from None
+    if len(key) != KEY_SIZE:
+        raise BadLaunchKey(f"the launch key has {len(key)} bytes instead of {KEY_SIZE}")
+    return key
+
+
+def seal(document: bytes, key: bytes, *, worker_id: str) -> str:
+    """The document encrypted for one worker, as text. The same arguments give the same text."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESSIV
+
+    return base64.b64encode(AESSIV(key).encrypt(document, [_PURPOSE, worker_id.encode()])).decode()
+
+
+def unseal(text: str, key: bytes, *, worker_id: str) -> bytes:
+    """Raises `BadLaunchDocument`."""
+    # Here, not above: a zygote or job runner that was given no such document never loads it.
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESSIV
+
+    try:
+        sealed = base64.b64decode(text, validate=True)
+        return AESSIV(key).decrypt(sealed, [_PURPOSE, worker_id.encode()])
+    except (binascii.Error, InvalidTag, ValueError):
+        raise BadLaunchDocument from None

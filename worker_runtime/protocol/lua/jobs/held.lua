@@ -1,0 +1,19 @@
+-- What a runner has in hand, after its connection broke: a claim whose reply was lost is found again.
+--
+-- KEYS[1] settings   jobs:{tag}:meta
+-- ARGV[1] runner
+-- ARGV[2] number, larger than that of the last claim: claims that are still under way take nothing
+--
+-- Returns {'ok', {id, job, fence, attempt, crashes}, …} or {'lost'}.
+open(KEYS[1])
+local runner = P .. 'runner:' .. ARGV[1]
+if redis.call('EXISTS', runner) == 0 then return {'lost'} end
+redis.call('HSET', runner, 'number', ARGV[2])
+local reply = {'ok'}
+for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'body', 'fence', 'attempt', 'crashes')
+  if job[1] then
+    reply[#reply + 1] = {id, job[1], tonumber(job[2]), tonumber(job[3]), tonumber(job[4])}
+  end
+end
+return reply

@@ -1,0 +1,37 @@
+-- How many jobs wait, and how long the oldest has: by queue and priority. Changes nothing.
+--
+-- KEYS[1] settings   jobs:{tag}:meta
+-- ARGV[1] jobs that are looked at in each lane; what is behind them is only counted
+--
+-- Returns {delayed jobs, failed jobs, runners, {queue, priority or '' for those only counted, jobs, ms that the
+-- oldest has waited since it was due}, …}.
+open(KEYS[1])
+local now = clock()
+local most = tonumber(ARGV[1])
+local reply = {redis.call('ZCARD', P .. 'delayed'), redis.call('ZCARD', P .. 'failed'),
+  redis.call('HLEN', P .. 'beats')}
+for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
+  local seen, order = {}, {}
+  local function count(priority, jobs, waited)
+    local entry = seen[priority]
+    if not entry then
+      entry = {queue, priority, 0, 0}
+      seen[priority] = entry
+      order[#order + 1] = entry
+    end
+    entry[3] = entry[3] + jobs
+    entry[4] = math.max(entry[4], waited)
+  end
+  for _, name in ipairs(redis.call('ZRANGE', P .. 'lanes:' .. queue, 0, -1)) do
+    local lane = P .. 'lane:' .. queue .. ':' .. name
+    local ids = redis.call('ZRANGE', lane, 0, most - 1)
+    for _, id in ipairs(ids) do
+      local job = redis.call('HMGET', P .. 'job:' .. id, 'priority', 'due')
+      if job[1] then count(job[1], 1, now - tonumber(job[2])) end
+    end
+    local behind = redis.call('ZCARD', lane) - #ids
+    if behind > 0 then count('', behind, 0) end
+  end
+  for _, entry in ipairs(order) do reply[#reply + 1] = entry end
+end
+return reply

@@ -1,0 +1,97 @@
+"""What the API and the orchestrator ask a user's worker for, over the user's queue.
+
+Everything goes through the same FIFO, so that a cancel can never overtake the order it cancels. Quantities
+are lots, prices are decimal strings, times are Unix milliseconds.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from worker_runtime.protocol.exchange import Balance as Balance
+from worker_runtime.protocol.exchange import ExchangeOrder, Position
+from worker_runtime.protocol.messages import Message, PlaceOrder
+
+
+class CancelOrder(Message, frozen=True, kw_only=True, tag="cancel_order"):
+    """Take a working order back. Passes every switch."""
+
+    request_id: str
+    order_id: str
+    user_id: str
+    account_id: str
+    symbol: str
+    tag: str
+    broker_order_id: str | None
+    reply_to: str
+    generation: str
+
+
+class ReplaceOrder(Message, frozen=True, kw_only=True, tag="replace_order"):
+    """Change a working order: a smaller quantity, or another price. At most once, like a submission."""
+
+    request_id: str
+    order_id: str
+    user_id: str
+    account_id: str
+    symbol: str
+    tag: str
+    broker_order_id: str | None
+    #: New total quantity, at least what is filled; None: unchanged. It can only fall (Shioaji, TAIFEX).
+    quantity: int | None
+    price: Decimal | None
+    reply_to: str
+    generation: str
+
+
+class QueryAccount(Message, frozen=True, kw_only=True, tag="query_account"):
+    """What the broker knows of one account now. The answer carries an `AccountReport`."""
+
+    request_id: str
+    user_id: str
+    account_id: str
+    orders: bool = True
+    #: Only the orders with these tags; empty: all. A report has room for some hundreds.
+    tags: tuple[str, ...] = ()
+    positions: bool = False
+    balance: bool = False
+    reply_to: str
+    generation: str
+
+
+Request = PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
+
+
+class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker's own view of an account, as one session saw it."""
+
+    account_id: str
+    taken_at_ms: int
+    #: The listing was answered in full.
+    complete: bool
+    #: The broker says which orders are certainly listed: those that it took between `reaches_ms` and
+    #: `behind_ms` before. False where a list may leave out any, as those of earlier sessions (Shioaji's
+    #: simulation, Sinotrade/Shioaji #218): then what is missing may be there all the same.
+    absence_certain: bool
+    behind_ms: int = 0
+    #: None: as a worker of an earlier release, which does not tell it.
+    reaches_ms: int | None = None
+    #: The positions show at least the fills of orders that are certainly listed; False: perhaps not yet.
+    positions_agree: bool = False
+    orders: list[ExchangeOrder] = []
+    positions: list[Position] = []
+    balance: Balance | None = None
+
+
+def report_of(report: dict[str, Any]) -> AccountReport:
+    """Reads `Answer.report` or `AccountReported.report`; raises `msgspec.ValidationError`."""
+    return msgspec.convert(report, AccountReport)
+
+
+def told(report: AccountReport) -> dict[str, Any]:
+    """A report as it travels in a message."""
+    found: dict[str, Any] = msgspec.to_builtins(report)
+    return found

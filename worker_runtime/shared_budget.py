@@ -1,0 +1,267 @@
+"""The broker's limits, kept before each call, together with all other workers of the person (requirement C4).
+
+Valkey counts (`budget.lua`, `connection.lua`). A call that is too much waits while its caller can; then it is
+refused, and nothing has been sent.
+
+Keys hold no person id: a hash of it, keyed with what somebody who reads Valkey alone does not have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple
+
+from worker_runtime.board import Board
+from worker_runtime.budget import Patience, Uncounted, What
+from worker_runtime.connection import Account
+from worker_runtime.log import Log
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.limits import BrokerLimits
+from worker_runtime.protocol.scripts import BUDGET, CONNECTED, CONNECTION, Script
+from worker_runtime.valkey import Argument, Valkey, ValkeyFailed, ValkeyUnreachable
+
+#: Seconds within which a granted call is to be sent. The windows are longer by it: a call that is sent late
+#: is still counted when the broker still counts it.
+GRANT = 0.5
+#: Seconds that a broker connection stays taken when its worker says nothing more, and between two renewals.
+LEASE = 150.0
+RENEWAL = 60.0
+#: Seconds until a renewal that failed is tried again.
+_RETRY = 5.0
+#: Longest sleep in one piece: a worker that waits hears of the end of its lease.
+_SLICE = 0.2
+_DAY = 0
+
+
+class _Window(NamedTuple):
+    what: What
+    #: How many calls are spent.
+    cost: int
+    span_ms: int
+    limit: int
+    #: For the rest of a day whose count was lost.
+    reserve: int
+
+    @classmethod
+    def of(cls, what: What, cost: int, limits: BrokerLimits, share: float, persons: int = 1) -> _Window:
+        number, span = {
+            What.LOGIN: (limits.logins_per_day, _DAY),
+            What.ORDER: (limits.orders_per_10s, _span(10.0)),
+            What.QUERY: (limits.queries_per_5s, _span(5.0)),
+        }[what]
+        limit = max(min(1, number), int(number * share)) * persons
+        # Half of what the margin left: a count that is lost twice in a day still stays below the number.
+        return cls(what, cost, span, limit, (number * persons - limit) // 2)
+
+
+#: What a call counts in which window. Shioaji counts an update of status, which its list of orders needs, as
+#: an order, too.
+_WINDOWS = {
+    What.LOGIN: {What.LOGIN: 1},
+    What.ORDER: {What.ORDER: 1},
+    What.QUERY: {What.QUERY: 1, What.ORDER: 1},
+    What.LOOK_AND_CHANGE: {What.QUERY: 1, What.ORDER: 2},
+}
+
+
+class SharedBudget:
+    """One session's part in what Valkey counts. Implements `Budget`. Times in seconds."""
+
+    def __init__(self, client: Valkey, config: WorkerConfig, board: Board, log: Log) -> None:
+        self._client = client
+        self._allowance = config.allowance
+        self._secret = config.orchestrator_key
+        self._mark_period = config.mark_period
+        self._board = board
+        self._log = log
+        self._holder = f"{config.worker_id}:{board.session_number}"
+        self._calls = 0
+        #: The count under which a window was granted, and the first one that an owner had.
+        self._known: dict[tuple[str, str], str] = {}
+        self._first: dict[str, str] = {}
+        self._granted_at = 0.0
+        self._renewed_at = 0.0
+        self._lost_seen = board.owner_missing
+
+    @property
+    def granted(self) -> bool:
+        """Whether the last granted call may still be sent."""
+        return time.monotonic() - self._granted_at < GRANT
+
+    def spend(self, account: Account, what: What, patience: Patience, *, cost: int = 1) -> None:
+        """Waits for room, with the pulse going on.
+
+        Raises `RateLimited` (`LoginLimited` for a login) if there is none in time, or Valkey cannot be asked:
+        `Uncounted` if it is away or reads its data in yet.
+        """
+        error = LoginLimited if what is What.LOGIN else RateLimited
+        self._calls += 1
+        call = f"{self._holder}:{self._calls}"
+        for owner, persons in self._owners(account):
+            windows = [
+                _Window.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
+                for each, weight in _WINDOWS[what].items()
+            ]
+            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
+            numbers = [number for each in windows for number in each[1:]]
+            self._await(
+                partial(self._ask, BUDGET, names, [call], owner, what, numbers),
+                patience,
+                error,
+                f"the budget of {what.value} is used up",
+            )
+        self._granted_at = time.monotonic()
+
+    def connect(self, account: Account, patience: Patience) -> None:
+        """Before a login: one of the person's connections, and one login. Raises `LoginLimited`."""
+        owner = self._person(account)
+        names = [keys.budget(owner, name) for name in ("since", "connections", "holders")]
+        words: list[Argument] = [self._connection(account), self._holder, _ms(LEASE)]
+        words += [self._limits(account).connections, _ms(2 * self._mark_period)]
+        self._await(
+            partial(self._ask, CONNECTION, names, words, owner, "connections", []),
+            patience,
+            LoginLimited,
+            "no connection of the person is known to be free",
+        )
+        try:
+            self.spend(account, What.LOGIN, patience)
+        except BerthError:
+            self.disconnected([account])
+            raise
+
+    def disconnected(self, accounts: Iterable[Account]) -> None:
+        """After the end of broker sessions: others may connect. Never raises: a lease ends by itself."""
+        self._tell(accounts, 0.0)
+
+    def tend(self, open_accounts: Iterable[Account]) -> None:
+        """Renews the leases of open connections, when that is due or when Valkey has lost its data."""
+        lost = self._board.owner_missing
+        if lost == self._lost_seen and time.monotonic() - self._renewed_at < RENEWAL:
+            return
+        self._lost_seen = lost
+        self._renewed_at = time.monotonic()
+        self._tell(open_accounts, LEASE)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _await(
+        self,
+        ask: Callable[[], int],
+        patience: Patience,
+        error: type[BerthError],
+        lack: str,
+    ) -> None:
+        def refusal(ms: int, why: str = lack, away: bool = False) -> BerthError:
+            kind = Uncounted if away and error is RateLimited else error
+            return kind(f"{why}; ask again in {ms} ms. Nothing was sent", retry_after=ms / 1000)
+
+        while True:
+            try:
+                wait_ms = ask()
+            except ValkeyFailed as failed:
+                self._log.warning("budget_unknown", code=failed.code, reason=failed.detail)
+                raise refusal(
+                    1000, "Valkey, which counts the calls, could not be asked", _away(failed)
+                ) from None
+            if wait_ms <= 0:
+                return
+            until = time.monotonic() + wait_ms / 1000
+            if wait_ms / 1000 >= patience():
+                raise refusal(wait_ms)
+            self._log.info("budget_awaited", wait_ms=wait_ms)
+            while (left := min(until - time.monotonic(), _SLICE)) > 0:
+                if patience() <= 0:
+                    raise refusal(max(1, _ms(until - time.monotonic())))
+                with self._board.busy(left):
+                    time.sleep(left)
+
+    def _ask(
+        self,
+        script: Script,
+        names: list[str],
+        words: list[Argument],
+        owner: str,
+        what: str,
+        numbers: list[int],
+    ) -> int:
+        """Milliseconds to wait; 0: granted."""
+        fresh = self._never_served and owner not in self._first
+        known = self._known.get((owner, what)) or self._first.get(owner, "")
+        arguments: list[Argument] = [*words, known, int(fresh), *numbers]
+        try:
+            granted, wait_ms, count = self._client.run(script, names, arguments)
+        except ValkeyUnreachable:  # a broken connection; a repeat is recognised, and counted once
+            granted, wait_ms, count = self._client.run(script, names, arguments)
+        if not granted:
+            return max(1, int(wait_ms))
+        if fresh:
+            self._first[owner] = count.decode()
+        self._known[owner, what] = count.decode()
+        return 0
+
+    @property
+    def _never_served(self) -> bool:
+        """This is the first session of the user's first worker: a missing count was not lost. (Another user
+        of the same person may have made calls in the seconds before a loss of data; that is the one gap.)"""
+        board = self._board
+        return board.epoch == 1 and board.claimed_session == board.session_number
+
+    def _owners(self, account: Account) -> list[tuple[str, int]]:
+        """Whose calls these are, with the number of persons that each stands for."""
+        owners = [(self._person(account), 1)]
+        if self._allowance.egress:
+            address = self._hash(account.key.broker, "address", self._allowance.egress)
+            owners.append((address, self._allowance.egress_persons))
+        return owners
+
+    def _person(self, account: Account) -> str:
+        key, credentials = account.key, account.credentials
+        if credentials.person_id:
+            return self._hash(key.broker, "person", credentials.person_id)
+        if key.broker == "paper":  # there, an account without a person is a person of its own
+            return self._hash(key.broker, "account", key.account_id)
+        return self._hash(key.broker, "api key", credentials.api_key)
+
+    def _hash(self, *parts: str) -> str:
+        return blake2b("\0".join(parts).encode(), key=self._secret, digest_size=16).hexdigest()
+
+    def _limits(self, account: Account) -> BrokerLimits:
+        # Shioaji's numbers for any other broker: facts of one that bans are a safe start for the next.
+        return self._allowance.paper if account.key.broker == "paper" else BrokerLimits()
+
+    def _connection(self, account: Account) -> str:
+        """The same for all workers of the user, one after the other; another one for other credentials, which
+        are proven by a login before the old session is closed."""
+        return f"{self._board.user_id}/{account.key.account_id}/{account.version}"
+
+    def _tell(self, accounts: Iterable[Account], lease: float) -> None:
+        by_owner: dict[str, list[str]] = {}
+        for account in accounts:
+            by_owner.setdefault(self._person(account), []).append(self._connection(account))
+        for owner, connections in by_owner.items():
+            names = [keys.budget(owner, name) for name in ("connections", "holders")]
+            try:
+                self._client.run(CONNECTED, names, [self._holder, _ms(lease), *connections])
+            except ValkeyFailed as error:
+                self._log.warning("connections_untold", code=error.code, reason=error.detail)
+                self._renewed_at = time.monotonic() - RENEWAL + _RETRY
+                return
+
+
+def _away(failed: ValkeyFailed) -> bool:
+    """Whether nothing else is served either: what is put back now is not popped again at once."""
+    return isinstance(failed, ValkeyUnreachable) or failed.detail == "LOADING"
+
+
+def _span(seconds: float) -> int:
+    return _ms(seconds + GRANT)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
