@@ -24,6 +24,7 @@ from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
 from tests.databases import MigratedDatabases
+from tests.stacks import all_stacks
 from workflows.names import SEARCH_ATTRIBUTES
 
 _numbers = itertools.count(1)
@@ -132,6 +133,14 @@ def docker_house() -> Iterator[DockerHouse]:
         except (PackagesAbsent, ServerFailed) as error:
             pytest.skip(f"no real containers here: {error}")
         yield house
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """What each asyncio task waited for, when a test met its time limit: its traceback ends in the loop."""
+    outcome = yield
+    if call.excinfo is not None and "Timeout (>" in str(call.excinfo.value):
+        outcome.get_result().sections.insert(0, ("asyncio tasks", all_stacks()))
 
 
 @pytest.hookimpl(trylast=True)
