@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -135,12 +135,15 @@ def docker_house() -> Iterator[DockerHouse]:
         yield house
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What each asyncio task waited for, when a test met its time limit: its traceback ends in the loop."""
-    outcome = yield
+    report = yield
     if call.excinfo is not None and "Timeout (>" in str(call.excinfo.value):
-        outcome.get_result().sections.insert(0, ("asyncio tasks", all_stacks()))
+        report.sections.insert(0, ("asyncio tasks", all_stacks()))
+    return report
 
 
 @pytest.hookimpl(trylast=True)
