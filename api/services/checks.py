@@ -16,6 +16,7 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import trading_limits
+from infra.database.engine import Database
 from infra.database.orders import NewOrder
 from infra.database.trading_limits import Standing
 from infra.market import calendar, instruments
@@ -56,24 +57,26 @@ class Checks:
     def __init__(
         self,
         settings: Settings,
+        database: Database,
         *,
         days: Calendar,
         symbols: Instruments,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._settings = settings
+        self._database = database
         self._days = days
         self._symbols = symbols
         self._now = now
         self._known: dict[tuple[str, str], _Known] = {}
 
-    async def check(self, session: AsyncSession, new: NewOrder) -> float:
+    async def check(self, new: NewOrder) -> float:
         """Raises the `CheckFailed` that is to be told. Returns the seconds within which a second order for
         the same is a mistake, or 0; that is asked by `no_twin`, in the transaction that writes the order.
 
         An account that does not exist passes: writing the order will say so.
         """
-        standing = await self._standing(session, new)
+        standing = await self._standing(new)
         if standing is None:
             return 0.0
         self._price_type(new, standing)
@@ -82,8 +85,8 @@ class Checks:
         if new.reduce_only:  # who wants out is not held back by a limit of what goes in
             return 0.0
         self._quantity(new, standing)
-        await self._notional(session, new, standing, lot)
-        await self._day(session, new, standing)
+        await self._notional(new, standing, lot)
+        await self._day(new, standing)
         window = standing.limits.duplicate_window_s
         return float(self._settings.check_duplicate_window if window is None else window)
 
@@ -99,12 +102,13 @@ class Checks:
         if twin is not None:
             raise DuplicateOrder(f"{twin} asked for the same less than {window:g} s ago")
 
-    async def _standing(self, session: AsyncSession, new: NewOrder) -> Standing | None:
+    async def _standing(self, new: NewOrder) -> Standing | None:
         name, now = (new.user_id, new.account_id), time.monotonic()
         known = self._known.get(name)
         if known is not None and known.until > now and known.day == new.trading_day:
             return known.standing
-        found = await trading_limits.standing(session, *name, new.trading_day)
+        async with self._database.session(autocommit=True) as session:
+            found = await trading_limits.standing(session, *name, new.trading_day)
         if found is None or self._most_orders(found) - found.tags < NEAR:
             self._known.pop(name, None)
             return found
@@ -140,14 +144,15 @@ class Checks:
         if new.quantity > most:
             raise QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
 
-    async def _notional(
-        self, session: AsyncSession, new: NewOrder, standing: Standing, lot: Decimal | None
-    ) -> None:
+    async def _notional(self, new: NewOrder, standing: Standing, lot: Decimal | None) -> None:
         own = standing.limits.max_notional
         most = self._settings.check_max_notional or None if own is None else own
         if most is None:
             return
-        price = new.price or await trading_limits.last_price(session, new.user_id, new.symbol)
+        price = new.price
+        if not price:
+            async with self._database.session(autocommit=True) as session:
+                price = await trading_limits.last_price(session, new.user_id, new.symbol)
         if price is None or lot is None:
             if self._settings.check_unpriced == "allow":
                 return
@@ -163,20 +168,22 @@ class Checks:
         own = standing.limits.max_daily_orders
         return self._settings.check_daily_orders if own is None else own
 
-    async def _day(self, session: AsyncSession, new: NewOrder, standing: Standing) -> None:
+    async def _day(self, new: NewOrder, standing: Standing) -> None:
         most = self._most_orders(standing)
         if standing.tags < most:
             return
         # Repeats of a client order id use tags, too: only orders count.
-        placed = await trading_limits.orders_of_day(session, new.user_id, new.account_id, new.trading_day)
+        async with self._database.session(autocommit=True) as session:
+            placed = await trading_limits.orders_of_day(session, new.user_id, new.account_id, new.trading_day)
         if placed >= most:
             raise DailyOrderLimit(f"{placed} orders today; this account may place {most}")
 
 
-def create(settings: Settings) -> Checks:
+def create(settings: Settings, database: Database) -> Checks:
     """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
     return Checks(
         settings,
+        database,
         days=calendar.load(Path(settings.calendar_file) if settings.calendar_file else None),
         symbols=instruments.load(Path(settings.symbols_file) if settings.symbols_file else None),
     )

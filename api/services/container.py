@@ -171,7 +171,7 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
             answers,
             flights,
             book,
-            checks.create(settings),
+            checks.create(settings, database),
             deadline=settings.order_deadline,
             unknown_blocks=settings.unknown_blocks,
         )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy.exc import DBAPIError, InterfaceError
+import asyncpg
+from sqlalchemy import ClauseElement, event
+from sqlalchemy.dialects.postgresql.asyncpg import dialect as asyncpg_dialect
+from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from worker_runtime.protocol.errors import BerthError
 
@@ -42,10 +47,10 @@ class PoolWait:
 def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> AsyncEngine:
     """An engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
 
-    No ping before use: it would cost each order a round trip. A connection that turns out broken is
-    dropped with all its elders by SQLAlchemy, and the caller sees the error.
+    No ping before use: it would cost each order a round trip. One whose end was seen is replaced; one that
+    turns out broken is dropped, and the caller sees the error.
     """
-    return create_async_engine(
+    engine = create_async_engine(
         url,
         pool_size=pool_size,
         max_overflow=0,
@@ -62,6 +67,27 @@ def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> As
             },
         },
     )
+    event.listen(engine.sync_engine, "checkout", _replace_closed)
+    return engine
+
+
+def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
+    """The pool connects anew: asyncpg saw the server close this connection while nobody used it."""
+    if connection.driver_connection.is_closed():
+        raise DisconnectionError
+
+
+class Single:
+    """One statement as asyncpg takes it, for `Database.row`."""
+
+    def __init__(self, statement: ClauseElement) -> None:
+        compiled = statement.compile(dialect=asyncpg_dialect())  # type: ignore[no-untyped-call]
+        assert isinstance(compiled, SQLCompiler)  # noqa: S101 - what that dialect compiles with
+        self.text = str(compiled)
+        self._names = tuple(compiled.positiontup or ())
+
+    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
+        return [values[name] for name in self._names]
 
 
 @contextmanager
@@ -72,7 +98,7 @@ def outages_named() -> Iterator[None]:
     except (OSError, PoolTimeout, InterfaceError) as error:
         raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
     except DBAPIError as error:
-        if error.connection_invalidated or _is_outage(error):
+        if error.connection_invalidated or _is_outage(error.orig):
             raise DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}") from error
         raise
 
@@ -105,11 +131,39 @@ class Database:
                 self.pool_wait.add(time.perf_counter() - started)
                 yield session
 
+    async def row(self, single: Single, values: Mapping[str, Any]) -> asyncpg.Record | None:
+        """The first row of one statement, which is a transaction of its own.
+
+        For what every order waits for: of the 2.0 ms that it took through a session, 0.6 were the session's.
+
+        Raises `DatabaseUnavailable`: then it may have been carried out or not.
+        """
+        with outages_named():
+            started = time.perf_counter()
+            async with self.engine.connect() as connection:
+                pooled = await connection.get_raw_connection()
+                driver = pooled.driver_connection
+                assert isinstance(driver, asyncpg.Connection)  # noqa: S101 - the engine's URL says so
+                self.pool_wait.add(time.perf_counter() - started)
+                try:
+                    return await driver.fetchrow(single.text, *single.arguments(values))
+                except asyncpg.PostgresError as error:
+                    if _is_outage(error):
+                        await connection.invalidate()
+                        raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
+                    raise
+                except asyncpg.InterfaceError as error:  # the connection ended meanwhile
+                    await connection.invalidate()
+                    raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
+                except BaseException:  # a reply may still come: nobody else may read it
+                    await connection.invalidate()
+                    raise
+
     async def close(self) -> None:
         await self.engine.dispose()
 
 
-def _is_outage(error: DBAPIError) -> bool:
+def _is_outage(error: BaseException | None) -> bool:
     """SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down, starting)."""
-    state = str(getattr(error.orig, "sqlstate", "") or "")
+    state = str(getattr(error, "sqlstate", "") or "")
     return state[:2] in {"08", "53"} or state[:3] == "57P"

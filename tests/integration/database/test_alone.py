@@ -1,0 +1,148 @@
+"""Statements without a session, as orders are accepted by, and connections that end beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+
+import pytest
+from sqlalchemy import Float, String, bindparam, text
+
+from infra.database import orders, users
+from infra.database.engine import Database, DatabaseUnavailable, Single
+from infra.database.models import Order
+from tests.integration.database.test_database import new_order, put_account
+from worker_runtime.protocol.errors import UnknownAccount
+
+_ECHO = Single(text("select :said as said").bindparams(bindparam("said", type_=String)))
+_SLEEP = Single(text("select pg_sleep(:seconds)").bindparams(bindparam("seconds", type_=Float)))
+
+
+@pytest.fixture
+async def database(migrated_database: str) -> AsyncIterator[Database]:
+    database = Database(migrated_database)
+    async with database.session() as session:
+        await users.create(session, "42")
+        await put_account(database, session_user="42", session=session)
+    yield database
+    await database.close()
+
+
+async def said(database: Database, word: str) -> str:
+    row = await database.row(_ECHO, {"said": word})
+    assert row is not None
+    return str(row["said"])
+
+
+async def end_connections(url: str) -> int:
+    """Those of everybody else, as a restart of PostgreSQL does; returns how many."""
+    other = Database(url)
+    async with other.session() as session:
+        ended = await session.scalar(
+            text(
+                "select count(pg_terminate_backend(pid)) from pg_stat_activity where pid <> pg_backend_pid()"
+                " and datname = current_database() and backend_type = 'client backend'"
+            )
+        )
+    await other.close()
+    return int(ended or 0)
+
+
+async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(database: Database) -> None:
+    async with database.session() as session:
+        one = (await orders.accept(session, new_order("one"))).order
+    other = (await orders.accept_alone(database, new_order("other"))).order
+    differ = {
+        "id",
+        "client_order_id",
+        "tag",
+        "created_at",
+        "updated_at",
+        "deadline_at",
+        "verify_at",
+        "changed",
+    }
+    names = [column.name for column in Order.__table__.columns]
+    for name in set(names) - differ:
+        assert getattr(one, name) == getattr(other, name), name
+    for name in names:
+        assert type(getattr(one, name)) is type(getattr(other, name)), name
+    async with database.session() as session:
+        found = await orders.get(session, other.id)
+        assert {name: getattr(found, name) for name in names} == {
+            name: getattr(other, name) for name in names
+        }
+        assert [event.state for event in await orders.events(session, other.id)] == ["accepted"]
+
+
+async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
+    deadline = datetime.now(UTC) + timedelta(seconds=7)
+    wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), deadline_at=deadline)
+    accepted = await orders.accept_alone(database, wanted)
+    assert (accepted.order.price, accepted.order.deadline_at) == (Decimal("580.25"), deadline)
+
+
+async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
+    async def accept() -> tuple[uuid.UUID, bool]:
+        accepted = await orders.accept_alone(database, new_order())
+        return accepted.order.id, accepted.new
+
+    results = await asyncio.gather(*(accept() for _ in range(20)))
+    assert len({order_id for order_id, _ in results}) == 1
+    assert sum(new for _, new in results) == 1
+
+
+async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused(database: Database) -> None:
+    await orders.accept_alone(database, new_order(fingerprint="one"))
+    repeated = await orders.accept_alone(database, new_order(fingerprint="two"))
+    assert (repeated.new, repeated.same_request) == (False, False)
+    with pytest.raises(UnknownAccount):
+        await orders.accept_alone(database, new_order("c-2", account_id="other"))
+
+
+async def test_connections_that_ended_while_nobody_used_them_are_replaced(
+    database: Database, migrated_database: str
+) -> None:
+    await asyncio.gather(*(said(database, str(number)) for number in range(4)))
+    assert await end_connections(migrated_database) > 0
+    await asyncio.sleep(0.2)  # their ends are heard of
+    assert await asyncio.gather(*(said(database, str(number)) for number in range(8))) == list("01234567")
+    async with database.session() as session:
+        assert await session.scalar(text("select 1")) == 1
+
+
+async def test_a_connection_that_ends_under_a_statement_is_an_outage_and_is_replaced(
+    database: Database, migrated_database: str
+) -> None:
+    sleeping = asyncio.create_task(database.row(_SLEEP, {"seconds": 50.0}))
+    while True:
+        async with database.session() as session:
+            if await session.scalar(
+                text(
+                    "select count(*) from pg_stat_activity where query like 'select pg_sleep%'"
+                    " and datname = current_database() and state = 'active'"
+                )
+            ):
+                break
+    await end_connections(migrated_database)
+    with pytest.raises(DatabaseUnavailable):
+        await sleeping
+    await asyncio.sleep(0.2)
+    assert await said(database, "again") == "again"
+
+
+async def test_the_answer_to_a_call_that_was_given_up_is_read_by_nobody_else(database: Database) -> None:
+    cut = 0
+    for number in range(30):
+        given_up = asyncio.create_task(database.row(_SLEEP, {"seconds": 0.02}))
+        await asyncio.sleep(number * 0.0005)
+        given_up.cancel()
+        word = f"word {number}"
+        assert await said(database, word) == word
+        await asyncio.wait({given_up})
+        cut += given_up.cancelled()
+    assert cut > 0
