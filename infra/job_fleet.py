@@ -40,6 +40,7 @@ def runner_config(
         "slots": settings.jobs_slots if slots is None else slots,
         "recycle": settings.jobs_recycle if recycle is None else recycle,
         "lease": settings.jobs_lease,
+        "events_to": settings.jobs_events_to,
         "version": settings.worker_version,
         "log_level": settings.log_level,
     }

@@ -89,6 +89,8 @@ class Settings(BaseSettings):
     jobs_recycle: int = Field(default=1, ge=1)
     #: How long a silent runner counts as alive.
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
+    #: A collector that gets the events of jobs beside the log: `tcp://ADDRESS:PORT` or `unix:///PATH`.
+    jobs_events_to: str = ""
     #: Files (mode 0600) with keys that sign webhooks, 32 bytes or more: the present one first. Empty: the
     #: fleet delivers none.
     webhook_key_files: tuple[Path, ...] = ()

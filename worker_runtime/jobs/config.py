@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from worker_runtime.config import BadConfig
+from worker_runtime.jobs.sink import BadSink, address_of
 from worker_runtime.protocol import job_keys, webhook_signing
 from worker_runtime.valkey import Address, BadAddress
 
@@ -74,6 +75,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: What jobs of these types need; without it the runner does not know them.
     webhook: WebhookOutlet | None = None
     mail: MailOutlet | None = None
+    #: A collector that gets the events of jobs beside the log (`sink.address_of`); empty: none.
+    events_to: str = ""
     version: str = ""
     log_level: str = "INFO"
 
@@ -94,6 +97,11 @@ def parse(data: bytes) -> RunnerConfig:
     if not 1.0 <= config.lease <= 300.0 or config.kill_grace < 0 or config.idle_exit < 0:
         raise BadConfig("lease is 1 to 300 s, kill_grace and idle_exit are not negative")
     _check_outlets(config)
+    try:
+        if config.events_to:
+            address_of(config.events_to)
+    except BadSink as error:
+        raise BadConfig(f"events_to: {error.detail}") from None
     try:
         Address(config.valkey_url)
     except BadAddress as error:

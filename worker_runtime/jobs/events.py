@@ -8,6 +8,7 @@ import select
 from msgspec import UNSET, UnsetType
 
 from worker_runtime.jobs.queue import ClaimedJob
+from worker_runtime.jobs.sink import Sink
 from worker_runtime.protocol.job_events import Event, EventError, EventLines
 from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus
 
@@ -22,9 +23,12 @@ _ENDS = {
 
 class JobEvents:
     """Lines that go to one descriptor with `flush`, which the runner calls before it waits for something to
-    happen: of one job's end and the next one's start they are one write. `queued` is told by who enqueues."""
+    happen: of one job's end and the next one's start they are one write. `queued` is told by who enqueues.
 
-    def __init__(self, runner: str, node: str, output: int = 2) -> None:
+    A `sink` gets them, too."""
+
+    def __init__(self, runner: str, node: str, output: int = 2, sink: Sink | None = None) -> None:
+        self._sink = sink
         self._output = output
         self._lines = EventLines("berth-jobs", node)
         self._runner = runner
@@ -67,9 +71,11 @@ class JobEvents:
     def flush(self) -> None:
         """Writes whole lines only, and no more at once than a pipe takes whole, unless one line is longer: so
         lines of several processes do not mix."""
-        if not self._told:
-            return
         told, self._told = self._told, []
+        if self._sink is not None:
+            self._sink.tell(told)
+        if not told:
+            return
         parcel = b""
         try:
             for line in told:

@@ -16,6 +16,7 @@ from worker_runtime.jobs.events import JobEvents
 from worker_runtime.jobs.observer import Observer
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
 from worker_runtime.jobs.runs import Runs
+from worker_runtime.jobs.sink import Sink
 from worker_runtime.jobs.tally import Tally
 from worker_runtime.log import Log
 from worker_runtime.protocol.errors import MalformedMessage
@@ -47,6 +48,7 @@ class Registration:
         self._backoff = Backoff(0.05, 1.0)
         self._known = False
         self.tally = Tally()
+        self.sink = Sink(config.events_to, log) if config.events_to else None
         self._renewed_at: float | None = None
         self._next_renewal = 0.0
         self._next_look = 0.0
@@ -61,7 +63,7 @@ class Registration:
         runner_id = f"{config.name}-{secrets.token_hex(4)}"
         identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
         self.queue = JobQueue(self._client, identity, config.tag)
-        self.events = JobEvents(runner_id, config.node)
+        self.events = JobEvents(runner_id, config.node, sink=self.sink)
 
     @property
     def runner_id(self) -> str:

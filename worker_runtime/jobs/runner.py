@@ -116,6 +116,8 @@ class Runner:
         if self._wants_turn():
             return 0.0
         left = [self._desk.left(), self._mail.left(), self._bell.left(), self._runs.left()]
+        if self._desk.sink is not None:
+            left.append(self._desk.sink.left())
         if self._config.idle_exit:
             left.append(self._idle_since + self._config.idle_exit - time.monotonic())
         if self._leave_by is not None:
@@ -148,6 +150,8 @@ class Runner:
         until = time.monotonic() + _LAST_WORDS
         while not self._signed_off(last=time.monotonic() >= until):
             time.sleep(0.05)
+        if self._desk.sink is not None:
+            self._desk.sink.close()
         self._log.info("job_runner_ended", runner=self._desk.runner_id)
         return ExitCode.OK
 
