@@ -154,12 +154,14 @@ class Dock:
             ],
             workflow_runner=workflow_runner(),
         )
-        async with lifecycle, launch, bulk:
-            try:
-                yield
-            finally:
-                await self.close()
-                await self._end_workflows()
+        try:
+            async with lifecycle, launch, bulk:
+                try:
+                    yield
+                finally:
+                    await self._end_workflows()
+        finally:  # not sooner: a launch under way would bring another one to serve
+            await self.close()
 
     @asynccontextmanager
     async def hearing_exits(self) -> AsyncIterator[None]:
