@@ -27,7 +27,6 @@ from infra import switching, valkey
 from infra.database import switches, worker_sessions
 from infra.database.engine import DatabaseUnavailable
 from infra.database.leader import lead
-from infra.database.switches import Picture
 from infra.database.worker_sessions import InService
 from infra.settings import Settings
 from worker_runtime.protocol import keys
@@ -77,7 +76,7 @@ class Watcher:
             if server != self._told_to:
                 await valkey.note_server(self._client, server)
                 workers = await worker_sessions.in_service(connection)
-                await self._restore_switches(workers, server, await switches.all_of(connection))
+                await self._restore_switches(workers, server, connection)
                 self._told_to = server
         except (RedisError, OSError) as error:
             log.info("standby_blind", error=type(error).__name__, reason=str(error)[:200])
@@ -102,12 +101,11 @@ class Watcher:
                 await valkey.note_server(self._client, server)
                 self._noted = server
             due = absences.seen(_now(), generation, dict(zip(workers, marks, strict=True)))
-            picture = await switches.all_of(connection)
             if absences.missing:
-                restored = await self._restore_owners(absences.missing, generation, server, picture)
+                restored = await self._restore_owners(absences.missing, generation, server, connection)
                 absences.excused(_now(), restored)
                 due = [one for one in due if one not in restored]
-            await self._restore_switches(workers, server, picture)
+            await self._restore_switches(workers, server, connection)
         except (RedisError, OSError) as error:
             absences.blind()
             if not self._blind:
@@ -137,16 +135,21 @@ class Watcher:
             raise RedisError("the generation changed during a look")
         return generation, server, [mark for chunk in chunks for mark in chunk]
 
-    async def _restore_switches(self, workers: Sequence[InService], server: str, picture: Picture) -> None:
+    async def _restore_switches(
+        self, workers: Sequence[InService], server: str, connection: AsyncConnection
+    ) -> None:
         """Writes the switches that Valkey has lost, that nobody lived to tell it, or that are a copy from
         another server's time."""
-        behind = await switching.behind(self._client, server, picture, [one.user_id for one in workers])
+        picture, users = await switches.all_of(connection), [one.user_id for one in workers]
+        behind = await switching.behind(self._client, server, picture, users)
         if behind:
-            await switching.tell(self._client, server, behind)
+            # Read anew: one that was thrown since, and lost with all of Valkey, would come back open.
+            picture = await switches.all_of(connection)
+            await switching.tell(self._client, server, {user_id: picture.of(user_id) for user_id in behind})
             log.warning("switches_restored", count=len(behind))
 
     async def _restore_owners(
-        self, missing: Sequence[InService], generation: str, server: str, picture: Picture
+        self, missing: Sequence[InService], generation: str, server: str, connection: AsyncConnection
     ) -> set[InService]:
         """Puts missing owner keys back, without which no mark can be renewed; returns whose they were.
 
@@ -157,14 +160,16 @@ class Watcher:
                 pipe.exists(keys.owner(one.user_id))
             present = await pipe.execute()
         without = {one for one, there in zip(missing, present, strict=True) if not there}
+        if not without:
+            return without
+        picture = await switches.all_of(connection)  # after the look at Valkey: see above
         for one in without:
             worker = m.WorkerRef(
                 worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
             )
             switch = switching.told_to(picture.of(one.user_id), server)
             await slot.own(self._client, one.user_id, worker, generation, switch)
-        if without:
-            log.warning("owner_keys_restored", count=len(without))
+        log.warning("owner_keys_restored", count=len(without))
         return without
 
     async def _tell(self, due: Sequence[InService], generation: str, absences: Absences) -> None:

@@ -44,10 +44,10 @@ def told_to(switch: UserSwitch, server: str) -> UserSwitch:
     return msgspec.structs.replace(switch, server=server)
 
 
-async def behind(client: Redis, server: str, picture: Picture, users: Sequence[str]) -> dict[str, UserSwitch]:
+async def behind(client: Redis, server: str, picture: Picture, users: Sequence[str]) -> list[str]:
     """Users whose switch is missing in Valkey, older than this picture, or another server's. Raises
     `RedisError`."""
-    found: dict[str, UserSwitch] = {}
+    found = []
     for start in range(0, len(users), CHUNK):
         chunk = users[start : start + CHUNK]
         async with client.pipeline(transaction=False) as pipe:
@@ -55,7 +55,6 @@ async def behind(client: Redis, server: str, picture: Picture, users: Sequence[s
                 pipe.hmget(keys.switch(user_id), VERSION, SERVER)
             there = await pipe.execute()
         for user_id, (version, told) in zip(chunk, there, strict=True):
-            switch = picture.of(user_id)
-            if version is None or int(version) < switch.version or told != server.encode():
-                found[user_id] = switch
+            if version is None or int(version) < picture.of(user_id).version or told != server.encode():
+                found.append(user_id)
     return found

@@ -41,8 +41,8 @@ hypothesis.settings.load_profile("suite")
 
 
 def cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """What asyncio does before it closes a loop, until it has come true: redis-py may drop a cancellation under
-    Python 3.11, and asyncio, which cancels once, would wait for ever."""
+    """What asyncio does before it closes a loop, until it has come true: under Python 3.11 redis-py may drop
+    a cancellation, and asyncio, which cancels once, would wait for ever."""
     while left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()

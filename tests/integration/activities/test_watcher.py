@@ -6,13 +6,14 @@ import asyncio
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 import structlog
+from redis.asyncio import Redis
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
@@ -20,17 +21,17 @@ from temporalio.client import Client
 from activities.absences import Absences
 from activities.slot import ask
 from activities.watcher import LOCK, Watcher
-from infra import tasks, valkey
+from infra import switching, tasks, valkey
 from infra.database import switches, worker_sessions
 from infra.database.engine import DatabaseUnavailable
 from infra.database.leader import lead
 from infra.database.switches import Scope
-from infra.local.servers import TemporalServer, ValkeyServer, free_port
+from infra.local.servers import TemporalServer, free_port
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import Listener, listening, signals
 from tests.integration.activities.test_ending import mark
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.switches import SERVER, SwitchState
+from worker_runtime.protocol.switches import SERVER, SwitchState, UserSwitch
 from workflows import messages as m
 from workflows import names
 
@@ -284,6 +285,29 @@ async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
         await until_field(yard, one.user, b"halted")
 
 
+async def test_a_switch_that_is_thrown_and_lost_during_a_look_does_not_come_back_open(
+    yard: Yard, temporal: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, look, tell, told = await serving(yard), switching.behind, switching.tell, []
+
+    async def thrown_and_flushed(*given: Any) -> list[str]:
+        monkeypatch.setattr(switching, "behind", look)
+        async with yard.database.session() as session:
+            await switches.put(session, Scope(one.user), SwitchState.HALTED, actor="key:1", reason="a test")
+        await yard.client.delete(keys.switch(one.user))
+        return await look(*given)
+
+    async def telling(client: Redis, server: str, said: dict[str, UserSwitch]) -> None:
+        told.append(said[one.user].every)
+        await tell(client, server, said)
+
+    monkeypatch.setattr(switching, "behind", thrown_and_flushed)
+    monkeypatch.setattr(switching, "tell", telling)
+    async with watching(yard, temporal):
+        await until_field(yard, one.user, b"halted")
+    assert set(told) == {SwitchState.HALTED}
+
+
 async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard, temporal: Client) -> None:
     one, other = await serving(yard), await serving(yard)
     server = (await valkey.server_id(yard.client)).encode()
@@ -342,39 +366,6 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
     assert before - running - 1 <= since <= after - running + 1
     await valkey.note_server(yard.client, server)
     assert await valkey.known_since(yard.client) == since
-
-
-async def test_a_promoted_replica_is_known_since_the_first_look_at_it_however_long_it_ran(
-    short_directory: Path,
-) -> None:
-    server = ValkeyServer(short_directory, durable=False)
-    server.start()
-    try:
-        async with valkey.connect(server.url) as client:
-            await ask(client.hset(keys.SINCE, "server", "the one before"))
-            while (await client.info("server"))["uptime_in_seconds"] < 2:  # noqa: ASYNC110 — no event for it
-                await asyncio.sleep(0.05)
-            await client.replicaof("127.0.0.1", str(free_port()))
-            await client.replicaof("NO", "ONE")
-            looked = (await client.time())[0]
-            await valkey.note_server(client, await valkey.server_id(client))
-            assert await valkey.known_since(client) >= looked
-    finally:
-        server.stop()
-
-
-@pytest.mark.parametrize("creates", [valkey.ensure_generation, valkey.standing])
-async def test_a_flushed_server_is_noted_by_whoever_gives_it_a_generation(
-    yard: Yard, creates: Callable[..., Awaitable[object]]
-) -> None:
-    """Else a copy of it that is promoted later would pass for the first server of all."""
-    await yard.client.flushall()
-    await creates(yard.client, "g")
-    assert await ask(yard.client.hget(keys.SINCE, "server")) == (await valkey.server_id(yard.client)).encode()
-    assert await valkey.known_since(yard.client) == 0.0
-    await ask(yard.client.hset(keys.SINCE, "server", "the one before"))
-    await creates(yard.client, "h")  # there is one: that is a copy
-    assert await valkey.known_since(yard.client) == math.inf
 
 
 async def until_field(yard: Yard, user: str, state: bytes, name: str = "*") -> None:
