@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from temporalio import activity
+from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
@@ -331,6 +333,18 @@ async def finished(env: WorkflowEnvironment, user_id: str) -> None:
     """Waits for the end of the run, its timers skipped."""
     async with skipped(env):
         await handle(env.client, user_id).result()
+
+
+async def at_rest(client: Client, user_id: str) -> bool:
+    """Whether nothing is under way in the run. A cancellation that meets the end of an activity can leave the
+    time-skipping server's run as it is, for ever."""
+    history = await handle(client, user_id).fetch_history()
+    kinds = Counter(EventType.Name(one.event_type).removeprefix("EVENT_TYPE_") for one in history.events)
+
+    def ended(what: str) -> int:
+        return sum(kinds[f"{what}_{how}"] for how in ("COMPLETED", "FAILED", "TIMED_OUT", "CANCELED"))
+
+    return all(kinds[f"{what}_SCHEDULED"] == ended(what) for what in ("ACTIVITY_TASK", "WORKFLOW_TASK"))
 
 
 def failed_tasks(history: WorkflowHistory) -> list[str]:

@@ -368,21 +368,6 @@ async def test_a_resumed_user_has_ten_minutes_to_come_back(
     assert active.state == S.ACTIVE
 
 
-async def test_a_crash_is_counted_though_the_run_is_cancelled_meanwhile(
-    skipping: WorkflowEnvironment, fleet: FakeFleet
-) -> None:
-    fleet.stop_failures = 5
-    lost = m.WorkerLost(task_id="t1", worker_id="w1")
-    async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
-        await until(lambda: fleet.stop_failures < 5)
-        await handle(skipping.client, "u1").cancel()
-        await finished(skipping, "u1")
-    assert [stop.crashed for stop in fleet.stops] == [True]
-    assert len(fleet.claims) == 1
-
-
 async def test_only_the_first_claim_of_a_run_asks_for_earlier_crashes(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:

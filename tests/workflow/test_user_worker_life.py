@@ -10,7 +10,7 @@ from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, until, until_state
+from tests.workflow.fakes import FakeFleet, at_rest, ensure_active, finished, handle, serving, until, until_state
 from workflows import messages as m
 from workflows.user_worker import UserWorkerWorkflow
 
@@ -96,9 +96,26 @@ async def test_a_workflow_cancelled_while_it_drains_still_confirms_the_end(
             return "not confirmed" in view.note
 
         await until(waits_for_the_next_try)
+        await until(lambda: at_rest(skipping.client, "u1"))
         await handle(skipping.client, "u1").cancel()
         await finished(skipping, "u1")
     assert len(fleet.stops) == 1
+
+
+async def test_a_crash_is_counted_though_the_run_is_cancelled_meanwhile(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.stop_failures = 5
+    lost = m.WorkerLost(task_id="t1", worker_id="w1")
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+        await until(lambda: fleet.stop_failures < 5)
+        await until(lambda: at_rest(skipping.client, "u1"))
+        await handle(skipping.client, "u1").cancel()
+        await finished(skipping, "u1")
+    assert [stop.crashed for stop in fleet.stops] == [True]
+    assert len(fleet.claims) == 1
 
 
 async def test_a_workflow_cancelled_while_a_dead_worker_is_stopped_claims_no_other(
