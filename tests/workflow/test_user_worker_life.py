@@ -10,7 +10,16 @@ from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, at_rest, ensure_active, finished, handle, serving, until, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    at_rest,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    until,
+    until_state,
+)
 from workflows import messages as m
 from workflows.user_worker import UserWorkerWorkflow
 
