@@ -25,7 +25,8 @@ from worker_runtime.protocol.switches import SwitchState
 #: worker that has ended: nobody will tell how it went, and perhaps nobody has called it unknown yet. (What is
 #: in a queue by then the worker refuses: `worker_runtime/unsettled.py`.)
 #: `offset 0` keeps the two questions apart: the inner one is that of the index `orders_unsettled`. As one,
-#: they brought `orders_by_state` in, with every order that was submitting since the last vacuum.
+#: they brought `orders_by_state` in, with every order that was submitting since the last vacuum. The second
+#: one keeps PostgreSQL from reading all events at once for it, which it prefers while its tables are new.
 #: A rolling code (TXFR1) stands for one of its product's contracts: which one, only the broker knows.
 UNSETTLED = """
 select id, created_at from (
@@ -40,7 +41,7 @@ select id, created_at from (
          select from order_events as begun
            join worker_sessions as serving on serving.epoch = cast(begun.data ->> 'epoch' as bigint)
           where begun.event_id = begun_once.id || '\\:submitting'
-            and serving.user_id = :user_id and serving.ended_at is null)
+            and serving.user_id = :user_id and serving.ended_at is null offset 0)
 """
 FIRST = text(f"select id from ({UNSETTLED}) as unsettled order by created_at limit 1").bindparams(  # noqa: S608 - a constant of ours
     *(bindparam(name, type_=String) for name in ("unknown_blocks", "user_id", "account_id", "symbol"))

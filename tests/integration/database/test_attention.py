@@ -182,6 +182,14 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
     assert "orders_by_state" not in plan, plan
 
 
+async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database: Database) -> None:
+    asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
+    async with database.session() as session:
+        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST.text}"), asked))
+    assert "order_events_pkey" in plan, plan
+    assert "Seq Scan on order_events" not in plan, plan
+
+
 @pytest.mark.parametrize(
     ("unknown", "other", "blocked"),
     [
