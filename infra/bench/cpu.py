@@ -37,6 +37,28 @@ class CpuMeter:
         }
 
 
+class Stolen:
+    """What a virtual machine's host gave to others, from now on: without it two runs cannot be compared."""
+
+    def __init__(self) -> None:
+        self._before = _wanted()
+
+    def percent(self) -> float:
+        """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not tell."""
+        got, stolen = (now - then for now, then in zip(_wanted(), self._before, strict=True))
+        return round(stolen / (got + stolen) * 100, 1) if stolen > 0 else 0.0
+
+
+def _wanted() -> tuple[float, float]:
+    """CPU seconds that the machine had so far, and those that it wanted and did not get."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    stolen = getattr(times, "steal", 0.0)
+    # Guests are counted in `user` and `nice` already.
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    return sum(times) - idle - stolen - guests, stolen
+
+
 class CpuShare:
     """Which share of one core each of these processes (with its descendants) takes, from now on."""
 

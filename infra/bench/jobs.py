@@ -32,6 +32,7 @@ from typing import Any
 from redis import Redis
 
 from infra.bench import figures
+from infra.bench.cpu import Stolen
 from infra.bench.jobbing import contenders as field_of
 from infra.bench.jobbing import floors
 from infra.bench.jobbing.contenders import Contender, Ours, Processes
@@ -80,6 +81,7 @@ def run(
         Redis.from_url(server.url) as client,
     ):
         measure = _Measure(folder, server.url, client)
+        stolen = Stolen()
         everybody = field_of.contenders(client, server.url)
         rates = {one.name: _Rates() for one in everybody}
         for turn in range(rounds):
@@ -114,6 +116,7 @@ def run(
         "rounds": rounds,
         "seconds": seconds,
         "load": [round(number, 1) for number in os.getloadavg()],
+        "stolen_percent": stolen.percent(),
     }
 
 
@@ -291,4 +294,5 @@ def table(result: dict[str, Any]) -> None:
         ),
         ("PSS of an idle runner with its child", f"{result['idle_pss_mib']} MiB"),
     ]
-    figures.show(f"jobs: median of {result['rounds']} rounds; load {result['load'][0]}", rows)
+    circumstances = f"load {result['load'][0]}, {result['stolen_percent']} % of the CPU time given to others"
+    figures.show(f"jobs: median of {result['rounds']} rounds; {circumstances}", rows)

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from infra.bench import figures, floor, knee
-from infra.bench.cpu import CpuMeter
+from infra.bench.cpu import CpuMeter, Stolen
 from infra.bench.rest import RequestFailed, Rest
 from infra.bench.target import BenchUser, Target, running
 
@@ -90,9 +90,9 @@ def run(
         connection = Rest(target.api_url, traders[0].api_key)
         for _ in range(_WARM_UP):
             place(connection, traders[0])
-        meter = CpuMeter(target)
+        meter, stolen = CpuMeter(target), Stolen()
         taken = [place(connection, traders[0]) for _ in range(n)]
-        cpu = meter.milliseconds(n)
+        cpu, stolen_percent = meter.milliseconds(n), stolen.percent()
         connection.close()
         bare = floor.measure(target.settings.valkey_url, n)
         together = _closed_loop(target, traders, seconds)
@@ -106,6 +106,7 @@ def run(
         "users": users,
         "orders_per_s": round(together, 1),
         "cpu_ms_per_order": cpu,
+        "stolen_percent": stolen_percent,
         **bend,
     }
 
@@ -143,6 +144,7 @@ def table(result: dict[str, Any]) -> None:
                 "CPU of one order, ms",
                 "   ".join(f"{name} {value}" for name, value in result["cpu_ms_per_order"].items()),
             ),
+            ("CPU time that the host gave to others meanwhile", f"{result['stolen_percent']} %"),
             *knee.rows(result),
         ],
     )
