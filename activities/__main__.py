@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 
 import structlog
@@ -15,6 +16,8 @@ from worker_runtime.protocol.errors import BerthError
 def main() -> int:
     settings = Settings()
     log.configure(settings.log_level)
+    gc.collect()
+    gc.freeze()  # modules stay for good: no collection has to look at them again
     try:
         asyncio.run(orchestrator.run(settings))
     except BerthError as error:

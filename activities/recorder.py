@@ -47,7 +47,9 @@ class Recorder:
 
     async def _record(self, events: Sequence[Event]) -> None:
         told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
-        async with self._database.session() as session:
+        # As nearly always: one statement has it all, and needs no BEGIN and COMMIT around it.
+        alone = len(told) == len(events) and all(event.quantity is None for event in told)
+        async with self._database.session(autocommit=alone) as session:
             if told:
                 recorded = await orders.record_events(session, told)
                 for order_id in recorded.unknown:
