@@ -94,7 +94,7 @@ class Yard:
         await self.launcher.launch(LaunchSpec(config=config), f"token-{name}")
         return self.made[name]
 
-    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 4.0) -> m.ClaimRequest:
+    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 10.0) -> m.ClaimRequest:
         return m.ClaimRequest(
             user_id=user_id, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=reply_wait
         )
