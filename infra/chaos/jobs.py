@@ -1,8 +1,11 @@
-"""`berth chaos jobs`: runners killed at every step, Valkey flushed and killed; then the books are compared.
+"""`berth chaos jobs`: runners killed and frozen at every step, Valkey flushed and killed; then the books are
+compared.
 
 Every job writes a line at its start and at its end into a ledger that no one else writes to. A line between
 each runner and Valkey kills the runner before what it sends arrives, or after that had its effect and before
-it hears of it; others die at any moment. Jobs that may run again must end as done; those that must not run
+it hears of it; others die at any moment. Some are frozen there instead, for less or more than a lease, with
+their children or without them, and go on as if nothing had been: what they say then of jobs that were taken
+from them must change nothing. Jobs that may run again must end as done; those that must not run
 twice end as done or as `JOB_OUTCOME_UNKNOWN`, and never begin a second time.
 
 A job that has seen three runners die goes to the failed queue, as it should: it is requeued, as an operator
@@ -15,8 +18,10 @@ import asyncio
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +50,16 @@ def run(
         asyncio.run(storm.run(_PATIENCE + 3 * lease))
         say("jobs: comparing the books")
         executions = ledger.read(storm.ledger)
-        findings = ledger.judge(storm.sent.values(), storm.results, storm.forgotten, executions)
-        again = ledger.reruns(executions, storm.kills, storm.outages)
+        sent, ends = storm.sent.values(), storm.results
+        findings = ledger.judge(sent, ends, storm.forgotten, executions, storm.anew)
+        findings += ledger.changed(storm.results, storm.final)
+        again = ledger.reruns(executions, storm.kills, storm.outages, storm.freezes)
     harms = [finding.harm for finding in findings]
     unknown = sum(result.failure is not None for result in storm.results.values())
     return {
         "jobs": len(storm.sent),
         "kills": len(storm.kills),
+        "freezes": len(storm.freezes),
         "lost": harms.count(Harm.LOST),
         "doubled": harms.count(Harm.DOUBLED),
         "wrong": harms.count(Harm.WRONG),
@@ -63,7 +71,10 @@ def run(
         "outcome_unknown": unknown,
         "forgotten": len(storm.forgotten),
         "requeued": storm.requeued,
+        "freezes_past_lease": sum(lease < freeze.seconds < inf for freeze in storm.freezes),
+        "late_ends": ledger.late_ends(executions, storm.results, storm.freezes),
         "kills_by_step": dict(sorted(storm.by_step.items())),
+        "freezes_by_step": dict(sorted(Counter(freeze.step for freeze in storm.freezes).items())),
         "faults": dict(storm.faults),
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
@@ -93,6 +104,7 @@ def _place(folder: Path | None) -> Iterator[Path]:
 def table(result: dict[str, Any]) -> None:
     """What a person reads."""
     steps = "   ".join(f"{step} {count}" for step, count in result["kills_by_step"].items())
+    frozen = "   ".join(f"{step} {count}" for step, count in result["freezes_by_step"].items())
     faults = "   ".join(f"{name} {count}" for name, count in result["faults"].items())
     figures.show(
         f"chaos: jobs, seed {result['seed']}, {result['kills']} runners killed in {result['seconds']:g} s",
@@ -107,6 +119,9 @@ def table(result: dict[str, Any]) -> None:
             ("not repeated after a flush", str(result["forgotten"])),
             ("requeued after three crashes", str(result["requeued"])),
             ("killed at", steps),
+            ("frozen   past the lease", f"{result['freezes']}   {result['freezes_past_lease']}"),
+            ("late ends, not taken", str(result["late_ends"])),
+            ("frozen at", frozen or "none"),
             ("Valkey", faults or "left alone"),
         ],
     )

@@ -42,7 +42,7 @@ def orders(
 
 @app.command()
 def jobs(
-    kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 2000,
+    kills: Annotated[int, typer.Option(min=1, help="Runners that are killed; some freeze first.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="The same seed: the same jobs and steps.")] = 1,
     lease: Annotated[float, typer.Option(min=1, help="Seconds, of each runner.")] = 1.0,
     keep: Annotated[
@@ -50,7 +50,7 @@ def jobs(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Kill job runners at every step, flush and kill Valkey; then compare the results with a ledger.
+    """Kill and freeze job runners at every step, flush and kill Valkey; then compare results with a ledger.
 
     Exit code 1 when a job was lost, or run twice though it must not.
     """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
+from infra.chaos.jobbing.steps import Step
 from worker_runtime.protocol.job_messages import JobOutcomeUnknown, JobResult, JobStatus
 
 
@@ -38,12 +39,26 @@ class Kill:
     at: float
 
 
+@dataclass(frozen=True)
+class Freeze:
+    """A runner that stood still for a while. `until` is infinite if it was killed before that was over."""
+
+    runner: int
+    at: float
+    until: float
+    step: Step
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.at
+
+
 class Harm(StrEnum):
     #: No end, or an end as done without an execution that came to its end.
     LOST = "lost"
     #: A job that must not run twice did.
     DOUBLED = "doubled"
-    #: Ended in a way that no kill explains.
+    #: Ended in a way that no kill and no freeze explains, or has another end afterwards.
     WRONG = "wrong"
 
 
@@ -56,17 +71,18 @@ class Finding:
 
 def read(path: Path) -> list[Execution]:
     """All executions, in the order of their starts."""
-    starts: dict[tuple[str, int], list[str]] = {}
-    ends: dict[tuple[str, int], float] = {}
+    starts: dict[tuple[str, int, int], tuple[int, float]] = {}
+    ends: dict[tuple[str, int, int], float] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         what, job_id, attempt, fence, runner, at = line.split()
+        one = job_id, int(fence), int(runner)  # after a flush the fences begin anew
         if what == "start":
-            starts[job_id, int(fence)] = [attempt, runner, at]
+            starts[one] = int(attempt), float(at)
         else:
-            ends[job_id, int(fence)] = float(at)
+            ends[one] = float(at)
     return [
-        Execution(job_id, int(attempt), fence, int(runner), float(at), ends.get((job_id, fence)))
-        for (job_id, fence), (attempt, runner, at) in starts.items()
+        Execution(job_id, attempt, fence, runner, at, ends.get((job_id, fence, runner)))
+        for (job_id, fence, runner), (attempt, at) in starts.items()
     ]
 
 
@@ -75,10 +91,12 @@ def judge(
     results: Mapping[str, JobResult],
     forgotten: set[str],
     executions: Iterable[Execution],
+    anew: Set[str] = frozenset(),
 ) -> list[Finding]:
     """Every job has an end that its executions explain, and none but an idempotent one began twice.
 
     `forgotten`: jobs that a flush took and that must not run twice; whether they ran, only the ledger knows.
+    `anew`: jobs whose attempts were counted from one again.
     """
     by_job: dict[str, list[Execution]] = defaultdict(list)
     for one in executions:
@@ -95,6 +113,9 @@ def judge(
         elif result.status is JobStatus.DONE:
             if not any(run.ended is not None for run in runs):
                 found.append(Finding(Harm.LOST, job.job_id, "done, and no execution came to its end"))
+            elif job.job_id not in anew and any(run.attempt > result.attempt for run in runs):
+                what = f"done by attempt {result.attempt}, which had been taken over"
+                found.append(Finding(Harm.WRONG, job.job_id, what))
         elif not _explained(job, result):
             code = result.failure.code if result.failure else ""
             found.append(Finding(Harm.WRONG, job.job_id, f"{result.status} {code}"))
@@ -105,14 +126,41 @@ def _explained(job: Sent, result: JobResult) -> bool:
     return not job.idempotent and result.failure is not None and result.failure.code == JobOutcomeUnknown.code
 
 
+def changed(before: Mapping[str, JobResult], after: Mapping[str, JobResult]) -> list[Finding]:
+    """Results that were written over: a fencing number did not hold."""
+    return [
+        Finding(Harm.WRONG, job_id, f"{before[job_id].status} became {result.status}")
+        for job_id, result in after.items()
+        if result != before[job_id]
+    ]
+
+
+def late_ends(
+    executions: Iterable[Execution], results: Mapping[str, JobResult], freezes: Iterable[Freeze]
+) -> int:
+    """Executions that came to their end, and are not the job's, because their runner stood still over it."""
+    spells = {freeze.runner: freeze for freeze in freezes}
+    count = 0
+    for run in executions:
+        spell, result = spells.get(run.runner), results.get(run.job_id)
+        if spell is None or result is None or run.ended is None or run.at > spell.until:
+            continue
+        count += result.status is not JobStatus.DONE or result.attempt != run.attempt
+    return count
+
+
 def reruns(
-    executions: Iterable[Execution], kills: Iterable[Kill], outages: Sequence[tuple[float, float]]
+    executions: Iterable[Execution],
+    kills: Iterable[Kill],
+    outages: Sequence[tuple[float, float]],
+    freezes: Iterable[Freeze] = (),
 ) -> list[float]:
     """Seconds from the kill of a runner to the next start of each job it had begun.
 
-    Not counted: jobs that another runner had claimed in between, which was killed before the job began, and
-    those whose wait touches an outage of Valkey.
+    Not counted: jobs that another runner had claimed in between, which was killed before the job began, those
+    whose wait touches an outage of Valkey, and those of a runner that was frozen: they are taken back sooner.
     """
+    spells = {freeze.runner: freeze for freeze in freezes}
     by_runner: dict[int, list[float]] = defaultdict(list)
     for kill in kills:
         by_runner[kill.runner].append(kill.at)
@@ -125,6 +173,9 @@ def reruns(
         for earlier, later in pairwise(ordered):
             killed = min((at for at in by_runner[earlier.runner] if at >= earlier.at), default=None)
             if killed is None or later.attempt != earlier.attempt + 1 or later.at < killed:
+                continue
+            spell = spells.get(earlier.runner)
+            if spell is not None and spell.until >= earlier.at:  # it stood still with the job in hand
                 continue
             if not any(began < later.at and killed < ended for began, ended in outages):
                 found.append(later.at - killed)

@@ -1,4 +1,4 @@
-"""One runner under fire: its process, and its line to Valkey, which kills it at a step."""
+"""One runner under fire: its process, and its line to Valkey, which kills or freezes it at a step."""
 
 from __future__ import annotations
 
@@ -8,26 +8,43 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from math import inf
 from pathlib import Path
 
+from infra.chaos.jobbing.ledger import Freeze
+from infra.chaos.jobbing.spell import Spell, Standstill
 from infra.chaos.jobbing.steps import TRAPS, Step, before
 
 _CHUNK = 1 << 16
 
 
 class Victim:
-    """A runner that connects through a socket of its own. `on_end` is called once, after its process ended.
+    """A runner that connects through a socket of its own. `on_end` is called once, after its process ended;
+    `on_freeze` when it is stopped: somebody has to take its place.
 
     Nothing of this is in the product: what a runner does for a job and others can see passes this line.
+    With a `Spell` it is not killed at its step but frozen; then it goes on, and is killed later.
     """
 
-    def __init__(self, name: str, folder: Path, target: tuple[str, int], on_end: Callable[[Victim], None]):
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        target: tuple[str, int],
+        on_end: Callable[[Victim], None],
+        on_freeze: Callable[[], None],
+    ):
         self.name = name
         self.path = folder / f"{name}.sock"
         self._target = target
         self._on_end = on_end
+        self._on_freeze = on_freeze
         self._step: Step | None = None
         self._delay = 0.0
+        self._spell: Spell | None = None
+        self._freezing: asyncio.Task[None] | None = None
+        self._still = asyncio.Event()
+        self._spared = False
         self._born = asyncio.Event()
         #: 0 until it is born.
         self.pid = 0
@@ -40,6 +57,8 @@ class Victim:
         #: The step at which it was killed, and when (CLOCK_MONOTONIC).
         self.killed_at = 0.0
         self.struck: Step | None = None
+        #: When it was frozen, and at which step.
+        self.freeze: Freeze | None = None
 
     @property
     def url(self) -> str:
@@ -55,21 +74,58 @@ class Victim:
         self.pid = pid
         self._born.set()
 
-    def arm(self, step: Step, delay: float = 0.0) -> None:
-        """It dies at the next such step; at `ANY` and `RUNNING` after `delay` more seconds."""
-        self._step, self._delay = step, delay
+    def arm(self, step: Step, delay: float = 0.0, spell: Spell | None = None) -> None:
+        """It is struck at the next such step; at `ANY` and `RUNNING` after `delay` more seconds."""
+        self._step, self._delay, self._spell = step, delay, spell
         if step is Step.ANY:
-            self._spawn(self._kill_later(step, delay))
+            self._spawn(self._strike_later(step, delay))
 
     def expire(self, seconds: float) -> None:
-        """It dies after so long in any case."""
-        self._spawn(self._kill_later(Step.ANY, seconds))
+        """It is struck after so long in any case."""
+        self._spawn(self._strike_later(Step.ANY, seconds))
 
     def disarm(self) -> None:
-        """It may live."""
-        self._step = None
+        """It may live. If it stands still, it goes on when its time has come."""
+        self._spared = True
+        self._step = self._spell = None
         for task in self._tasks:
             task.cancel()
+
+    @property
+    def frozen(self) -> bool:
+        return self._freezing is not None and not self._freezing.done()
+
+    def strike(self, step: Step) -> bool:
+        """Freezes it if that is in store, else kills it; true if it is killed."""
+        spell, self._spell = self._spell, None
+        if spell is None:
+            self.kill(step)
+            return True
+        if self.struck is None and self._pidfd >= 0:
+            self._step = None
+            self._freezing = asyncio.get_running_loop().create_task(self._freeze(step, spell))
+        return False
+
+    async def thawed(self) -> None:
+        """Waits until it goes on."""
+        if self._freezing is not None:
+            await asyncio.wait([self._freezing])
+
+    async def _freeze(self, step: Step, spell: Spell) -> None:
+        """A task of its own: whatever else is given up, what was stopped goes on."""
+        still = Standstill(self.pid, self._pidfd)
+        began = time.monotonic()
+        try:
+            await still.begin(spell.children)
+            self.freeze = Freeze(self.pid, began, inf, step)
+            self._on_freeze()
+            self._still.set()
+            await asyncio.sleep(spell.seconds)
+            self.freeze = Freeze(self.pid, began, time.monotonic(), step)
+        finally:
+            still.end()
+        if not self._spared:
+            self._spawn(self._strike_later(Step.THAWED, spell.life))
 
     def kill(self, step: Step) -> None:
         """SIGKILL, to this process and no other one that has its number by now."""
@@ -80,6 +136,9 @@ class Victim:
 
     def close(self) -> None:
         """Ends the line; the process is somebody else's."""
+        if self._freezing is not None:
+            self._freezing.cancel()
+            self._still.set()
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -102,10 +161,10 @@ class Victim:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _kill_later(self, step: Step, delay: float) -> None:
+    async def _strike_later(self, step: Step, delay: float) -> None:
         await self._born.wait()
         await asyncio.sleep(delay)
-        self.kill(step)
+        self.strike(step)
 
     # --- the line ---------------------------------------------------------------------------------
 
@@ -124,14 +183,18 @@ class Victim:
                 link.transport.abort()
                 self._links.discard(link)
 
-    async def spring(self, step: Step) -> None:
+    async def spring(self, step: Step) -> bool:
+        """True if it is killed; if it is frozen, it stands still by then."""
         await self._born.wait()  # it may be quicker than those who tell its number
-        self.kill(step)
+        killed = self.strike(step)
+        if self.frozen:
+            await self._still.wait()
+        return killed
 
     def running(self) -> None:
         """The jobs are in its hands."""
         self._step = None
-        self._spawn(self._kill_later(Step.RUNNING, self._delay))
+        self._spawn(self._strike_later(Step.RUNNING, self._delay))
 
     @property
     def step(self) -> Step | None:
@@ -153,13 +216,17 @@ class _Line:
             while data := await reader.read(_CHUNK):
                 step = self._victim.step
                 trap = TRAPS.get(step) if step is not None else None
-                if step is not None and trap is not None and trap.says in data:
+                if step is not None and trap is not None and trap.sees(data):
                     if trap.before:
-                        self._far.write(before(data, trap.cut))
+                        heard = before(data, trap.cut)
+                        self._far.write(heard)
                         await self._far.drain()
-                        await self._victim.spring(step)
-                        return
-                    self._asked = step
+                        if await self._victim.spring(step):
+                            return
+                        await self._victim.thawed()  # then the rest arrives, a spell late
+                        data = data[len(heard) :]
+                    else:
+                        self._asked = step
                 self._far.write(data)
                 await self._far.drain()
         self._far.transport.abort()
@@ -169,10 +236,10 @@ class _Line:
             while data := await reader.read(_CHUNK):
                 step, self._asked = self._asked, None
                 if step is not None and self._victim.step is step and TRAPS[step].hears in data:
-                    if step is not Step.RUNNING:
-                        await self._victim.spring(step)
+                    if step is Step.RUNNING:
+                        self._victim.running()
+                    elif await self._victim.spring(step):
                         return
-                    self._victim.running()
                 self._near.write(data)
                 await self._near.drain()
         self._near.transport.abort()

@@ -1,4 +1,4 @@
-"""The steps of a runner at which it is killed, as its line to Valkey shows them."""
+"""The steps of a runner at which it is killed or frozen, as its line to Valkey shows them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ class Step(StrEnum):
     #: The end arrives, the claim that was sent with it does not.
     END_TORN = "end torn"
     ENDED = "ended"
+    #: As `END_ASKED`, of a job that takes long: when its end arrives, it may be under way a second time.
+    LONG_END_ASKED = "long end asked"
     RENEW_ASKED = "renew asked"
     RENEWED = "renewed"
     #: Whatever it does then.
     ANY = "any moment"
+    #: Some time after it stood still. No trap: what has stood still dies so.
+    THAWED = "thawed"
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,19 @@ class Trap:
     hears: bytes = b""
     #: Commands before this word still arrive.
     cut: bytes = b""
+    #: Another thing that the message contains.
+    about: bytes = b""
+
+    def sees(self, message: bytes) -> bool:
+        return self.says in message and self.about in message
 
 
 def _sha(script: Script) -> bytes:
     return script.sha.encode()
 
 
+#: What the id of a job that takes long begins with.
+LONG = "long"
 _CLAIM, _FINISH = _sha(job_scripts.CLAIM), _sha(job_scripts.FINISH)
 TRAPS = {
     Step.JOIN_ASKED: Trap(_sha(job_scripts.JOIN), before=True),
@@ -53,12 +64,13 @@ TRAPS = {
     Step.END_ASKED: Trap(_FINISH, before=True),
     Step.END_TORN: Trap(_FINISH, before=True, cut=_CLAIM),
     Step.ENDED: Trap(_FINISH, before=False),
+    Step.LONG_END_ASKED: Trap(_FINISH, before=True, about=LONG.encode()),
     Step.RENEW_ASKED: Trap(_sha(job_scripts.RENEW), before=True),
     Step.RENEWED: Trap(_sha(job_scripts.RENEW), before=False),
 }
 
 
-#: How often each is chosen: mostly those at which jobs are in hand.
+#: How often each is chosen for a kill, and for a freeze: mostly those at which jobs are in hand.
 WEIGHTS = {
     Step.JOIN_ASKED: 1,
     Step.JOINED: 1,
@@ -72,6 +84,7 @@ WEIGHTS = {
     Step.RENEWED: 1,
     Step.ANY: 3,
 }
+FREEZE_WEIGHTS = {**WEIGHTS, Step.LONG_END_ASKED: 10}
 
 
 def before(data: bytes, word: bytes) -> bytes:

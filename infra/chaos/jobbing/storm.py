@@ -1,4 +1,4 @@
-"""Runners that are killed at every step while jobs flow, and Valkey that forgets or dies."""
+"""Runners that are killed or frozen at every step while jobs flow, and Valkey that forgets or dies."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from redis.exceptions import RedisError
 
 from infra import valkey
 from infra.bench.progress import Say
-from infra.chaos.jobbing.ledger import Kill, Sent
+from infra.chaos.jobbing import spell
+from infra.chaos.jobbing.ledger import Freeze, Kill, Sent
 from infra.chaos.jobbing.runner import Victim
-from infra.chaos.jobbing.steps import WEIGHTS, Step
+from infra.chaos.jobbing.steps import FREEZE_WEIGHTS, LONG, WEIGHTS, Step
 from infra.local.process import HOST, ServerFailed, end_with_parent
 from infra.local.servers import ValkeyServer
 from worker_runtime.protocol import job_calls, job_keys
@@ -34,13 +35,19 @@ from worker_runtime.protocol.job_messages import (
     read_result,
 )
 
-#: Runners that live at the same time. Some live for seconds: a runner has to watch another one for a whole
-#: lease before it takes its jobs back.
+#: Runners that live at the same time, beside those that were frozen. Some live for seconds: a runner has to
+#: watch another one for a whole lease before it takes its jobs back.
 RUNNERS = 8
 _STEADY = 3
 #: Jobs that have not ended, at the most; runners shall neither starve nor drown.
 _UNDER_WAY = 80
 _LOOK = 0.05
+#: How many of those that do not notice the end of others are frozen before they are killed.
+_FROZEN = 0.3
+#: Share of jobs that take about a lease.
+_LONG = 0.02
+#: Results that are read at once.
+_PAGE = 1000
 _GROUPS = 6
 #: Seconds after a fault of Valkey in which a rerun tells nothing about a runner's lease.
 _AFTERMATH = 1.5
@@ -68,7 +75,12 @@ class Storm:
         self.results: dict[str, JobResult] = {}
         #: Jobs that a flush took and that must not run twice.
         self.forgotten: set[str] = set()
+        #: Jobs whose attempts are counted from one again: requeued, or enqueued again after a flush.
+        self.anew: set[str] = set()
         self.kills: list[Kill] = []
+        self.freezes: list[Freeze] = []
+        #: The results as Valkey has them after everything, without those that a flush took.
+        self.final: dict[str, JobResult] = {}
         self.by_step: Counter[str] = Counter()
         self.outages: list[tuple[float, float]] = []
         self.requeued = 0
@@ -91,6 +103,7 @@ class Storm:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for victim in list(self._live.values()):
+                self._note_freeze(victim)
                 victim.close()
             fleet.kill()
             await fleet.wait()
@@ -114,7 +127,7 @@ class Storm:
             await self._due.get()
             self._numbers += 1
             name = f"r{self._numbers}"
-            victim = Victim(name, self._folder, (HOST, self._server.port), self._ended)
+            victim = Victim(name, self._folder, (HOST, self._server.port), self._ended, self._need_one)
             await victim.open()
             self._live[name] = victim
             self._doom(victim)
@@ -142,20 +155,36 @@ class Storm:
             victim.steady = True
             victim.arm(Step.ANY, self._chance.uniform(3, 6) * self._lease)
             return
-        step = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        frost = spell.choose(self._chance, self._lease) if self._chance.random() < _FROZEN else None
+        weights = FREEZE_WEIGHTS if frost else WEIGHTS
+        step = self._chance.choices(list(weights), list(weights.values()))[0]
         delay = {Step.ANY: 1.0, Step.RUNNING: 0.03}.get(step, 0.0)
-        victim.arm(step, self._chance.uniform(0, delay))
+        victim.arm(step, self._chance.uniform(0, delay), frost)
         # One that never gets there does not live for ever.
-        victim.expire(self._chance.uniform(2, 4) * self._lease)
+        victim.expire(self._chance.uniform(2, 4) * self._lease + (frost.seconds if frost else 0.0))
 
     def _ended(self, victim: Victim) -> None:
         del self._live[victim.name]
         if victim.struck is None:
             self._failure = f"runner {victim.name} ended by itself"
             return
+        self._note_freeze(victim)
         self.kills.append(Kill(victim.pid, victim.killed_at))
         self.by_step[victim.struck] += 1
+        if victim.freeze is None:
+            self._need_one()
+
+    def _need_one(self) -> None:
         self._due.put_nowait(None)
+
+    def _note_freeze(self, victim: Victim) -> None:
+        if victim.freeze is not None:
+            self.freezes.append(victim.freeze)
+
+    def _warm(self) -> bool:
+        """Whether all that stood still have gone on for a lease: what they have to say, they have said."""
+        ends = [one.freeze.until for one in self._live.values() if one.freeze is not None]
+        return time.monotonic() > max(ends, default=0.0) + self._lease
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -174,10 +203,12 @@ class Storm:
             while not self._calm and len(self.open) < _UNDER_WAY:
                 await self._enqueue(self._new_job())
             await self._collect()
-            if self._calm and (not self.open or time.monotonic() > until):
+            if self._calm and ((not self.open and self._warm()) or time.monotonic() > until):
+                await self._read_again()
                 return
             self._say(
-                f"jobs: {len(self.kills)} of {self._wanted} kills, {len(self.results)} jobs ended, "
+                f"jobs: {len(self.kills)} of {self._wanted} kills, {len(self.freezes)} freezes, "
+                f"{len(self.results)} jobs ended, "
                 f"{len(self.open)} under way"
             )
             await asyncio.sleep(_LOOK)
@@ -190,40 +221,52 @@ class Storm:
 
     def _new_job(self) -> Job:
         chance, number = self._chance, len(self.sent)
+        long = chance.random() < _LONG
         job = Job(
-            job_id=f"j{number}",
+            job_id=f"{LONG if long else 'j'}{number}",
             name="drill",
             queue=chance.choice(("default", "default", "other", "scheduler")),
             priority=chance.randrange(10),
             idempotent=chance.random() < 0.6,
             group=f"g{chance.randrange(_GROUPS)}" if chance.random() < 0.15 else "",
-            args=job_calls.arguments({"ledger": str(self.ledger), "sleeps": chance.uniform(0, 0.03)}),
+            args=job_calls.arguments({"ledger": str(self.ledger), "sleeps": self._length(long)}),
             result_ttl=86_400,
         )
         self.sent[job.job_id] = Sent(job.job_id, job.idempotent)
         return job
 
+    def _length(self, long: bool) -> float:
+        """Seconds of a job. A long one still runs somewhere else when the runner that had it goes on."""
+        return self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
+
     async def _enqueue(self, job: Job) -> None:
         self.open[job.job_id] = job
         await self._call(job_calls.enqueue(job))
 
-    async def _collect(self) -> None:
-        """Reads the ends that are there; what has crashed too often is tried again, as an operator would."""
-        job_ids = list(self.open)
+    async def _stored(self, job_ids: list[str]) -> dict[str, JobResult]:
         stored = await self._again(
             lambda client: client.mget([job_keys.result(job_keys.FLEET, job_id) for job_id in job_ids])
         )
+        pairs = zip(job_ids, stored, strict=True)
+        return {job_id: read_result(body) for job_id, body in pairs if body is not None}
+
+    async def _read_again(self) -> None:
+        """Late results of runners that stood still must have changed nothing."""
+        job_ids = list(self.results)
+        for start in range(0, len(job_ids), _PAGE):
+            self.final |= await self._stored(job_ids[start : start + _PAGE])
+
+    async def _collect(self) -> None:
+        """Reads the ends that are there; what has crashed too often is tried again, as an operator would."""
         crashed = []
-        for job_id, body in zip(job_ids, stored, strict=True):
-            if body is None:
-                continue
-            result = read_result(body)
+        for job_id, result in (await self._stored(list(self.open))).items():
             if result.status is JobStatus.FAILED and _code(result) == JobCrashed.code:
                 crashed.append(job_id)
             else:
                 self.results[job_id] = result
                 del self.open[job_id]
         if crashed:
+            self.anew.update(crashed)
             self.requeued += len(await self._call(job_calls.requeue(crashed)))
 
     async def _call(self, call: job_calls.Call) -> Any:
@@ -250,6 +293,7 @@ class Storm:
         self.faults["flush"] += 1
         for job_id, job in list(self.open.items()):
             if job.idempotent:
+                self.anew.add(job_id)
                 await self._enqueue(job)
             else:
                 self.forgotten.add(job_id)

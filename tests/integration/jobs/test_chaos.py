@@ -10,12 +10,14 @@ from infra.chaos import jobs
 
 
 @pytest.mark.timeout(240)
-def test_killed_runners_lose_no_job_and_run_none_twice(short_directory: Path) -> None:
+def test_killed_and_frozen_runners_lose_no_job_and_run_none_twice(short_directory: Path) -> None:
     result = jobs.run(kills=200, seed=1, folder=short_directory)
     assert result["findings"] == []
     assert (result["lost"], result["doubled"], result["wrong"]) == (0, 0, 0)
     assert result["kills"] >= 200
     assert result["jobs"] > 200
+    assert result["freezes"] > result["freezes_past_lease"] > 0
+    assert result["late_ends"] > 0
     assert result["faults"] == {"flush": 1, "restart": 1}
     assert result["outcome_unknown"] > 0  # runners died with such jobs in hand
     assert result["rerun_p99_s"] > 0

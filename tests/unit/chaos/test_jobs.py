@@ -1,14 +1,22 @@
-"""The judge of `berth chaos jobs`: what it calls lost, doubled and wrong; and which reruns count."""
+"""The judge of `berth chaos jobs`: lost, doubled and wrong jobs; which reruns count; what is frozen."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import random
+import signal
+import time
+from math import inf
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.chaos.jobbing import ledger
-from infra.chaos.jobbing.ledger import Execution, Harm, Kill, Sent
-from infra.chaos.jobbing.steps import before
+from infra.chaos.jobbing.ledger import Execution, Freeze, Harm, Kill, Sent
+from infra.chaos.jobbing.spell import Standstill, choose
+from infra.chaos.jobbing.steps import LONG, TRAPS, Step, before
 from worker_runtime.protocol.job_messages import JobResult, JobStatus
 from worker_runtime.protocol.messages import Failure
 
@@ -19,14 +27,20 @@ def _run(attempt: int = 1, at: float = 1.0, *, ended: float | None = None, runne
     return Execution("j", attempt, fence=int(at * 10), runner=runner, at=at, ended=ended)
 
 
-def _result(status: JobStatus, code: str = "") -> JobResult:
+def _result(status: JobStatus, code: str = "", attempt: int = 1) -> JobResult:
     failure = Failure(code=code, detail="") if code else None
-    return JobResult(job_id="j", status=status, failure=failure)
+    return JobResult(job_id="j", status=status, failure=failure, attempt=attempt)
 
 
-def _harms(job: Sent, result: JobResult | None, *runs: Execution, forgotten: bool = False) -> list[Harm]:
+def _freeze(at: float, until: float, *, runner: int = 7) -> Freeze:
+    return Freeze(runner, at, until, Step.ANY)
+
+
+def _harms(
+    job: Sent, result: JobResult | None, *runs: Execution, forgotten: bool = False, anew: bool = False
+) -> list[Harm]:
     results = {} if result is None else {"j": result}
-    found = ledger.judge([job], results, {"j"} if forgotten else set(), runs)
+    found = ledger.judge([job], results, {"j"} if forgotten else set(), runs, {"j"} if anew else set())
     return [finding.harm for finding in found]
 
 
@@ -48,9 +62,9 @@ def test_a_job_that_is_done_by_its_result_alone_is_lost() -> None:
 
 
 def test_two_starts_are_one_too_many_for_a_job_that_must_not_run_twice() -> None:
-    twice = (_run(), _run(2, 3.0, ended=4.0))
-    assert _harms(AGAIN, DONE, *twice) == []
-    assert _harms(ONCE, DONE, *twice) == [Harm.DOUBLED]
+    twice, done = (_run(), _run(2, 3.0, ended=4.0)), _result(JobStatus.DONE, attempt=2)
+    assert _harms(AGAIN, done, *twice) == []
+    assert _harms(ONCE, done, *twice) == [Harm.DOUBLED]
     assert _harms(ONCE, None, *twice, forgotten=True) == [Harm.DOUBLED]
 
 
@@ -68,12 +82,92 @@ def test_a_rerun_counts_from_the_kill_of_the_runner_that_had_the_job() -> None:
     assert ledger.reruns(hidden, [Kill(7, 2.0)], []) == []
 
 
+def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_kill() -> None:
+    runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
+    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
+    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(1.5, inf)]) == []  # killed as it stood
+    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
+
+
+def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
+    runs = (_run(1, 1.0, ended=4.0), _run(2, 3.0, ended=5.0, runner=8))
+    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=2), *runs) == []
+    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs) == [Harm.WRONG]
+    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs, anew=True) == []
+
+
+def test_a_result_that_is_written_over_is_wrong() -> None:
+    assert ledger.changed({"j": UNKNOWN}, {"j": UNKNOWN}) == []
+    assert ledger.changed({"j": UNKNOWN}, {}) == []  # a flush took it
+    assert [one.harm for one in ledger.changed({"j": UNKNOWN}, {"j": DONE})] == [Harm.WRONG]
+
+
+def test_late_ends_are_those_of_frozen_runners_that_the_queue_did_not_take() -> None:
+    runs = [_run(1, 1.0, ended=1.2), _run(2, 3.0, ended=3.5, runner=8)]
+    freezes = [_freeze(1.3, 4.0)]
+    assert ledger.late_ends(runs, {"j": _result(JobStatus.DONE, attempt=2)}, freezes) == 1
+    assert ledger.late_ends(runs[:1], {"j": UNKNOWN}, freezes) == 1
+    assert ledger.late_ends(runs[:1], {"j": DONE}, freezes) == 0
+    assert ledger.late_ends(runs[:1], {"j": UNKNOWN}, [_freeze(1.3, 4.0, runner=9)]) == 0
+
+
+def test_spells_are_shorter_and_longer_than_a_lease_and_the_same_for_the_same_seed() -> None:
+    spells = [choose(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+    longer = sum(spell.seconds > 2.0 for spell in spells)
+    assert 60 < longer < 160
+    assert 60 < sum(spell.children for spell in spells) < 140
+    assert spells == [choose(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+
+
+@pytest.mark.parametrize("children", [False, True])
+async def test_a_standstill_stops_a_process_and_its_children_if_wanted_and_lets_them_go_on(
+    children: bool,
+) -> None:
+    script = "sleep 600 & echo $!; wait"
+    process = await asyncio.create_subprocess_shell(script, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    child = int(await process.stdout.readline())
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        still = Standstill(process.pid, pidfd)
+        await still.begin(children)
+        assert await _comes_to(process.pid, stopped=True)
+        assert await _comes_to(child, stopped=children)
+        still.end()
+        assert await _comes_to(process.pid, stopped=False)
+        assert await _comes_to(child, stopped=False)
+    finally:
+        os.close(pidfd)
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+        await process.wait()
+
+
+async def _comes_to(pid: int, *, stopped: bool) -> bool:
+    until = time.monotonic() + 20
+    while (psutil.Process(pid).status() == psutil.STATUS_STOPPED) is not stopped:
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(0.005)
+    return True
+
+
+def test_the_end_of_a_long_job_is_told_from_others() -> None:
+    trap, finish = TRAPS[Step.LONG_END_ASKED], TRAPS[Step.END_ASKED].says
+    assert trap.sees(finish + f" {LONG}7 ".encode())
+    assert not trap.sees(finish + b" j7 ")
+    assert TRAPS[Step.END_ASKED].sees(finish + b" j7 ")
+
+
 def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    path.write_text("start j 1 5 7 1.000000\nstart k 1 6 7 1.500000\nend k 1 6 7 2.000000\n")
+    path.write_text(
+        "start j 1 5 7 1.000000\nstart k 1 6 7 1.500000\nend k 1 6 7 2.000000\nstart j 1 5 8 3.000000\n"
+    )
     assert ledger.read(path) == [
         Execution("j", 1, 5, 7, 1.0, None),
         Execution("k", 1, 6, 7, 1.5, 2.0),
+        Execution("j", 1, 5, 8, 3.0, None),  # the same fence, after a flush
     ]
 
 
