@@ -2,7 +2,8 @@
 Vector or Fluent Bit takes lines of JSON as they are.
 
 Nothing here waits, and nothing is sent twice: what the collector does not take stays in memory up to `LIMIT`
-bytes, then the oldest lines are left out. The log has all of them.
+bytes, then the oldest lines are left out. The log has all of them. A connection that takes nothing any more
+is given up: the other side may be gone without a word, which TCP notices after 15 minutes (tcp_retries2).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from worker_runtime.protocol.errors import BerthError
 LIMIT = 1 << 20
 #: Seconds that a connection may take to be made.
 CONNECT = 5.0
+#: Seconds in which a connection has to take something while lines wait.
+STALLED = 30.0
 #: Seconds until the next look while the collector takes nothing.
 _LOOK = 0.05
 #: Seconds between two looks of a runner that is leaving, and how long it goes on.
@@ -67,8 +70,9 @@ class Sink:
         #: Bytes of the first line that have gone out on this connection.
         self._sent = 0
         self._socket: socket.socket | None = None
-        #: Until when the connection has to take something (monotonic seconds); None: it has.
-        self._until: float | None = None
+        #: Until when the connection has to take something (monotonic seconds), and what it did not do if it
+        #: has not by then; None: it took all that there was.
+        self._deadline: tuple[float, str] | None = None
         self._backoff = Backoff(0.25, 10.0)
         #: Lines left out since the collector last took one.
         self._left_out = 0
@@ -119,7 +123,7 @@ class Sink:
     def _connect(self) -> None:
         link = socket.socket(self._family, socket.SOCK_STREAM)
         link.setblocking(False)
-        self._socket, self._until = link, time.monotonic() + CONNECT
+        self._socket, self._deadline = link, (time.monotonic() + CONNECT, "no connection in time")
         try:
             link.connect(self._address)
         except BlockingIOError:
@@ -133,16 +137,22 @@ class Sink:
             try:
                 taken = self._socket.send(memoryview(batch)[self._sent :], socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                if self._until is not None and time.monotonic() > self._until:
-                    self._drop("no connection in time")
+                self._blocked()
                 return
             except OSError as error:
                 self._drop(type(error).__name__)
                 return
             self._took(taken)
 
+    def _blocked(self) -> None:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + STALLED, "the collector takes nothing"
+        elif now > self._deadline[0]:
+            self._drop(self._deadline[1])
+
     def _took(self, taken: int) -> None:
-        self._until = None
+        self._deadline = None
         self._away = False
         self._backoff.reset()
         self._sent += taken

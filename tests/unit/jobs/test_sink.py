@@ -159,6 +159,68 @@ def test_a_collector_that_takes_nothing_delays_nobody_and_loses_the_oldest(
     sink.close()
 
 
+@pytest.fixture
+def narrow(short_directory: Path) -> Iterator[socket.socket]:
+    """A collector whose connections hold 200 KB: the kernel does not widen a Unix socket's buffers. Those of
+    TCP hold four times `LIMIT` (tcp_wmem), so that after a new connection nothing is left to wait."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(short_directory / "collector"))
+        server.listen()
+        server.settimeout(20)
+        yield server
+
+
+def test_a_connection_that_takes_nothing_is_made_anew_and_no_line_is_missing(
+    narrow: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "STALLED", 0.1)
+    log = Told()
+    sink, wanted = Sink(f"unix://{narrow.getsockname()}", log), lines(0, 4_000, size=100)
+    sink.tell(wanted)
+    stalled, _ = narrow.accept()
+    until = time.monotonic() + 20
+    while not log.events:  # nobody reads
+        assert time.monotonic() < until, "the connection was kept"
+        sink.tend()
+        time.sleep(0.01)
+    [(event, fields)] = log.events
+    assert (event, fields["reason"]) == ("job_events_unsent", "the collector takes nothing")
+    assert fields["waiting"] > 0
+    monkeypatch.setattr(sinks, "STALLED", 60.0)
+    with closing(stalled), stalled.makefile("rb") as old:
+        taken = [line for line in old.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    while sink._socket is None:
+        assert time.monotonic() < until, "no new connection"
+        sink.tend()
+        time.sleep(0.01)
+    anew, _ = narrow.accept()
+    left = b"".join(wanted[len(taken) :])
+    with closing(anew):
+        assert read(anew, sink, len(left)) == left
+    assert taken == wanted[: len(taken)]
+    assert log.events[1:] == []
+    sink.close()
+
+
+def test_a_slow_collector_keeps_its_connection(
+    narrow: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "STALLED", 0.05)
+    log = Told()
+    sink = Sink(f"unix://{narrow.getsockname()}", log)
+    sink.tell(lines(0, 9_000, size=100))
+    link, _ = narrow.accept()
+    with closing(link):
+        for _ in range(6):
+            time.sleep(0.06)  # the deadline passes, but something is taken before the sink looks
+            assert len(link.recv(1 << 16)) > 0
+            sink.tend()
+            assert sink.left() < 60
+        assert log.events == []
+        monkeypatch.setattr(sinks, "_LAST", 0.0)
+        sink.close()
+
+
 def test_a_collector_that_starts_anew_gets_whole_lines(collector: socket.socket) -> None:
     sink = Sink(url_of(collector), Told())
     sink.tell(lines(0, 3))
