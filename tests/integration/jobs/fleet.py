@@ -112,16 +112,19 @@ class Fleet:
         self.ledger_path = folder / "ledger"
         self.runners: list[RunnerProcess] = []
 
-    def start(self, name: str = "one", *, real: bool = False, **fields: Any) -> RunnerProcess:
+    def start(
+        self,
+        name: str = "one",
+        *,
+        real: bool = False,
+        module: str = "tests.integration.jobs.scripted",
+        **fields: Any,
+    ) -> RunnerProcess:
         """A runner that is registered and waits for work; `real`: with the jobs that exist."""
         known = set(self.beats())
         values = {"lease": LEASE, "kill_grace": 0.3, "valkey_url": self.stage.url, **fields}
         config = RunnerConfig(name=name, **values)
-        runner = (
-            RunnerProcess(self.folder, config, "worker_runtime.jobs")
-            if real
-            else RunnerProcess(self.folder, config)
-        )
+        runner = RunnerProcess(self.folder, config, "worker_runtime.jobs" if real else module)
         self.runners.append(runner)
         eventually(lambda: set(self.beats()) - known, "a registered runner")
         return runner
