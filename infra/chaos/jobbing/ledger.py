@@ -12,6 +12,9 @@ from pathlib import Path
 from infra.chaos.jobbing.steps import Step
 from worker_runtime.protocol.job_messages import JobOutcomeUnknown, JobResult, JobStatus
 
+#: Seconds that two clocks of one host may differ, as they are written down.
+_ROUNDED = 0.01
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -146,6 +149,19 @@ def late_ends(
         if spell is None or result is None or run.ended is None or run.at > spell.until:
             continue
         count += result.status is not JobStatus.DONE or result.attempt != run.attempt
+    return count
+
+
+def begun_late(executions: Iterable[Execution], results: Mapping[str, JobResult], boot: float) -> int:
+    """Jobs that began after they had been reported as `JOB_OUTCOME_UNKNOWN`: who looks then sees nothing.
+
+    `boot`: the wall clock's seconds at which CLOCK_MONOTONIC was 0.
+    """
+    count = 0
+    for run in executions:
+        failure = results[run.job_id].failure if run.job_id in results else None
+        if failure is not None and failure.code == JobOutcomeUnknown.code:
+            count += run.at + boot > results[run.job_id].finished_at_ms / 1000 + _ROUNDED
     return count
 
 

@@ -111,6 +111,14 @@ def test_late_ends_are_those_of_frozen_runners_that_the_queue_did_not_take() -> 
     assert ledger.late_ends(runs[:1], {"j": UNKNOWN}, [_freeze(1.3, 4.0, runner=9)]) == 0
 
 
+def test_a_job_that_began_after_its_report_as_unknown_began_late() -> None:
+    reported = JobResult(job_id="j", status=JobStatus.FAILED, failure=UNKNOWN.failure, finished_at_ms=102_000)
+    assert ledger.begun_late([_run(at=2.5)], {"j": reported}, boot=100.0) == 1
+    assert ledger.begun_late([_run(at=1.9)], {"j": reported}, boot=100.0) == 0
+    assert ledger.begun_late([_run(at=2.5)], {"j": DONE}, boot=100.0) == 0
+    assert ledger.begun_late([_run(at=2.5)], {}, boot=100.0) == 0
+
+
 def test_spells_are_shorter_and_longer_than_a_lease_and_the_same_for_the_same_seed() -> None:
     spells = [choose(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
     longer = sum(spell.seconds > 2.0 for spell in spells)
