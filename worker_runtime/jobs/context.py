@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class JobContext:
+class JobContext(msgspec.Struct, frozen=True):
     """`fence` grows with every run of any job: whoever writes somewhere outside may pass it on."""
 
     job_id: str
     attempt: int
     fence: int
-    _tell: Callable[[object], None] = field(repr=False)
+    _tell: Callable[[object], None]
 
     def progress(self, value: object) -> None:
         """Shows how far the job is: anything small that fits into JSON. May be called often."""

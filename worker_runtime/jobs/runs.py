@@ -61,7 +61,7 @@ class Runs:
 
     def left(self) -> float:
         """Seconds until the next one has to be killed."""
-        first = min((run.kill_at for run in self._by_pid.values()), default=math.inf)
+        first = min([run.kill_at for run in self._by_pid.values()], default=math.inf)
         return first - time.monotonic()
 
     def kill_late(self) -> list[Run]:
