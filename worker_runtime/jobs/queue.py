@@ -23,7 +23,7 @@ from worker_runtime.protocol.job_messages import (
     read_result,
 )
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.valkey import Argument, Command, Valkey, ValkeyRefused, evalsha, is_unknown_script
+from worker_runtime.valkey import Argument, Valkey
 
 #: Jobs that died, or whose runner died, this often are not run again.
 MAX_CRASHES = 3
@@ -43,8 +43,7 @@ class RunnerIdentity:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedJob:
+class ClaimedJob(msgspec.Struct, frozen=True):
     """One job in hand. `fence` decides whether its end may be written."""
 
     job_id: str
@@ -52,8 +51,8 @@ class ClaimedJob:
     fence: int
     attempt: int
     crashes: int
-    #: Since it was due; 0 if it was found again after a lost reply. It is the same job then.
-    waited_ms: int = field(default=0, compare=False)
+    #: Since it was due; 0 if it was found again after a lost reply.
+    waited_ms: int = 0
 
 
 class Claims(msgspec.Struct, frozen=True):
@@ -75,6 +74,11 @@ class Finish(msgspec.Struct, frozen=True):
     delay: float = 0.0
     crashed: bool = False
 
+    def arguments(self) -> tuple[Argument, ...]:
+        """As `finish_all` of the scripts takes them."""
+        delay = round(self.delay * 1000)
+        return self.job_id, self.fence, self.status, self.result, self.result_ttl, delay, int(self.crashed)
+
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
@@ -94,6 +98,7 @@ class JobQueue:
         self.identity = identity
         self.tag = tag
         self._keys = [job_keys.meta(tag)]
+        self._queues = ",".join(identity.queues)
         self._number = 0
         #: Whether other runners are there, which a claim may have to wake. A wrong guess costs a look.
         self.others = True
@@ -102,21 +107,25 @@ class JobQueue:
         """Registers the runner and makes the scripts known. Safe to repeat."""
         identity = self.identity
         self.client.pipeline([("SCRIPT", "LOAD", script.source) for script in job_scripts.ALL])
-        queues = ",".join(identity.queues)
-        about = (identity.name, identity.node, queues, os.getpid(), identity.version, RUNNER_TTL)
+        about = (identity.name, identity.node, self._queues, os.getpid(), identity.version, RUNNER_TTL)
         self._run(job_scripts.JOIN, identity.runner_id, *about)
 
     def turn(self, finishes: Sequence[Finish], want: int) -> tuple[list[str], Claims | None]:
-        """Writes ends, then claims up to `want` jobs (0: none), in one round trip.
+        """Writes ends, then claims up to `want` jobs (0: none), in one step.
 
         The first list says what became of each end: its status, or `gone`. The ends may be repeated.
         """
-        commands = [self._finish(finish) for finish in finishes]
-        if want > 0:
-            commands.append(self._claim(want))
-        replies = self._pipeline(commands)
-        outcomes = [_text(reply) for reply in replies[: len(finishes)]]
-        return outcomes, _claims(replies[-1]) if want > 0 else None
+        ends = [value for finish in finishes for value in finish.arguments()]
+        runner = self.identity.runner_id
+        if want <= 0:
+            outcomes = self._run(job_scripts.FINISH, runner, FAILED_TTL, BOOST_MS, *ends)
+            return [_text(outcome) for outcome in outcomes], None
+        self._number += 1
+        claim = (runner, self._number, self.identity.node, want, int(self.others), self._queues)
+        if not finishes:
+            return [], _claims(self._run(job_scripts.CLAIM, *claim))
+        *outcomes, claimed = self._run(job_scripts.TURN, *claim, FAILED_TTL, BOOST_MS, *ends)
+        return [_text(outcome) for outcome in outcomes], _claims(claimed)
 
     def held(self) -> list[ClaimedJob] | None:
         """Everything in hand by the queue's account; None: not registered any more. Safe to repeat.
@@ -183,44 +192,6 @@ class JobQueue:
 
     def _run(self, script: Script, *args: Argument) -> Any:
         return self.client.run(script, self._keys, args)
-
-    def _finish(self, finish: Finish) -> tuple[Script, tuple[Argument, ...]]:
-        return job_scripts.FINISH, (
-            self.identity.runner_id,
-            finish.job_id,
-            finish.fence,
-            finish.status,
-            finish.result,
-            finish.result_ttl,
-            FAILED_TTL,
-            round(finish.delay * 1000),
-            int(finish.crashed),
-            BOOST_MS,
-        )
-
-    def _claim(self, want: int) -> tuple[Script, tuple[Argument, ...]]:
-        self._number += 1
-        identity = self.identity
-        return job_scripts.CLAIM, (
-            identity.runner_id,
-            self._number,
-            identity.node,
-            want,
-            int(self.others),
-            *identity.queues,
-        )
-
-    def _pipeline(self, calls: Sequence[tuple[Script, tuple[Argument, ...]]]) -> list[Any]:
-        commands: list[Command] = [evalsha(script, self._keys, args) for script, args in calls]
-        replies = self.client.pipeline(commands)
-        for number, reply in enumerate(replies):
-            if isinstance(reply, Exception):
-                if not is_unknown_script(reply):
-                    raise ValkeyRefused(str(reply).split(" ", 1)[0])
-                # A restarted server: refused before anything ran, so this is no repeat.
-                script, args = calls[number]
-                replies[number] = self.client.run(script, self._keys, args)
-        return replies
 
 
 def _claims(reply: list[Any]) -> Claims:

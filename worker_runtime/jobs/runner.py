@@ -177,7 +177,7 @@ class Runner:
         return self._desk.up and (bool(self._ends) or (self._hungry and self._room() > 0))
 
     def _turn(self) -> None:
-        """Writes what has ended and claims what there is room for, in one round trip."""
+        """Writes what has ended and claims what there is room for, in one step."""
         if not self._wants_turn():
             return
         want = min(self._room(), _AT_ONCE) if self._hungry else 0

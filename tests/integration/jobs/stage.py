@@ -9,7 +9,7 @@ from worker_runtime.jobs.queue import ClaimedJob, Finish, JobQueue, RunnerIdenti
 from worker_runtime.protocol import job_calls, job_keys
 from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus, read_result
 from worker_runtime.protocol.messages import Failure, encode
-from worker_runtime.valkey import Valkey
+from worker_runtime.valkey import Argument, Valkey
 
 _numbers = itertools.count(1)
 #: Seconds that Valkey may take for an answer: the machine may stand still.
@@ -77,18 +77,22 @@ def ids(jobs: list[ClaimedJob]) -> list[str]:
     return [job.job_id for job in jobs]
 
 
-def end(
-    runner: JobQueue,
-    job: ClaimedJob,
-    status: JobStatus = JobStatus.DONE,
-    *,
-    delay: float = 0.0,
-    crashed: bool = False,
-) -> str:
+def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
+    """What a claim of this number sends, for those that come late or twice."""
+    identity = runner.identity
+    return (identity.runner_id, number, identity.node, 1, 1, ",".join(identity.queues))
+
+
+def ending(
+    job: ClaimedJob, status: JobStatus = JobStatus.DONE, *, delay: float = 0.0, crashed: bool = False
+) -> Finish:
     failure = Failure(code="X", detail="") if status is JobStatus.FAILED else None
     result = encode(JobResult(job_id=job.job_id, status=status, attempt=job.attempt, failure=failure))
-    finish = Finish(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
-    return runner.turn([finish], 0)[0][0]
+    return Finish(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
+
+
+def end(runner: JobQueue, job: ClaimedJob, status: JobStatus = JobStatus.DONE, **more: Any) -> str:
+    return runner.turn([ending(job, status, **more)], 0)[0][0]
 
 
 def die(runner: JobQueue, finder: JobQueue) -> dict[str, str] | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.integration.jobs.stage import Stage, claim, die, end, ids
+from tests.integration.jobs.stage import Stage, claim, claiming, die, end, ids
 from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
-from worker_runtime.protocol import job_calls, job_keys
+from worker_runtime.protocol import job_calls, job_keys, job_scripts
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.job_messages import MAX_JOB, FailedJob, Job, JobStatus, read_job
 
@@ -177,11 +177,10 @@ def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(stag
     runner = stage.runner()
     stage.enqueue("j0")
     stage.enqueue("j1")
-    claimed = claim(runner)
-    late = runner._claim(1)  # built now, sent after the connection came back
-    assert runner.held() == claimed
-    script, args = late
-    assert runner.client.run(script, [job_keys.meta(FLEET)], args)[0] == b"stale"
+    (lost,) = claim(runner)
+    (found,) = runner.held() or []
+    assert (found.job_id, found.fence) == ("j0", lost.fence)
+    assert runner.client.run(job_scripts.CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))[0] == b"stale"
     assert ids(claim(runner)) == ["j1"]
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.integration.jobs.model import ModelJob, ModelQueue
-from tests.integration.jobs.stage import Stage, claim, die, end
+from tests.integration.jobs.stage import Stage, claim, die, end, ending
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
 from worker_runtime.protocol import job_calls, job_keys
 from worker_runtime.protocol.job_messages import JobStatus
@@ -104,7 +104,9 @@ class Machine(RuleBasedStateMachine):
         expected = self.model.expected()
         # An idle runner has taken its ring and its mail before it claims.
         self.stage.client.execute("DEL", *runner.bells(), runner.mail())
-        jobs = claim(runner)
+        self._taken(runner, claim(runner), expected)
+
+    def _taken(self, runner: JobQueue, jobs: list[ClaimedJob], expected: str | None) -> None:
         self.fresh.discard(runner.identity.runner_id)
         assert [job.job_id for job in jobs] == ([expected] if expected else [])
         if expected:
@@ -115,11 +117,20 @@ class Machine(RuleBasedStateMachine):
             self.held.append((runner, jobs[0]))
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), status=st.sampled_from(JobStatus), later=st.booleans(), crashed=st.booleans())
-    def finish(self, data: st.DataObject, status: JobStatus, later: bool, crashed: bool) -> None:
+    @rule(
+        data=st.data(),
+        status=st.sampled_from(JobStatus),
+        later=st.booleans(),
+        crashed=st.booleans(),
+        next_too=st.booleans(),
+    )
+    def finish(
+        self, data: st.DataObject, status: JobStatus, later: bool, crashed: bool, next_too: bool
+    ) -> None:
         runner, job = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         model = self.model.jobs[job.job_id]
-        outcome = end(runner, job, status, delay=HOUR if later else 0.0, crashed=crashed)
+        ended = ending(job, status, delay=HOUR if later else 0.0, crashed=crashed)
+        (outcome,), claims = runner.turn([ended], int(next_too))
         if status is JobStatus.RETRY:
             if not model.cancelled:
                 model.score = self._score(job.job_id)
@@ -128,6 +139,8 @@ class Machine(RuleBasedStateMachine):
             assert outcome == status.value
             self.model.end(model, status.value)
         self.stale.append((runner, job))
+        if claims is not None:
+            self._taken(runner, claims.jobs, self.model.expected())
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data(), status=st.sampled_from(JobStatus))

@@ -10,7 +10,9 @@ import pytest
 from worker_runtime.protocol import job_keys, job_scripts
 
 FOLDER = Path(job_scripts.__file__).parent / "lua" / "jobs"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem != "shelf")
+#: What is put before scripts.
+SHARED = {"shelf", "claiming", "ending"}
+NAMES = sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem not in SHARED)
 
 
 def test_every_script_of_the_queue_is_loaded() -> None:

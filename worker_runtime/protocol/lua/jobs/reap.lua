@@ -51,4 +51,5 @@ for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
   end
 end
 redis.call('DEL', P .. 'held:' .. ARGV[1])
+write_counts()
 return reply

@@ -97,11 +97,31 @@ local function promote(now)
   return math.max(0, tonumber(first[2]) - now)
 end
 
+-- What this script has still to add to the counts of running jobs: type → node → number. When one job ends and
+-- the next of its type begins, that is nothing.
+local counts = {}
+
+local function count(name, node, by)
+  local nodes = counts[name] or {}
+  counts[name] = nodes
+  nodes[node] = (nodes[node] or 0) + by
+end
+
+-- To be called before the counts are read, and at the end of a script that lets jobs go or takes them.
+local function write_counts()
+  for name, nodes in pairs(counts) do
+    for node, by in pairs(nodes) do
+      if by ~= 0 then redis.call('HINCRBY', P .. 'running:' .. name, node, by) end
+    end
+  end
+  counts = {}
+end
+
 -- A runner no longer has a job: what it counted for is free again, and if its type had a limit when it
 -- was claimed, someone may wait for that.
 local function let_go(runner, id, queue, name, node, limited)
   redis.call('SREM', P .. 'held:' .. runner, id)
-  redis.call('HINCRBY', P .. 'running:' .. name, node, -1)
+  count(name, node, -1)
   if limited == '1' then ring(queue) end
 end
 

@@ -1,0 +1,22 @@
+-- Writes the ends of a runner's jobs and takes its next ones, as `finish` and `claim` do one after the other.
+-- In one script, because opening one costs as much as two calls, and what an end takes from a count of running
+-- jobs the next claim need not give back.
+--
+-- KEYS[1] settings   jobs:{tag}:meta
+-- ARGV[1] runner
+-- ARGV[2] number of this claim, growing: an older one than the last comes late, and takes nothing
+-- ARGV[3] node of the runner
+-- ARGV[4] how many jobs at the most
+-- ARGV[5] 1 if there are other runners, which may have to be woken
+-- ARGV[6] queues that the runner serves, comma separated; '*' means all
+-- ARGV[7] seconds that a failed job is kept
+-- ARGV[8] ms of waiting that one step of priority is worth, unless the settings say otherwise
+-- ARGV[9…] the ends, seven values each: see `finish_all`
+--
+-- The ends may be repeated, also by a claim that comes too late. Returns what became of each end, then what
+-- `claim` returns.
+open(KEYS[1])
+local reply = finish_all(ARGV[1], ARGV[7], ARGV[8], 9)
+reply[#reply + 1] = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6])
+write_counts()
+return reply
