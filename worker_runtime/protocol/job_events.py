@@ -6,8 +6,8 @@ never a value.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -35,7 +35,7 @@ class EventError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    at: str = msgspec.field(name="@timestamp")
+    at: datetime = msgspec.field(name="@timestamp")
     level: str = msgspec.field(name="log.level")
     message: str
     service: Mapping[str, object]
@@ -50,20 +50,10 @@ class EventLines:
 
     def __init__(self, service: str, node: str) -> None:
         self._service = {"name": service, "node": {"name": node}}
-        self._second = 0
-        self._prefix = ""
 
     def line(
         self, event: Event, level: str, labels: Mapping[str, object], error: EventError | UnsetType = UNSET
     ) -> bytes:
         """One line with its end."""
         message = event.action.replace("-", " ")
-        return _encode(_Line(self._now(), level, message, self._service, event, labels, error)) + b"\n"
-
-    def _now(self) -> str:
-        now = time.time()
-        second = int(now)
-        if second != self._second:
-            self._second = second
-            self._prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._prefix}.{int((now - second) * 1000):03d}Z"
+        return _encode(_Line(datetime.now(UTC), level, message, self._service, event, labels, error)) + b"\n"
