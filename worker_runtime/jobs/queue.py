@@ -171,7 +171,7 @@ class JobQueue:
 
     def progress(self, job_id: str, fence: int, progress: bytes) -> bool:
         """Notes how far a job is; false if it is no longer ours. Safe to repeat."""
-        return bool(self._run(job_scripts.PROGRESS, job_id, fence, progress))
+        return bool(self._run(job_scripts.PROGRESS, self.identity.runner_id, job_id, fence, progress))
 
     def result(self, job_id: str) -> JobResult | None:
         """The stored result. Safe to repeat."""

@@ -6,6 +6,7 @@ same look at the beats shows which other runners have died; any runner takes a d
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -158,7 +159,23 @@ class Registration:
         self._log.info("job_runner_registered", runner=self.runner_id, queues=list(self._config.queues))
         if held:
             self._on_found(held)
+        return self.up
+
+    def assure(self, stopping: bool) -> bool:
+        """Whether others will leave the runner its jobs for a while: true with a third of the lease left, if
+        need be after a renewal. False: they are not its own any more, or nobody knows.
+
+        What a claim brought may have gone to others while its answer was on its way, or this process stood
+        still: to be asked before a job begins.
+        """
+        while self._age() > 2 * self._config.lease / _BEATS:
+            if not self._renew(stopping):
+                return False
         return True
+
+    def _age(self) -> float:
+        """Seconds since the last renewal was sent."""
+        return math.inf if self._renewed_at is None else time.monotonic() - self._renewed_at
 
     def _renew(self, stopping: bool) -> bool:
         now = time.monotonic()

@@ -221,6 +221,8 @@ class Runner:
             return
         self._desk.suspended = claims.status == "suspended"
         self._desk.note_due(claims.due)
+        if claims.jobs and not self._desk.assure(self._stopping):
+            return  # what is still ours is found again
         for claimed in claims.jobs:
             self._start(claimed)
         if self._last_look:
@@ -271,6 +273,8 @@ class Runner:
 
     def _found(self, held: list[ClaimedJob]) -> None:
         """After an outage: jobs that were claimed, but the reply was lost."""
+        if not self._desk.assure(self._stopping):
+            return
         known = self._runs.fences() | {end.claimed.fence for end in self._ends}
         for claimed in held:
             if claimed.fence not in known:

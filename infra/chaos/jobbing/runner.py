@@ -13,7 +13,7 @@ from pathlib import Path
 
 from infra.chaos.jobbing.ledger import Freeze
 from infra.chaos.jobbing.spell import Spell, Standstill
-from infra.chaos.jobbing.steps import TRAPS, Step, before
+from infra.chaos.jobbing.steps import TRAPS, Step
 
 _CHUNK = 1 << 16
 
@@ -218,7 +218,7 @@ class _Line:
                 trap = TRAPS.get(step) if step is not None else None
                 if step is not None and trap is not None and trap.sees(data):
                     if trap.before:
-                        heard = before(data, trap.cut)
+                        heard = trap.lets_through(data)
                         self._far.write(heard)
                         await self._far.drain()
                         if await self._victim.spring(step):

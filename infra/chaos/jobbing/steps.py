@@ -19,7 +19,7 @@ class Step(StrEnum):
     #: Some milliseconds after the jobs were in hand.
     RUNNING = "running"
     END_ASKED = "end asked"
-    #: The end arrives, the claim that was sent with it does not.
+    #: Half of it arrives.
     END_TORN = "end torn"
     ENDED = "ended"
     #: As `END_ASKED`, of a job that takes long: when its end arrives, it may be under way a second time.
@@ -36,37 +36,43 @@ class Step(StrEnum):
 class Trap:
     """What a message of the runner contains, and what its answer must, for the trap to spring."""
 
-    says: bytes
+    #: One of these.
+    says: tuple[bytes, ...]
     before: bool
     hears: bytes = b""
-    #: Commands before this word still arrive.
-    cut: bytes = b""
+    #: Half of the message still arrives.
+    torn: bool = False
     #: Another thing that the message contains.
     about: bytes = b""
 
     def sees(self, message: bytes) -> bool:
-        return self.says in message and self.about in message
+        return any(word in message for word in self.says) and self.about in message
+
+    def lets_through(self, message: bytes) -> bytes:
+        """What still arrives before the trap springs."""
+        return message[: len(message) // 2] if self.torn else b""
 
 
-def _sha(script: Script) -> bytes:
-    return script.sha.encode()
+def _runs(*scripts: Script) -> tuple[bytes, ...]:
+    return tuple(script.sha.encode() for script in scripts)
 
 
 #: What the id of a job that takes long begins with.
 LONG = "long"
-_CLAIM, _FINISH = _sha(job_scripts.CLAIM), _sha(job_scripts.FINISH)
+_CLAIMS = _runs(job_scripts.CLAIM, job_scripts.TURN)
+_ENDS = _runs(job_scripts.FINISH, job_scripts.TURN)
 TRAPS = {
-    Step.JOIN_ASKED: Trap(_sha(job_scripts.JOIN), before=True),
-    Step.JOINED: Trap(_sha(job_scripts.JOIN), before=False),
-    Step.CLAIM_ASKED: Trap(_CLAIM, before=True),
-    Step.CLAIMED: Trap(_CLAIM, before=False, hears=b"jobs"),
-    Step.RUNNING: Trap(_CLAIM, before=False, hears=b"jobs"),
-    Step.END_ASKED: Trap(_FINISH, before=True),
-    Step.END_TORN: Trap(_FINISH, before=True, cut=_CLAIM),
-    Step.ENDED: Trap(_FINISH, before=False),
-    Step.LONG_END_ASKED: Trap(_FINISH, before=True, about=LONG.encode()),
-    Step.RENEW_ASKED: Trap(_sha(job_scripts.RENEW), before=True),
-    Step.RENEWED: Trap(_sha(job_scripts.RENEW), before=False),
+    Step.JOIN_ASKED: Trap(_runs(job_scripts.JOIN), before=True),
+    Step.JOINED: Trap(_runs(job_scripts.JOIN), before=False),
+    Step.CLAIM_ASKED: Trap(_CLAIMS, before=True),
+    Step.CLAIMED: Trap(_CLAIMS, before=False, hears=b"jobs"),
+    Step.RUNNING: Trap(_CLAIMS, before=False, hears=b"jobs"),
+    Step.END_ASKED: Trap(_ENDS, before=True),
+    Step.END_TORN: Trap(_ENDS, before=True, torn=True),
+    Step.ENDED: Trap(_ENDS, before=False),
+    Step.LONG_END_ASKED: Trap(_ENDS, before=True, about=LONG.encode()),
+    Step.RENEW_ASKED: Trap(_runs(job_scripts.RENEW), before=True),
+    Step.RENEWED: Trap(_runs(job_scripts.RENEW), before=False),
 }
 
 
@@ -85,9 +91,3 @@ WEIGHTS = {
     Step.ANY: 3,
 }
 FREEZE_WEIGHTS = {**WEIGHTS, Step.LONG_END_ASKED: 10}
-
-
-def before(data: bytes, word: bytes) -> bytes:
-    """The commands of a message that come before the one with this word; nothing without the word."""
-    at = data.find(word) if word else -1
-    return data[: data.rfind(b"\r\n*", 0, at) + 2] if at > 0 and b"\r\n*" in data[:at] else b""

@@ -32,7 +32,8 @@ def step(client: Valkey, seconds: float, tag: str = job_keys.FLEET) -> None:
         elif kind in ("lane", "lanes", "group"):
             _move_scores(client, key, ms * 1000)
         elif kind == "rate":
-            client.execute("SET", key, f"{float(client.execute('GET', key)) - ms:.3f}", "KEEPTTL")
+            free, written = client.execute("GET", key).split()
+            client.execute("SET", key, f"{float(free) - ms:.3f} {int(written) - ms}", "KEEPTTL")
         if ends > 0:
             client.execute("PEXPIREAT", key, max(1, ends - ms))
 

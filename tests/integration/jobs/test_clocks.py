@@ -119,10 +119,6 @@ def test_delays_move_with_valkeys_clock(stage: Stage) -> None:
     assert ids(claim(runner)) == ["later"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reap.lua places it by a due time of before the step: it waits for the size of the step",
-)
 def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(stage: Stage) -> None:
     one, two = stage.runner("one"), stage.runner("two")
     stage.enqueue("j", idempotent=True)
@@ -132,10 +128,6 @@ def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(stage: Stage) -
     assert ids(claim(two)) == ["j"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="shelf.lua's close places it by a due time of before the step",
-)
 def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: Stage) -> None:
     runner = stage.runner()
     for number in range(2):
@@ -146,10 +138,6 @@ def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: Stage) -> N
     assert ids(claim(runner)) == ["g1"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="claim.lua's bucket holds a time of before the step",
-)
 def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: Stage) -> None:
     stage.setting(job_calls.rate("work"), 10_000)  # milliseconds between two
     runner = stage.runner()
@@ -162,15 +150,13 @@ def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: Stag
     assert claims.jobs or (claims.due or 0) <= 10
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="its entry ends by Valkey's clock, and renew.lua takes that for a runner that is lost",
-)
-def test_a_runner_outlives_a_step_ahead_of_valkeys_clock(stage: Stage) -> None:
-    runner = stage.runner()
-    stage.enqueue("j")
-    (job,) = claim(runner)
+def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: Stage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("again", idempotent=True)
+    stage.enqueue("once")
+    claimed = claim(one, 2)
     clock.step(stage.client, HOUR)
-    assert runner.renew("busy", ["j"]).registered
-    assert ids(runner.held() or []) == ["j"]
-    assert end(runner, job) == "done"
+    assert not one.renew("busy", ["again", "once"]).registered  # and so it ends them, and joins anew
+    assert die(one, two) == {"again": "returned", "once": "failed"}
+    assert [end(one, job) for job in claimed] == ["gone", "gone"]
+    assert ids(claim(stage.runner("three"), 2)) == ["again"]

@@ -63,10 +63,6 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     assert frozen.told("job-completed") == []
 
 
-@pytest.mark.xfail(
-    strict=False,  # it has a millisecond between its first steps and the renewal that tells it
-    reason="runner.py starts what a claim brought however long that took",
-)
 @pytest.mark.timeout(120)
 async def test_a_job_that_was_reported_as_unknown_does_not_begin_afterwards(
     fleet: Fleet, victim: Victim

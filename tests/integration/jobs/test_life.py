@@ -88,10 +88,6 @@ def test_a_runner_that_was_taken_over_writes_nothing(stage: Stage) -> None:
     assert end(quick, new) == "gone"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="after a flush fences begin at one again; finish.lua and progress.lua compare nothing else",
-)
 def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(stage: Stage) -> None:
     before = stage.runner("before")
     stage.enqueue("j", idempotent=True)

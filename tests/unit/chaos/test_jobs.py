@@ -16,7 +16,8 @@ import pytest
 from infra.chaos.jobbing import ledger
 from infra.chaos.jobbing.ledger import Execution, Freeze, Harm, Kill, Sent
 from infra.chaos.jobbing.spell import Standstill, choose
-from infra.chaos.jobbing.steps import LONG, TRAPS, Step, before
+from infra.chaos.jobbing.steps import LONG, TRAPS, Step
+from worker_runtime.protocol import job_scripts
 from worker_runtime.protocol.job_messages import JobResult, JobStatus
 from worker_runtime.protocol.messages import Failure
 
@@ -161,7 +162,7 @@ async def _comes_to(pid: int, *, stopped: bool) -> bool:
 
 
 def test_the_end_of_a_long_job_is_told_from_others() -> None:
-    trap, finish = TRAPS[Step.LONG_END_ASKED], TRAPS[Step.END_ASKED].says
+    trap, finish = TRAPS[Step.LONG_END_ASKED], TRAPS[Step.END_ASKED].says[0]
     assert trap.sees(finish + f" {LONG}7 ".encode())
     assert not trap.sees(finish + b" j7 ")
     assert TRAPS[Step.END_ASKED].sees(finish + b" j7 ")
@@ -179,8 +180,14 @@ def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_torn_message_keeps_its_whole_commands() -> None:
-    message = b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n*2\r\n$3\r\nGET\r\n$1\r\nb\r\n"
-    assert before(message, b"$1\r\nb") == b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
-    assert before(message, b"$1\r\na") == b""
-    assert before(message, b"") == b""
+def test_half_of_a_torn_message_arrives() -> None:
+    assert TRAPS[Step.END_TORN].lets_through(b"*2 EVALSHA") == b"*2 EV"
+    assert TRAPS[Step.END_ASKED].lets_through(b"*2 EVALSHA") == b""
+
+
+def test_a_claim_is_seen_alone_and_behind_the_ends_of_jobs() -> None:
+    for script in (job_scripts.CLAIM, job_scripts.TURN):
+        assert TRAPS[Step.CLAIM_ASKED].sees(script.sha.encode())
+    for script in (job_scripts.FINISH, job_scripts.TURN):
+        assert TRAPS[Step.END_ASKED].sees(script.sha.encode())
+    assert not TRAPS[Step.CLAIM_ASKED].sees(job_scripts.FINISH.sha.encode())

@@ -49,10 +49,13 @@ local function claim(runner, number, node, want, others, queues)
     local bucket = P .. 'rate:' .. name .. ':' .. job[1]
     local interval = tonumber(set[RATE])
     local burst = tonumber(redis.call('HGET', META, 'rate_burst:' .. name) or 1)
-    local free = math.max(now, tonumber(redis.call('GET', bucket) or 0))
+    local free, written = string.match(redis.call('GET', bucket) or '0 0', '^(%S+) ?(%S*)')
+    local back = math.max(0, (tonumber(written) or 0) - now) -- so far Valkey's clock has stepped back since
+    free = math.max(now, free - back)
     local at = free - interval * (burst - 1)
     -- A whole number, with the rest of an interval kept: %.0f would lose it at rates beyond 1,000 a second.
-    redis.call('SET', bucket, string.format('%.3f', free + interval), 'PX', math.ceil(free + interval - now) + 1000)
+    redis.call('SET', bucket, string.format('%.3f %.0f', free + interval, now), 'PX',
+      math.ceil(free + interval - now) + 1000)
     if at <= now then return false end
     redis.call('HSET', key, 'due', math.ceil(at), 'granted', 1)
     place(id, now)

@@ -1,12 +1,13 @@
 -- How runs end: what `finish` and `turn` share. It is put before them, behind `shelf.lua`.
 
--- Ends one run, if the runner still has it: the fencing number decides. A repeat does nothing. A retry of a job
+-- Ends one run, if the runner still has it: the fencing number decides, and the runner, because those numbers
+-- begin anew when Valkey has lost its data. A repeat does nothing. A retry of a job
 -- that someone cancelled meanwhile ends as cancelled. `retention` and what follows: see `finish_all`.
 local function finish(runner, retention, boost, id, fence, outcome, result, ttl, delay, crashed)
   local key = P .. 'job:' .. id
   local job = redis.call('HMGET', key, 'name', 'queue', 'attempt', 'unique', 'group', 'fence', 'state', 'node',
-    'limited')
-  if job[6] ~= fence or job[7] ~= 'running' then return 'gone' end
+    'limited', 'runner')
+  if job[6] ~= fence or job[7] ~= 'running' or job[10] ~= runner then return 'gone' end
   let_go(runner, id, job[2], job[1], job[8], job[9])
   if outcome == 'retry' and redis.call('HEXISTS', key, 'cancelled') == 1 then outcome = 'cancelled' end
   if outcome ~= 'retry' then

@@ -1,14 +1,15 @@
 -- Notes how far a running job is, if the caller still has it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
--- ARGV[1] job id
--- ARGV[2] fencing number of the claim
--- ARGV[3] progress, as JSON
+-- ARGV[1] runner
+-- ARGV[2] job id
+-- ARGV[3] fencing number of the claim
+-- ARGV[4] progress, as JSON
 --
 -- Returns 1, or 0 if this run is no longer the caller's.
 open(KEYS[1])
-local key = P .. 'job:' .. ARGV[1]
-local job = redis.call('HMGET', key, 'fence', 'state')
-if job[1] ~= ARGV[2] or job[2] ~= 'running' then return 0 end
-redis.call('HSET', key, 'progress', ARGV[3])
+local key = P .. 'job:' .. ARGV[2]
+local job = redis.call('HMGET', key, 'fence', 'state', 'runner')
+if job[1] ~= ARGV[3] or job[2] ~= 'running' or job[3] ~= ARGV[1] then return 0 end
+redis.call('HSET', key, 'progress', ARGV[4])
 return 1

@@ -44,7 +44,7 @@ for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
       what = give_up(id, job, 'failed', 'JOB_CRASHED', 'it or its runner died ' .. crashes .. ' times')
     else
       tell(what, id, job[1], job[2], job[3])
-      place(id, now)
+      place_now(id, now)
     end
     reply[#reply + 1] = id
     reply[#reply + 1] = what

@@ -125,6 +125,13 @@ local function let_go(runner, id, queue, name, node, limited)
   if limited == '1' then ring(queue) end
 end
 
+-- Of a job whose time has come, however Valkey's clock has stepped since.
+local function place_now(id, now)
+  local key = P .. 'job:' .. id
+  if tonumber(redis.call('HGET', key, 'due') or 0) > now then redis.call('HSET', key, 'due', now) end
+  place(id, now)
+end
+
 -- A job has ended for good: its unique key is free, and the next of its group may run.
 local function close(id, unique, group, now)
   if unique and redis.call('GET', P .. 'unique:' .. unique) == id then
@@ -135,7 +142,11 @@ local function close(id, unique, group, now)
     local was_first = redis.call('ZRANGE', line, 0, 0)[1] == id
     redis.call('ZREM', line, id)
     local first = redis.call('ZRANGE', line, 0, 0)[1]
-    if was_first and first then place(first, now) end
+    if was_first and first then
+      local times = redis.call('HMGET', P .. 'job:' .. first, 'due', 'queued_at')
+      local delayed = times[1] ~= times[2]
+      if delayed then place(first, now) else place_now(first, now) end
+    end
   end
 end
 
