@@ -44,7 +44,7 @@ _POOL = 4
 #: Seconds; nothing fires within the rest.
 _LONG = 7 * 86400.0
 #: Seconds after the last start until the rest begins: events, timelines and refills have been dealt with.
-#: A phase that is shorter than this itself (in a trial run) waits for no longer than its own length.
+#: In the other phases, one that is shorter itself (in a trial run) waits for no longer than its own length.
 _SETTLE = 15.0
 #: Seconds in which the servers are measured without any user.
 _BASE = 15.0
@@ -81,7 +81,7 @@ def _rest(workers: int, seconds: float, say: Say) -> dict[str, Any]:
         base = CpuShare(pids)
         _pause(min(_BASE, seconds), partial(_say_left, say, "idle: no users yet"))
         base_cpu = base.percent()
-        users = _make_active(target, workers, min(_SETTLE, seconds), say)
+        users = _make_active(target, workers, _SETTLE, say)
         ours = CpuShare(pids)
         began = datetime.now(UTC)
         _pause(seconds, partial(_say_left, say, f"idle: {workers} users at rest"))
