@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowQueryFailedError
@@ -17,6 +18,8 @@ from workflows.starting import of_rpc
 
 #: Seconds for one answer. A look at a large pool may hold the workflow's task up.
 TIMEOUT = timedelta(seconds=10)
+#: Nothing can be taken back any more.
+ENDED = (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK)
 
 
 class RolloutControl:
@@ -79,6 +82,10 @@ class RolloutControl:
 
     async def abort(self, pool: str, reason: str) -> RolloutView:
         """The version before is put back; the view may not show it yet. Raises `NoRollout`."""
+        with suppress(OrchestratorUnavailable):  # it hears of the abort when it is back
+            # One that has ended goes on until that is told; a signal would still be taken.
+            if (await self.view(pool)).phase in ENDED:
+                raise NoRollout(f"no rollout of pool {pool} is under way")
         handle = self._client.get_workflow_handle(rollout_id(pool))
         try:
             await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=TIMEOUT)

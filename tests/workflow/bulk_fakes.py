@@ -130,6 +130,9 @@ class FakeRollout:
         self.quiet.set()
         #: Users were asked to move.
         self.asked = asyncio.Event()
+        #: Nothing is told until it is set.
+        self.may_tell = asyncio.Event()
+        self.may_tell.set()
         #: Looks that fail.
         self.blind = 0
 
@@ -177,6 +180,7 @@ class FakeRollout:
 
     @activity.defn
     async def tell_rollout(self, request: rm.TellRollout) -> None:
+        await self.may_tell.wait()
         self.told.append(request.event)
 
     def worker(self, client: Client) -> Worker:

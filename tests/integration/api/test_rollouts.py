@@ -111,11 +111,17 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: Api, rollout:
         moving = await until(admin, phase="moving", users=2)
         assert (moving["new"], moving["old"], moving["before"]["version"]) == (1, 0, "1")
         assert (await admin.post(f"{path}/abort", json={"reason": "not today"})).status_code == 202
+        while "is rolled back" not in rollout.told:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        rollout.may_tell.clear()  # it has ended, and its workflow goes on until that is told
         rollout.quiet.set()
         ended = await until(admin, ended=True)
         assert (ended["phase"], ended["reason"]) == ("rolled_back", "not today")
         over = await admin.post(f"{path}/abort")
         assert (over.status_code, over.json()["code"]) == (404, "NO_ROLLOUT")
+        rollout.may_tell.set()
+        while "ends: rolled_back" not in rollout.told:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     database = Database(api.settings.database_url)
     async with database.session() as session:
