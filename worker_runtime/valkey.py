@@ -225,8 +225,12 @@ class Valkey:
             raise ValkeyUnreachable("not connected")
         data = b"".join(map(_pack, commands))
         try:
-            self._patience(socket.SO_SNDTIMEO, min(self.timeout, self._limit()))
-            link.sendall(data)
+            wait = min(self.timeout, self._limit())
+            until, rest = time.monotonic() + wait, memoryview(data)
+            while rest:  # once, unless the server is slow to take it
+                self._patience(socket.SO_SNDTIMEO, wait)
+                rest = rest[link.send(rest) :]
+                wait = until - time.monotonic()
         except OSError as error:
             self.close()
             raise ValkeyUnreachable(f"sending: {type(error).__name__}") from None

@@ -19,6 +19,10 @@ class RolloutPhase(StrEnum):
     ROLLED_BACK = "rolled_back"
 
 
+#: Phases of a rollout that is over: nothing of it can be taken back any more.
+ENDED = (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Release:
     """What new workers of a pool are."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workflows.rollout_messages import Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
+from workflows.rollout_messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
 
 P = RolloutPhase
 
@@ -74,7 +74,7 @@ class RolloutState:
 
     @property
     def ended(self) -> bool:
-        return self.phase in (P.DONE, P.ROLLED_BACK)
+        return self.phase in ENDED
 
     # --- what happens ---------------------------------------------------------------------------------
 

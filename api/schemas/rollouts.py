@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field
 
 from api.schemas.fields import Body, View
-from workflows.rollout_messages import Release, RolloutInput, RolloutPhase, RolloutView
+from workflows.rollout_messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 
 _NEW: dict[str, Any] = {"version": "0.2.0", "image": "berth-worker:0.2.0", "reason": "release 0.2.0"}
 _ROLLOUT: dict[str, Any] = {
@@ -139,7 +139,7 @@ class Rollout(View):
             users=view.users,
             retired=view.retired,
             asked=view.asked,
-            ended=phase in (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK),
+            ended=phase in ENDED,
             reason=view.reason,
             held=view.held,
         )

@@ -13,13 +13,11 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from api.errors import NoRollout, OrchestratorUnavailable, RolloutUnderWay, TemporalUnavailable
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id
-from workflows.rollout_messages import AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
+from workflows.rollout_messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.starting import of_rpc
 
 #: Seconds for one answer. A look at a large pool may hold the workflow's task up.
 TIMEOUT = timedelta(seconds=10)
-#: Nothing can be taken back any more.
-ENDED = (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK)
 
 
 class RolloutControl:

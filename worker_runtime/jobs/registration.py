@@ -168,10 +168,10 @@ class Registration:
         What a claim brought may have gone to others while its answer was on its way, or this process stood
         still: to be asked before a job begins.
         """
-        while self._age() > 2 * self._config.lease / _BEATS:
-            if not self._renew(stopping):
-                return False
-        return True
+        late = 2 * self._config.lease / _BEATS
+        if self._age() > late and self._renew(stopping) and self._age() > late:
+            self.cut_off(ValkeyFailed("a renewal's answer came late"))
+        return self.up
 
     def _age(self) -> float:
         """Seconds since the last renewal was sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,27 @@ def test_a_server_that_takes_nothing_is_given_up(mute: socket.socket) -> None:
     with pytest.raises(ValkeyUnreachable, match="sending"):
         client.send("SET", "key", bytes(64 * 1024 * 1024))
     assert not client.connected
+
+
+def test_a_server_that_takes_a_little_now_and_then_is_given_up_in_time(mute: socket.socket) -> None:
+    client = Valkey(url(mute), timeout=0.2)
+    client.connect()
+    link, _ = mute.accept()
+    over = threading.Event()
+
+    def sip() -> None:  # 64 MB would take it 20 s
+        while not over.wait(0.02):
+            link.recv(64 * 1024)
+
+    sipping = threading.Thread(target=sip)
+    sipping.start()
+    try:
+        with pytest.raises(ValkeyUnreachable, match="sending"):
+            client.send("SET", "key", bytes(64 * 1024 * 1024))
+    finally:
+        over.set()
+        sipping.join()
+        link.close()
 
 
 def test_a_server_that_hangs_up_is_gone(mute: socket.socket) -> None:

@@ -1,8 +1,8 @@
 -- How runs end: what `finish` and `turn` share. It is put before them, behind `shelf.lua`.
 
 -- Ends one run, if the runner still has it: the fencing number decides, and the runner, because those numbers
--- begin anew when Valkey has lost its data. A repeat does nothing. A retry of a job
--- that someone cancelled meanwhile ends as cancelled. `retention` and what follows: see `finish_all`.
+-- begin anew when Valkey has lost its data. A repeat does nothing. A retry of a job that someone cancelled
+-- meanwhile ends as cancelled. `retention` and what follows: see `finish_all`.
 local function finish(runner, retention, boost, id, fence, outcome, result, ttl, delay, crashed)
   local key = P .. 'job:' .. id
   local job = redis.call('HMGET', key, 'name', 'queue', 'attempt', 'unique', 'group', 'fence', 'state', 'node',

@@ -125,7 +125,7 @@ local function let_go(runner, id, queue, name, node, limited)
   if limited == '1' then ring(queue) end
 end
 
--- Of a job whose time has come, however Valkey's clock has stepped since.
+-- Puts a job whose time has come into its lane, however Valkey's clock has stepped since.
 local function place_now(id, now)
   local key = P .. 'job:' .. id
   if tonumber(redis.call('HGET', key, 'due') or 0) > now then redis.call('HSET', key, 'due', now) end
