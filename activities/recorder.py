@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+import asyncpg
 import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,6 +21,9 @@ from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent,
 
 #: How an assignment's end reads that the worker itself reported, and nobody asked for here.
 CLOSED_BY_WORKER = "worker closed: "
+
+#: How PostgreSQL, or the driver, refuses a statement for its values: in a session, and in none.
+_REFUSALS = (DBAPIError, asyncpg.PostgresError)
 
 log = structlog.get_logger()
 
@@ -37,23 +41,23 @@ class Recorder:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
         try:
             await self._record(events)
-        except DBAPIError:
+        except _REFUSALS:
             # PostgreSQL refuses one of them, and would refuse the batch for ever: the others must not wait.
             for event in events:
                 try:
                     await self._record([event])
-                except DBAPIError as error:
-                    log.error("event_refused", kind=type(event).__name__, reason=type(error.orig).__name__)
+                except _REFUSALS as error:
+                    reason = type(getattr(error, "orig", error)).__name__
+                    log.error("event_refused", kind=type(event).__name__, reason=reason)
 
     async def _record(self, events: Sequence[Event]) -> None:
         told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
-        # As nearly always: one statement has it all, and needs no BEGIN and COMMIT around it.
-        alone = len(told) == len(events) and all(event.quantity is None for event in told)
-        async with self._database.session(autocommit=alone) as session:
+        if told and len(told) == len(events) and all(event.quantity is None for event in told):
+            _report(await orders.record_alone(self._database, told))
+            return
+        async with self._database.session() as session:
             if told:
-                recorded = await orders.record_events(session, told)
-                for order_id in recorded.unknown:
-                    log.error("events_of_unknown_order", order_id=order_id)
+                _report(await orders.record_events(session, told))
             for event in events:
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
@@ -73,6 +77,11 @@ class Recorder:
         else:
             reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end(session, claim_id=row.claim_id, reason=reason)
+
+
+def _report(recorded: orders.Recorded) -> None:
+    for order_id in recorded.unknown:
+        log.error("events_of_unknown_order", order_id=order_id)
 
 
 def _has_order_id(event: OrderEvent) -> bool:

@@ -9,18 +9,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import asyncpg
-from sqlalchemy import ClauseElement, event
+from sqlalchemy import event, make_url
 from sqlalchemy.dialects.postgresql.asyncpg import dialect as asyncpg_dialect
 from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.sql.compiler import SQLCompiler
 
+from infra.database.single import Single, SinglePool, is_outage
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that a transaction may wait for its own process: one that is stopped, or cut off, must not keep its
 #: locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
 IDLE_IN_TRANSACTION = 20
+
+
+#: How asyncpg connects. Seconds.
+_CONNECT: dict[str, Any] = {
+    "timeout": 5.0,  # of a connect, about 10 ms; a busy host stands still for 2 to 3 s
+    "command_timeout": 10.0,
+    "server_settings": {
+        "application_name": "berth",
+        "jit": "off",
+        "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
+    },
+}
+#: Single statements come again and again, and what is best for one is for all: planned once for a connection,
+#: not anew for each of the first five, nor every five minutes. Planning an acceptance takes 2 ms.
+_CONNECT_SINGLE = {
+    **_CONNECT,
+    "max_cached_statement_lifetime": 0,
+    "server_settings": {**_CONNECT["server_settings"], "plan_cache_mode": "force_generic_plan"},
+}
 
 
 class DatabaseUnavailable(BerthError):
@@ -57,15 +76,7 @@ def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> As
         pool_timeout=pool_wait,
         pool_pre_ping=False,
         pool_use_lifo=True,
-        connect_args={
-            "timeout": 5.0,  # of a connect, about 10 ms; a busy host stands still for 2 to 3 s
-            "command_timeout": 10.0,
-            "server_settings": {
-                "application_name": "berth",
-                "jit": "off",
-                "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
-            },
-        },
+        connect_args=_CONNECT,
     )
     event.listen(engine.sync_engine, "checkout", _replace_closed)
     return engine
@@ -77,19 +88,6 @@ def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
         raise DisconnectionError
 
 
-class Single:
-    """One statement as asyncpg takes it, for `Database.row`."""
-
-    def __init__(self, statement: ClauseElement) -> None:
-        compiled = statement.compile(dialect=asyncpg_dialect())  # type: ignore[no-untyped-call]
-        assert isinstance(compiled, SQLCompiler)  # noqa: S101 - what that dialect compiles with
-        self.text = str(compiled)
-        self._names = tuple(compiled.positiontup or ())
-
-    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
-        return [values[name] for name in self._names]
-
-
 @contextmanager
 def outages_named() -> Iterator[None]:
     """Whatever tells that PostgreSQL is away, raised within, becomes `DatabaseUnavailable`."""
@@ -97,8 +95,12 @@ def outages_named() -> Iterator[None]:
         yield
     except (OSError, PoolTimeout, InterfaceError) as error:
         raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
+    except (asyncpg.InterfaceError, asyncpg.PostgresError) as error:
+        if is_outage(error):
+            raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
+        raise
     except DBAPIError as error:
-        if error.connection_invalidated or _is_outage(error.orig):
+        if error.connection_invalidated or is_outage(error.orig):
             raise DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}") from error
         raise
 
@@ -113,6 +115,9 @@ class Database:
         # The same pool: only what each connection is told differs.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._singles = async_sessionmaker(single, expire_on_commit=False)
+        _, address = asyncpg_dialect().create_connect_args(make_url(url))  # type: ignore[no-untyped-call]
+        self._alone = SinglePool(lambda: asyncpg.connect(**address, **_CONNECT_SINGLE), pool_size)
+        self._patience = pool_wait
 
     @asynccontextmanager
     async def session(self, *, autocommit: bool = False) -> AsyncIterator[AsyncSession]:
@@ -132,38 +137,17 @@ class Database:
                 yield session
 
     async def row(self, single: Single, values: Mapping[str, Any]) -> asyncpg.Record | None:
-        """The first row of one statement, which is a transaction of its own.
-
-        For what every order waits for: of the 2.0 ms that it took through a session, 0.6 were the session's.
+        """The first row of one statement, which is a transaction of its own, on a connection beside those of
+        the sessions.
 
         Raises `DatabaseUnavailable`: then it may have been carried out or not.
         """
         with outages_named():
             started = time.perf_counter()
-            async with self.engine.connect() as connection:
-                pooled = await connection.get_raw_connection()
-                driver = pooled.driver_connection
-                assert isinstance(driver, asyncpg.Connection)  # noqa: S101 - the engine's URL says so
+            async with self._alone.connection(self._patience) as connection:
                 self.pool_wait.add(time.perf_counter() - started)
-                try:
-                    return await driver.fetchrow(single.text, *single.arguments(values))
-                except asyncpg.PostgresError as error:
-                    if _is_outage(error):
-                        await connection.invalidate()
-                        raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
-                    raise
-                except asyncpg.InterfaceError as error:  # the connection ended meanwhile
-                    await connection.invalidate()
-                    raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
-                except BaseException:  # a reply may still come: nobody else may read it
-                    await connection.invalidate()
-                    raise
+                return await connection.fetchrow(single.text, *single.arguments(values))
 
     async def close(self) -> None:
+        self._alone.close()
         await self.engine.dispose()
-
-
-def _is_outage(error: BaseException | None) -> bool:
-    """SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down, starting)."""
-    state = str(getattr(error, "sqlstate", "") or "")
-    return state[:2] in {"08", "53"} or state[:3] == "57P"

@@ -9,12 +9,14 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
+import asyncpg
 import pytest
 from sqlalchemy import Float, String, bindparam, text
 
 from infra.database import orders, users
-from infra.database.engine import Database, DatabaseUnavailable, Single
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
+from infra.database.single import Single
 from tests.integration.database.test_database import new_order, put_account
 from worker_runtime.protocol.errors import UnknownAccount
 
@@ -133,6 +135,33 @@ async def test_a_connection_that_ends_under_a_statement_is_an_outage_and_is_repl
         await sleeping
     await asyncio.sleep(0.2)
     assert await said(database, "again") == "again"
+
+
+async def test_a_statement_that_finds_no_connection_in_time_is_an_outage_and_gives_its_place_back(
+    migrated_database: str,
+) -> None:
+    database = Database(migrated_database, pool_size=1, pool_wait=0.1)
+    sleeping = asyncio.create_task(database.row(_SLEEP, {"seconds": 1.0}))
+    await asyncio.sleep(0.3)
+    with pytest.raises(DatabaseUnavailable):
+        await said(database, "too early")
+    await sleeping
+    assert await said(database, "later") == "later"
+    await database.close()
+
+
+async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
+    migrated_database: str,
+) -> None:
+    database = Database(migrated_database, pool_size=1)
+    backend = Single(text("select pg_backend_pid() as pid"))
+    before = await database.row(backend, {})
+    with pytest.raises(asyncpg.DataError, match="expected str"):  # by asyncpg, which cannot encode it
+        await database.row(_ECHO, {"said": 1})
+    with pytest.raises(asyncpg.CharacterNotInRepertoireError):  # by PostgreSQL
+        await database.row(_ECHO, {"said": "\x00"})
+    assert await database.row(backend, {}) == before
+    await database.close()
 
 
 async def test_the_answer_to_a_call_that_was_given_up_is_read_by_nobody_else(database: Database) -> None:
