@@ -135,7 +135,8 @@ class Settings(BaseSettings):
     calendar_file: str = ""
 
     # Database
-    #: A close holds one connection, and needs a second one.
+    #: Connections of one process for its transactions (a close holds one and needs a second one), and as many
+    #: again, if they are needed at once, for single statements: orders and their events.
     database_pool: int = Field(default=8, ge=2)
     database_pool_wait: float = 2.0
 
