@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from worker_runtime.connection import Account
 from worker_runtime.protocol.errors import RateLimited
+from worker_runtime.valkey import Command
 
 #: Seconds that a call may wait now; asked again and again, and may raise what forbids the call meanwhile.
 Patience = Callable[[], float]
@@ -52,6 +53,20 @@ class Budget(Protocol):
 
     def tend(self, open_accounts: Iterable[Account]) -> None:
         """To be called about once a second, with the accounts that have a broker session. Never raises."""
+        ...
+
+
+class Ahead(Protocol):
+    """Asks for an order's room before the order is known, with the pop that is likely to bring it. Whatever
+    becomes of that, `spend` grants what it would have granted."""
+
+    def ask_ahead(self, accounts: Sequence[Account]) -> list[Command]:
+        """What to send, with `accounts` ready to trade: nothing, or one question. Until it is answered, it is
+        the same one, and counted once."""
+        ...
+
+    def answered_ahead(self, replies: Sequence[Any]) -> None:
+        """The replies to that; error replies stand among them. Never raises."""
         ...
 
 

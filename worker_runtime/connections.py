@@ -85,6 +85,14 @@ class Connections:
     def places(self) -> Collection[Connection]:
         return self._places.values()
 
+    def trading(self) -> list[Account]:
+        """The accounts whose next order needs nothing but room within the broker's limits."""
+        return [
+            place.account
+            for place in self.places()
+            if place.broker is not None and place.listed and not place.suspect
+        ]
+
     def load(self, accounts: Iterable[Account]) -> None:
         """Takes over the accounts of a claim, unconnected."""
         self._places = {account.key.account_id: Connection(account) for account in accounts}

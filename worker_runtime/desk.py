@@ -39,6 +39,8 @@ class Desk:
         self._outbox = outbox
         self._board = board
         self._log = log
+        #: What was answered last, until the log has it.
+        self._answered: tuple[Request, Answer] | None = None
 
     def handle(self, piece: Piece) -> PlaceOrder | None:
         """Executes one popped request and queues its events and its answer. Never raises.
@@ -71,9 +73,15 @@ class Desk:
             self._board.state = self._connections.state()
         if isinstance(done, PlaceOrder):
             return done
-        self._say(request, done)
         self._outbox.answer(frame.raw, done, request.reply_to)
+        self._answered = request, done
         return None
+
+    def note(self) -> None:
+        """Logs the last answer: after it was sent, because nobody waits for the log."""
+        if self._answered is not None:
+            self._say(*self._answered)
+            self._answered = None
 
     def give_up(self, item: bytes) -> None:
         """Answers an item that a former worker popped and left; it is never executed again."""

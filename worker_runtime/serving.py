@@ -65,7 +65,7 @@ class Serving:
         self._ledger = Ledger(board.epoch, outbox.event, log)
         self._unsettled = Unsettled(self._ledger)
         self.health = Health(board, outbox.tell)
-        budget = SharedBudget(client, config, board, log)
+        self._budget = budget = SharedBudget(client, config, board, log)
         self.connections = Connections(
             load_factory,
             client=f"{config.worker_id}/{board.epoch}",
@@ -111,6 +111,8 @@ class Serving:
         )
         self._retry = Backoff(0.05, 2.0)
         self._hungry = True
+        #: The doorbell rang, and nothing has been popped since: an order is likely.
+        self._rung = False
         #: Until the next look whether Valkey's switch is its own; due at once while it is.
         self._unbound = Backoff(0.05, 1.0)
         self._bound = True
@@ -129,6 +131,11 @@ class Serving:
         self.connections.connect_all(timeout)
 
     def rung(self) -> None:
+        """There is something to pop, as far as anybody knows."""
+        self._hungry = True
+        self._rung = True
+
+    def look(self) -> None:
         """There may be something to pop."""
         self._hungry = True
 
@@ -182,7 +189,13 @@ class Serving:
                     self._desk.give_up(left)
                 self._look_whether_bound()
                 held = self._waiting.on or not self.connections.loaded or not self._bound
-                piece = self._inlet.pop(control_only=held)
+                likely = self._rung and not held
+                piece = self._inlet.pop(
+                    control_only=held,
+                    ahead=self._budget if likely else None,
+                    accounts=self.connections.trading() if likely else (),
+                )
+                self._rung = False
                 self._retry.reset()
                 if not self._handle(piece):
                     return
@@ -213,6 +226,7 @@ class Serving:
             if postponed is not None:
                 self._waiting.hold(postponed, piece)
             self._outbox.flush()
+            self._desk.note()
             self._take_changes()
         elif piece.kind == "fenced":
             self._board.fenced = 1

@@ -91,7 +91,7 @@ class Session:
         if self._doorbell is None:
             self._doorbell = self._bell(keys.doorbell(self._board.user_id))
         if self._doorbell.tend():
-            serving.rung()  # a ring may have been lost with the connection
+            serving.look()  # a ring may have been lost with the connection
         serving.step()
 
     def _wait(self) -> None:

@@ -9,21 +9,25 @@ Keys hold no person id: a hash of it, keyed with what somebody who reads Valkey 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import hiredis
 
 from worker_runtime.board import Board
 from worker_runtime.budget import Patience, Uncounted, What
 from worker_runtime.connection import Account
+from worker_runtime.guess import Guess
 from worker_runtime.log import Log
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.limits import BrokerLimits
 from worker_runtime.protocol.scripts import BUDGET, CONNECTED, CONNECTION, Script
-from worker_runtime.valkey import Argument, Valkey, ValkeyFailed, ValkeyUnreachable
+from worker_runtime.valkey import Argument, Command, Valkey, ValkeyFailed, ValkeyUnreachable, evalsha
 
 #: Seconds within which a granted call is to be sent. The windows are longer by it: a call that is sent late
 #: is still counted when the broker still counts it.
@@ -33,6 +37,8 @@ LEASE = 150.0
 RENEWAL = 60.0
 #: Seconds until a renewal that failed is tried again.
 _RETRY = 5.0
+#: Seconds for which nothing is asked ahead after an order had to wait: until the window is another one.
+_SCARCE = 10.0
 #: Longest sleep in one piece: a worker that waits hears of the end of its lease.
 _SLICE = 0.2
 _DAY = 0
@@ -69,8 +75,33 @@ _WINDOWS = {
 }
 
 
+class _Question(NamedTuple):
+    """One run of `budget.lua`, but for its call and what is known of the count."""
+
+    owner: str
+    names: list[str]
+    numbers: list[int]
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """An order's room that was asked for before the order was known."""
+
+    account: Account
+    call: str
+    #: CLOCK_MONOTONIC seconds before it was first sent: it is counted later than that, if it is.
+    asked_at: float
+    #: Owner, and whether it was asked for as one who has never made a call; as sent last.
+    owners: list[tuple[str, bool]]
+    granted: bool = False
+
+    @property
+    def fresh(self) -> bool:
+        return time.monotonic() - self.asked_at < GRANT
+
+
 class SharedBudget:
-    """One session's part in what Valkey counts. Implements `Budget`. Times in seconds."""
+    """One session's part in what Valkey counts. Implements `Budget` and `Ahead`. Times in seconds."""
 
     def __init__(self, client: Valkey, config: WorkerConfig, board: Board, log: Log) -> None:
         self._client = client
@@ -84,7 +115,11 @@ class SharedBudget:
         #: The count under which a window was granted, and the first one that an owner had.
         self._known: dict[tuple[str, str], str] = {}
         self._first: dict[str, str] = {}
+        #: Before the last question was first sent, and before the one that was granted was.
+        self._asked_at = 0.0
         self._granted_at = 0.0
+        self._guess = Guess()
+        self._ahead: _Ahead | None = None
         self._renewed_at = 0.0
         self._lost_seen = board.owner_missing
 
@@ -99,23 +134,57 @@ class SharedBudget:
         Raises `RateLimited` (`LoginLimited` for a login) if there is none in time, or Valkey cannot be asked:
         `Uncounted` if it is away or reads its data in yet.
         """
+        if what is What.ORDER and cost == 1 and self._take_ahead(account):
+            return
         error = LoginLimited if what is What.LOGIN else RateLimited
-        self._calls += 1
-        call = f"{self._holder}:{self._calls}"
-        for owner, persons in self._owners(account):
-            windows = [
-                _Window.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
-                for each, weight in _WINDOWS[what].items()
-            ]
-            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
-            numbers = [number for each in windows for number in each[1:]]
+        call = self._next_call()
+        for owner, names, numbers in self._questions(account, what, cost):
             self._await(
                 partial(self._ask, BUDGET, names, [call], owner, what, numbers),
                 patience,
                 error,
                 f"the budget of {what.value} is used up",
             )
-        self._granted_at = time.monotonic()
+        self._granted_at = self._asked_at
+        if what is What.ORDER:
+            self._guess.ordered(account)
+
+    def ask_ahead(self, accounts: Sequence[Account]) -> list[Command]:
+        ahead = self._ahead
+        if ahead is not None and not ahead.fresh:  # counted for nothing, as far as anybody knows
+            ahead = self._ahead = None
+            self._guess.wrong()
+        if ahead is None:
+            account = self._guess.among(accounts)
+            if account is None:
+                return []
+            ahead = self._ahead = _Ahead(account, self._next_call(), time.monotonic(), [])
+        elif ahead.granted:  # by the last ring, which was for something else
+            return []
+        ahead.owners.clear()
+        commands = []
+        for owner, names, numbers in self._questions(ahead.account, What.ORDER, 1):
+            fresh, known = self._count(owner, What.ORDER)
+            ahead.owners.append((owner, fresh))
+            commands.append(evalsha(BUDGET, names, [ahead.call, known, int(fresh), *numbers]))
+        return commands
+
+    def answered_ahead(self, replies: Sequence[Any]) -> None:
+        ahead = self._ahead
+        if ahead is None or not replies:
+            return
+        if any(isinstance(reply, hiredis.ReplyError) for reply in replies):
+            self._ahead = None  # whoever needs the room hears of it, and sends the script if that is all
+            self._guess.wrong()
+            return
+        waits = [
+            self._learn(owner, What.ORDER, fresh, reply)
+            for (owner, fresh), reply in zip(ahead.owners, replies, strict=True)
+        ]
+        if any(waits):
+            self._ahead = None
+        else:
+            ahead.granted = True
 
     def connect(self, account: Account, patience: Patience) -> None:
         """Before a login: one of the person's connections, and one login. Raises `LoginLimited`."""
@@ -191,14 +260,54 @@ class SharedBudget:
         numbers: list[int],
     ) -> int:
         """Milliseconds to wait; 0: granted."""
-        fresh = self._never_served and owner not in self._first
-        known = self._known.get((owner, what)) or self._first.get(owner, "")
+        fresh, known = self._count(owner, what)
         arguments: list[Argument] = [*words, known, int(fresh), *numbers]
+        self._asked_at = time.monotonic()
         try:
-            granted, wait_ms, count = self._client.run(script, names, arguments)
+            reply = self._client.run(script, names, arguments)
         except ValkeyUnreachable:  # a broken connection; a repeat is recognised, and counted once
-            granted, wait_ms, count = self._client.run(script, names, arguments)
+            reply = self._client.run(script, names, arguments)
+        return self._learn(owner, what, fresh, reply)
+
+    def _take_ahead(self, account: Account) -> bool:
+        """Whether room for one order was granted ahead; it is there once, and as long as any grant."""
+        ahead = self._ahead
+        if ahead is None or ahead.account != account:
+            return False
+        self._ahead = None
+        if not (ahead.granted and ahead.fresh):
+            return False
+        self._granted_at = ahead.asked_at
+        self._guess.ordered(account)
+        return True
+
+    def _next_call(self) -> str:
+        self._calls += 1
+        return f"{self._holder}:{self._calls}"
+
+    def _questions(self, account: Account, what: What, cost: int) -> list[_Question]:
+        """What to ask for one call: each owner, one after the other."""
+        questions = []
+        for owner, persons in self._owners(account):
+            windows = [
+                _Window.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
+                for each, weight in _WINDOWS[what].items()
+            ]
+            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
+            questions.append(_Question(owner, names, [number for each in windows for number in each[1:]]))
+        return questions
+
+    def _count(self, owner: str, what: str) -> tuple[bool, str]:
+        """Whether there has been none yet, and the one that is known, or ''."""
+        fresh = self._never_served and owner not in self._first
+        return fresh, self._known.get((owner, what)) or self._first.get(owner, "")
+
+    def _learn(self, owner: str, what: str, fresh: bool, reply: Any) -> int:
+        """Takes in a reply: milliseconds to wait; 0: granted."""
+        granted, wait_ms, count = reply
         if not granted:
+            if what == What.ORDER:
+                self._guess.scarce(_SCARCE)
             return max(1, int(wait_ms))
         if fresh:
             self._first[owner] = count.decode()

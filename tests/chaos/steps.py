@@ -98,8 +98,8 @@ def _enqueue(mine: Mine) -> tuple[bytes, ...]:
     return (ENQUEUE.sha.encode(), mine.symbol.encode())
 
 
-def _budget(mine: Mine) -> tuple[bytes, ...]:
-    return (BUDGET.sha.encode(),)  # it names the person by a hash alone
+def _pop_and_budget(mine: Mine) -> tuple[bytes, ...]:
+    return (*_script(POP.sha)(mine), BUDGET.sha.encode())  # it names the person by a hash alone
 
 
 def _journal(mine: Mine) -> tuple[bytes, ...]:
@@ -134,12 +134,14 @@ _SESSION = (
         hears=_symbol,
     ),
     _step(
-        "before its budget",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _script(POP.sha), _budget),
+        "after the pop, before its budget",
+        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _pop_and_budget),
+        cut=BUDGET.sha,
     ),
     _step(
         "after its budget",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _script(POP.sha), _budget),
+        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _pop_and_budget),
+        hears=_symbol,
     ),
     _step("before the journal", Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _journal),
     _step("after the journal", Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _journal),

@@ -1,0 +1,58 @@
+"""When the session takes the next ring for an order, and of which account."""
+
+from __future__ import annotations
+
+import time
+
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.connection import Account
+from worker_runtime.guess import Guess
+from worker_runtime.protocol.messages import Credentials
+
+
+def account(name: str, version: int = 1) -> Account:
+    credentials = Credentials(api_key="k", secret_key="s")
+    return Account(ConnectionKey("paper", "stock", True, name), version, credentials)
+
+
+ONE, OTHER = account("a1"), account("a2")
+
+
+def test_the_first_order_is_for_the_only_account() -> None:
+    assert Guess().among([ONE]) == ONE
+
+
+def test_there_is_no_guess_among_several_accounts_or_none() -> None:
+    assert Guess().among([ONE, OTHER]) is None
+    assert Guess().among([]) is None
+
+
+def test_the_next_order_is_for_the_account_of_the_last_one() -> None:
+    guess = Guess()
+    guess.ordered(OTHER)
+    assert guess.among([ONE, OTHER]) == OTHER
+
+
+def test_an_account_that_cannot_trade_is_no_guess() -> None:
+    guess = Guess()
+    guess.ordered(OTHER)
+    assert guess.among([ONE, account("a3")]) is None
+    assert guess.among([ONE, account("a2", version=2)]) is None
+
+
+def test_no_guess_follows_a_wrong_one_until_there_was_an_order() -> None:
+    guess = Guess()
+    guess.wrong()
+    assert guess.among([ONE]) is None
+    guess.ordered(ONE)
+    assert guess.among([ONE]) == ONE
+
+
+def test_there_is_no_guess_while_room_is_scarce() -> None:
+    guess = Guess()
+    guess.scarce(0.05)
+    until = time.monotonic() + 0.05
+    guess.ordered(ONE)
+    while guess.among([ONE]) is None:
+        time.sleep(0.001)
+    assert time.monotonic() >= until - 0.001
