@@ -31,28 +31,37 @@ class Bell:
         self._selector = selector
         self._log = log
         self._backoff = Backoff(0.05, 2.0)
+        #: A BLPOP is under way.
+        self._listening = False
         self._silent_after = 0.0
         self._registered: int | None = None
 
     def left(self) -> float:
         """Seconds until `tend` has something to do."""
         if self._client.connected:
-            return max(0.0, self._silent_after - time.monotonic())
+            return max(0.0, self._silent_after - time.monotonic()) if self._listening else 0.0
         return self._backoff.left()
 
     def tend(self) -> bool:
-        """Connects when that is due; true if it did so just now."""
-        if self._client.connected:
+        """Connects, and listens again, when that is due; true if it connected just now.
+
+        After a ring it is to be called when what rang has been dealt with: sending the next BLPOP costs as
+        much as half a round trip, and a ring meanwhile stays in the list.
+        """
+        if self._client.connected and self._listening:
             if time.monotonic() < self._silent_after:
                 return False
             self._drop("silent")
-        if not self._backoff.due():
+        connected = self._client.connected
+        if not connected and not self._backoff.due():
             return False
         try:
             self._client.connect()
-            self._wait_again()
+            self._listen()
         except ValkeyFailed as error:
             self._drop(error.detail)
+            return False
+        if connected:
             return False
         self._registered = self._client.fileno()
         self._selector.register(self._registered, selectors.EVENT_READ, self)
@@ -60,7 +69,7 @@ class Bell:
         return True
 
     def take(self) -> list[bytes]:
-        """What has arrived; to be called when the descriptor is readable."""
+        """What has arrived; to be called when the descriptor is readable. Then `tend` is due."""
         try:
             reply = self._client.ready()
             if reply is NOTHING:
@@ -68,18 +77,20 @@ class Bell:
             if isinstance(reply, hiredis.ReplyError):
                 self._drop(str(reply).split(" ", 1)[0])
                 return []
-            self._wait_again()
         except ValkeyFailed as error:
             self._drop(error.detail)
             return []
+        self._listening = False
         return [reply[1]] if reply else []
 
     def close(self) -> None:
         self._unregister()
         self._client.close()
+        self._listening = False
 
-    def _wait_again(self) -> None:
+    def _listen(self) -> None:
         self._client.send("BLPOP", self._key, BLOCK)
+        self._listening = True
         self._silent_after = time.monotonic() + BLOCK + _GRACE
 
     def _drop(self, reason: str) -> None:

@@ -123,7 +123,7 @@ class Inlet:
             ahead.answered_ahead(told)
         kind, item, remaining_ms, generation, *switch = reply
         self._answered = True
-        held = switch_of(switch[0] if switch else [])
+        held = switch_of(switch[0]) if switch else HALTED
         # A pop that is repeated after its reply was lost may bring a request from an unbound server.
         unbound = not held.holds_at(server)
         if unbound:

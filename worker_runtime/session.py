@@ -90,9 +90,9 @@ class Session:
             return
         if self._doorbell is None:
             self._doorbell = self._bell(keys.doorbell(self._board.user_id))
+        serving.step()
         if self._doorbell.tend():
             serving.look()  # a ring may have been lost with the connection
-        serving.step()
 
     def _wait(self) -> None:
         waits = [1.0, self._inbox.left(), self._entry.left()]

@@ -120,6 +120,8 @@ class SharedBudget:
         self._granted_at = 0.0
         self._guess = Guess()
         self._ahead: _Ahead | None = None
+        #: What is asked ahead for one account is always the same.
+        self._asked: tuple[Account, list[_Question]] | None = None
         self._renewed_at = 0.0
         self._lost_seen = board.owner_missing
 
@@ -161,9 +163,11 @@ class SharedBudget:
             ahead = self._ahead = _Ahead(account, self._next_call(), time.monotonic(), [])
         elif ahead.granted:  # by the last ring, which was for something else
             return []
+        if self._asked is None or self._asked[0] != ahead.account:
+            self._asked = ahead.account, self._questions(ahead.account, What.ORDER, 1)
         ahead.owners.clear()
         commands = []
-        for owner, names, numbers in self._questions(ahead.account, What.ORDER, 1):
+        for owner, names, numbers in self._asked[1]:
             fresh, known = self._count(owner, What.ORDER)
             ahead.owners.append((owner, fresh))
             commands.append(evalsha(BUDGET, names, [ahead.call, known, int(fresh), *numbers]))

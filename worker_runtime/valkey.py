@@ -173,14 +173,16 @@ class Valkey:
 
     def receive(self, timeout: float | None = None) -> Any:
         """Waits for one reply; an error reply is returned, not raised."""
+        reply = self._parse()
+        if reply is not NOTHING:  # it came with the one before: nothing is waited for
+            return reply
         wait = min(self.timeout if timeout is None else timeout, self._limit())
         until = time.monotonic() + wait
-        while True:
-            reply = self._parse()
-            if reply is not NOTHING:
-                return reply
+        while reply is NOTHING:
             self._fill(wait)
             wait = until - time.monotonic()
+            reply = self._parse()
+        return reply
 
     def ready(self) -> Any:
         """One reply if it has arrived, else `NOTHING`; to be called when the descriptor is readable."""

@@ -78,8 +78,8 @@ def switch_of(words: Sequence[bytes]) -> UserSwitch:
     return UserSwitch(version=known, every=every, accounts=accounts, server=server)
 
 
+_STATES = {state.value.encode(): state for state in SwitchState}
+
+
 def _state(value: bytes) -> SwitchState:
-    try:
-        return SwitchState(value.decode())
-    except ValueError:
-        return SwitchState.HALTED
+    return _STATES.get(value, SwitchState.HALTED)

@@ -52,6 +52,24 @@ def test_each_wait_has_its_own_time(mute: socket.socket) -> None:
             client.receive()
 
 
+def test_the_limit_is_asked_before_a_wait_and_not_for_a_reply_that_is_there(mute: socket.socket) -> None:
+    asked: list[float] = []
+
+    def limit() -> float:
+        asked.append(3600.0)
+        return asked[-1]
+
+    client = Valkey(url(mute), limit=limit)
+    client.connect()
+    link, _ = mute.accept()
+    with link:
+        link.sendall(b"+A\r\n+B\r\n+C\r\n")
+        asked.clear()
+        assert [client.receive(3600.0) for _ in range(3)] == [b"A", b"B", b"C"]
+    assert len(asked) == 1
+    client.close()
+
+
 def test_an_answer_in_pieces_is_waited_for(mute: socket.socket) -> None:
     client = Valkey(url(mute), timeout=0.05)
     client.send("PING")

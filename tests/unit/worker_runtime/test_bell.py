@@ -1,0 +1,86 @@
+"""The bell hands on a ring before it listens for the next one."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from worker_runtime.bell import BLOCK, Bell
+from worker_runtime.log import Log
+from worker_runtime.valkey import Valkey
+
+RING = b"*2\r\n$3\r\nkey\r\n$1\r\n1\r\n"
+LISTENS = b"*3\r\n$5\r\nBLPOP\r\n$3\r\nkey\r\n$2\r\n20\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def heard(link: socket.socket) -> bytes:
+    """What has arrived."""
+    try:
+        return link.recv(4096, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b""
+
+
+def listening(server: socket.socket) -> tuple[Bell, socket.socket, selectors.BaseSelector]:
+    selector = selectors.DefaultSelector()
+    client = Valkey(f"redis://127.0.0.1:{server.getsockname()[1]}/0")
+    bell = Bell(client, "key", selector, Log("CRITICAL"))
+    assert bell.tend()
+    link, _ = server.accept()
+    assert link.recv(4096) == LISTENS
+    assert 0.0 < bell.left() <= BLOCK + 5.0
+    return bell, link, selector
+
+
+def test_it_listens_again_when_it_is_tended_and_not_before_the_ring_is_handed_on(
+    server: socket.socket,
+) -> None:
+    bell, link, selector = listening(server)
+    with link:
+        link.sendall(RING)
+        assert selector.select(5.0)
+        assert bell.take() == [b"1"]
+        assert heard(link) == b""
+        assert bell.left() == 0.0
+        assert not bell.tend()  # the connection is the same
+        assert link.recv(4096) == LISTENS
+        assert bell.left() > 0.0
+        assert not bell.tend()
+        assert heard(link) == b""
+        bell.close()
+
+
+@pytest.mark.parametrize("rang", [False, True])
+def test_a_connection_that_broke_is_replaced(server: socket.socket, rang: bool) -> None:
+    bell, link, selector = listening(server)
+    if rang:
+        link.sendall(RING)
+        assert selector.select(5.0)
+        assert bell.take() == [b"1"]
+    link.close()
+    assert selector.select(5.0)
+    assert bell.take() == []
+    assert not selector.get_map()
+    while not bell.tend():
+        selector.select(bell.left())
+    bell.close()
+
+
+def test_a_bell_that_was_closed_after_a_ring_connects_anew(server: socket.socket) -> None:
+    bell, link, selector = listening(server)
+    with link:
+        link.sendall(RING)
+        assert selector.select(5.0)
+        assert bell.take() == [b"1"]
+        bell.close()
+        assert bell.tend()
+        bell.close()
