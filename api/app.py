@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from api import log, problems
+from api.direct import DirectOrders
 from api.middleware import RequestFrame
 from api.routes import (
     attention,
@@ -73,7 +74,8 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     problems.install(app)
-    app.add_middleware(RequestFrame)
+    app.add_middleware(DirectOrders)
+    app.add_middleware(RequestFrame)  # the one added last is around all others
     for routes in (
         users,
         credentials,

@@ -110,9 +110,15 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive) -> Receive | N
         if size > MAX_BODY:
             return None
         more = message.get("more_body", False)
-    whole: list[Message] = [{"type": "http.request", "body": b"".join(chunks), "more_body": False}]
+    return replaying([{"type": "http.request", "body": b"".join(chunks), "more_body": False}], receive)
+
+
+def replaying(messages: list[Message], receive: Receive) -> Receive:
+    """`receive` that first gives these messages again."""
+    left = iter(messages)
 
     async def replay() -> Message:
-        return whole.pop() if whole else await receive()
+        message = next(left, None)
+        return await receive() if message is None else message
 
     return replay

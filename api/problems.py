@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from api import errors
 from infra.database.attention import OrderSettled, ResolutionInvalid
@@ -149,10 +150,10 @@ def response_of(error: BerthError, *, instance: str = "", request_id: str = "", 
     return Response(json.dumps(body, default=str), body["status"], headers, MEDIA_TYPE)
 
 
-def _answer(request: Request, error: BerthError, **members: Any) -> Response:
-    request_id = request.scope.get("state", {}).get("request_id", "")
-    request.scope["berth.code"] = error.code  # for the access log
-    return response_of(error, instance=shown(request.url.path), request_id=request_id, **members)
+def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
+    request_id = scope.get("state", {}).get("request_id", "")
+    scope["berth.code"] = error.code  # for the access log
+    return response_of(error, instance=shown(scope["path"]), request_id=request_id, **members)
 
 
 def _of_validation(failure: RequestValidationError) -> errors.InvalidRequest:
@@ -181,26 +182,34 @@ def _of_http(failure: HTTPException) -> BerthError:
     return BerthError()
 
 
+def answer(scope: Scope, error: Exception) -> Response:
+    """The problem that one of `_KINDS` becomes; raises any other error again."""
+    match error:
+        case ProblemError():
+            return _answer(scope, error.error, **error.members)
+        case BerthError():
+            return _answer(scope, error)
+        case RequestValidationError():
+            return _answer(scope, _of_validation(error))
+        case RedisError():
+            return _answer(scope, errors.ValkeyUnavailable())
+        case HTTPException():
+            response = _answer(scope, _of_http(error))
+            response.headers.update(error.headers or {})  # 405 names the allowed methods
+            return response
+    raise error
+
+
+_KINDS = (ProblemError, BerthError, RequestValidationError, RedisError, HTTPException)
+
+
 def install(app: FastAPI) -> None:
     """Makes every error of the app a problem."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        match error:
-            case ProblemError():
-                return _answer(request, error.error, **error.members)
-            case BerthError():
-                return _answer(request, error)
-            case RequestValidationError():
-                return _answer(request, _of_validation(error))
-            case RedisError():
-                return _answer(request, errors.ValkeyUnavailable())
-            case HTTPException():
-                response = _answer(request, _of_http(error))
-                response.headers.update(error.headers or {})  # 405 names the allowed methods
-                return response
-        raise error
+        return answer(request.scope, error)
 
-    for kind in (ProblemError, BerthError, RequestValidationError, RedisError, HTTPException):
+    for kind in _KINDS:
         app.add_exception_handler(kind, on_error)
 
 
