@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -11,6 +12,7 @@ from redis.asyncio import Redis
 
 from infra import valkey
 from infra.database.models import Order
+from infra.valkey_link import Link
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema
 from worker_runtime.protocol.frames import Frame, parse
@@ -55,25 +57,31 @@ class Fate(StrEnum):
 
 
 class RequestQueue:
-    """Every call is one round trip, and may be repeated. All raise `RedisError` when Valkey is down."""
+    """Every call is one round trip, and may be repeated. All raise `RedisError` when Valkey is down.
 
-    def __init__(self, client: Redis) -> None:
+    `link`: a connection to the same server that is open at the moment, for what each order does.
+    """
+
+    def __init__(self, client: Redis, link: Callable[[], Link | None] = lambda: None) -> None:
         self._client = client
+        self._link = link
 
     async def enqueue(self, request: Request, ttl: float) -> Queued:
         """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock."""
         user = request.user_id
-        new, item, mark = await valkey.run(
-            self._client,
-            scripts.ENQUEUE,
-            [
-                keys.seen(user, request.request_id),
-                keys.requests(user),
-                keys.doorbell(user),
-                keys.mark(user),
-            ],
-            [request.request_id, encode(request), max(1, int(ttl * 1000)), SEEN_AFTER_DEADLINE],
-        )
+        key_names = [
+            keys.seen(user, request.request_id),
+            keys.requests(user),
+            keys.doorbell(user),
+            keys.mark(user),
+        ]
+        args = [request.request_id, encode(request), max(1, int(ttl * 1000)), SEEN_AFTER_DEADLINE]
+        link = self._link()
+        if link is None:
+            reply = await valkey.run(self._client, scripts.ENQUEUE, key_names, args)
+        else:
+            reply = await link.run(scripts.ENQUEUE, key_names, args)
+        new, item, mark = reply
         return Queued(frame=parse(item), new=bool(new), marked=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:

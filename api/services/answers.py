@@ -12,15 +12,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from api import log
 from api.errors import ValkeyUnavailable
 from infra import tasks, valkey
+from infra.valkey_link import Link
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Answer, decode
@@ -30,8 +31,8 @@ from worker_runtime.protocol.messages import Answer, decode
 CHECK_PERIOD = 2.0
 #: Seconds between two attempts to reconnect.
 RECONNECT_PERIOD = 0.1
-#: Seconds for a subscription to be confirmed, and for the first attempt: a Valkey that is gone fails it at
-#: once, one that stands still, as a busy host does for 2 to 3 s, is waited for.
+#: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as a busy
+#: host does for 2 to 3 s, is waited for.
 PATIENCE = 5.0
 
 
@@ -52,6 +53,7 @@ class AnswerListener:
     def __post_init__(self) -> None:
         self._pending: dict[str, _Pending] = {}
         self._generation: str | None = None
+        self._link: Link | None = None
         #: Set after the first attempt to connect, whatever came of it.
         self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -67,6 +69,11 @@ class AnswerListener:
         if self._generation is None:
             raise ValkeyUnavailable
         return self._generation
+
+    @property
+    def link(self) -> Link | None:
+        """The connection on which answers come, for what each order asks of Valkey; None: there is none."""
+        return self._link
 
     @property
     def pending(self) -> int:
@@ -119,47 +126,41 @@ class AnswerListener:
 
     async def _run(self) -> None:
         while True:
-            pubsub = self.client.pubsub()
             try:
-                await self._connect(pubsub)
-                await self._listen(pubsub)
+                self._link = await Link.beside(self.client, self._deliver)
+                await self._connect(self._link)
+                await self._listen(self._link)
             except (RedisError, OSError) as error:
                 if self._generation is not None:
                     self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
             finally:
                 self._generation = None
                 self._tried.set()
-                with suppress(RedisError, OSError):
-                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
             await asyncio.sleep(RECONNECT_PERIOD)
 
-    async def _connect(self, pubsub: PubSub) -> None:
-        await pubsub.subscribe(self.channel)
-        # The confirmation first: whatever is published from here on arrives.
-        if await pubsub.get_message(timeout=PATIENCE) is None:
-            raise OSError("the subscription was not confirmed")
+    async def _connect(self, link: Link) -> None:
+        # First of all: whatever is published from here on arrives.
+        await link.subscribe(self.channel)
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
         self._tried.set()
         self._log.info("answers_connected", generation=self._generation, pending=self.pending)
         for request_id, pending in list(self._pending.items()):
             await self.read(pending.user_id, request_id)
 
-    async def _listen(self, pubsub: PubSub) -> None:
+    async def _listen(self, link: Link) -> None:
+        """Until the connection is lost; raises why."""
         checking = asyncio.create_task(self._check())
-        reading = asyncio.create_task(self._read(pubsub))
         try:
-            await asyncio.wait({checking, reading}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {checking, link.lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failed = [task for task in (checking, reading) if task.done()]
-            await tasks.end(checking, reading)
-        for task in failed:
-            task.result()
-
-    async def _read(self, pubsub: PubSub) -> None:
-        while True:
-            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
-            if message is not None:
-                self._deliver(message["data"])
+            await tasks.end(checking)
+        if link.lost.done():
+            raise link.lost.result()
+        checking.result()
 
     async def _check(self) -> None:
         while True:

@@ -149,7 +149,7 @@ async def running(settings: Settings) -> AsyncIterator[Services]:
         stack.push_async_callback(answers.close)
         starter = WorkerStarter(temporal, settings, log.logger())
         stack.push_async_callback(starter.close)
-        queue = RequestQueue(client)
+        queue = RequestQueue(client, lambda: answers.link)
         waiting = Waiting(queue, answers, starter)
         flights = Flights(queue, answers, waiting, settler)
         stack.push_async_callback(flights.close)
