@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 from uuid import UUID
 
-from sqlalchemy import select
+from sqlalchemy import ARRAY, Uuid, any_, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api import log
@@ -22,7 +22,8 @@ from infra.database.models import Order
 from infra.database.order_states import rank
 from worker_runtime.protocol.messages import OrderOutcome
 
-#: Seconds after which an answer is written: the recorder needs milliseconds, and then nothing is left to do.
+#: Seconds after which an answer is written, up to twice as many: the recorder needs milliseconds, and then
+#: nothing is left to do.
 PERIOD = 2.0
 #: Outcomes kept while PostgreSQL is away. About 300 bytes each; beyond it the recorder alone must do.
 MOST = 50_000
@@ -39,6 +40,8 @@ class Settler:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        #: Noted since the last round: the recorder still has its time.
+        self._noted: dict[str, Settlement] = {}
         self._waiting: dict[str, Settlement] = {}
         self._task: asyncio.Task[None] | None = None
         self._log = log.logger()
@@ -49,15 +52,16 @@ class Settler:
     async def close(self) -> None:
         """Writes what is left, if PostgreSQL answers."""
         await tasks.end(self._task)
+        self._age()
         try:
             await self._write()
         except Exception:  # the boundary of the process: what is left, the recorder writes
             self._log.exception("settler_left", waiting=len(self._waiting))
 
     def note(self, settlement: Settlement) -> None:
-        """To be written within two seconds."""
-        if len(self._waiting) < MOST:
-            self._waiting[settlement.outcome.order_id] = settlement
+        """To be written by the round after the next."""
+        if len(self._waiting) + len(self._noted) < MOST:
+            self._noted[settlement.outcome.order_id] = settlement
         else:
             self._log.error("settler_full", order=settlement.outcome.order_id)
 
@@ -84,6 +88,11 @@ class Settler:
                 self._log.warning("settler_waits", reason=error.detail, waiting=len(self._waiting))
             except Exception:  # the boundary of a loop: one bad outcome must not stop it
                 self._log.exception("settler_failed", waiting=len(self._waiting))
+            self._age()
+
+    def _age(self) -> None:
+        self._waiting |= self._noted
+        self._noted = {}
 
     async def _write(self) -> None:
         while self._waiting:
@@ -97,10 +106,11 @@ class Settler:
                     del self._waiting[order_id]
 
     async def _behind(self, session: AsyncSession, batch: dict[str, Settlement]) -> list[str]:
-        """Orders that the recorder has not brought as far. Usually none: one query a second instead of an
-        update for each order."""
+        """Orders that the recorder has not brought as far. Usually none: one query in two seconds instead of
+        an update for each order. With an array, so that it is the same statement for any number of ids."""
+        ids = literal([UUID(order_id) for order_id in batch], ARRAY(Uuid))
         rows = await session.execute(
-            select(Order.id, Order.state, Order.filled_quantity).where(Order.id.in_(map(UUID, batch)))
+            select(Order.id, Order.state, Order.filled_quantity).where(Order.id == any_(ids))
         )
         return [
             str(order_id)
