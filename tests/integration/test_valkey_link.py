@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import PrivateFormat
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
@@ -60,6 +66,39 @@ async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer,
         yield script, link
         link.close()
         await link.lost
+
+
+def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """Of localhost, signed by itself, and a server's context with it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    secret = key.private_bytes(encoding, PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "both.pem").write_bytes(made.public_bytes(encoding) + secret)
+    (folder / "public.pem").write_bytes(made.public_bytes(encoding))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "both.pem")
+    return folder / "public.pem", context
+
+
+async def test_tls_is_checked_as_the_client_is_told_to(tmp_path: Path) -> None:
+    public, context = certificate(tmp_path)
+    server = await asyncio.start_server(ScriptedServer().serve, "localhost", 0, ssl=context)
+    url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}"
+    async with server, valkey.connect(f"{url}?ssl_ca_certs={public}") as client, valkey.connect(url) as other:
+        made = await Link.beside(client, lambda data: None)
+        made.close()
+        await made.lost
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await Link.beside(other, lambda data: None)
 
 
 @pytest.fixture
