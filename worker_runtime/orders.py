@@ -198,7 +198,8 @@ class Placing:
             heed(self._outbox.switch, order)  # once more: a reconnect may have taken seconds
             if self._calls.affordable:
                 break
-            self._calls.afford(order.account_id, What.ORDER, piece)  # Valkey took long: that grant is void
+            self._calls.time_left(piece)  # Valkey took long: that grant is void, and so may the order be
+            self._calls.afford(order.account_id, What.ORDER, piece)
 
         def place(timeout: float) -> ExchangeOrder:
             self._ledger.submitting(order)
