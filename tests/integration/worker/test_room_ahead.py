@@ -10,7 +10,7 @@ from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.test_limits import query
 from tests.integration.worker.wire import Wire
-from tests.integration.worker.worker import PATIENCE, Worker, eventually
+from tests.integration.worker.worker import PATIENCE, eventually
 from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.budget import What
@@ -192,8 +192,13 @@ def test_a_budget_that_cannot_be_asked_costs_no_piece(stage: Stage) -> None:
 # --- in a worker
 
 
-def settled(stage: Stage, worker: Worker) -> int:
+def pops(stage: Stage) -> int:
+    return int(stage.client.execute("HGET", keys.pop(stage.user), "number") or 0)
+
+
+def settled(stage: Stage) -> int:
     """Orders that were counted when the worker had nothing more to do."""
+    eventually(lambda: pops(stage) >= 2, "its own looks at the queue")
     eventually(lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard")
     eventually(lambda: stage.client.execute("HGET", keys.pop(stage.user), "kind") == b"empty", "it is idle")
     return sum(counted(stage))
@@ -201,26 +206,29 @@ def settled(stage: Stage, worker: Worker) -> int:
 
 def ring(stage: Stage) -> None:
     """A ring without anything to pop, and the pop."""
-    before = int(stage.client.execute("HGET", keys.pop(stage.user), "number"))
+    before = pops(stage)
     stage.client.execute("LPUSH", keys.doorbell(stage.user), "1")
+    eventually(lambda: pops(stage) > before, "the pop after the ring")
 
-    def popped() -> bool:
-        return int(stage.client.execute("HGET", keys.pop(stage.user), "number")) > before
 
-    eventually(popped, "the pop after the ring")
+def test_a_worker_that_looks_by_itself_asks_for_no_room(stage: Stage) -> None:
+    stage.active()
+    # One pop when it begins, and one when its doorbell has been connected.
+    eventually(lambda: pops(stage) >= 2, "its looks at the queue")
+    assert counted(stage) == [2]  # its listing
 
 
 def test_a_worker_counts_each_order_once(stage: Stage) -> None:
-    worker = stage.active()
-    listing = settled(stage, worker)
+    stage.active()
+    listing = settled(stage)
     for _ in range(3):
         assert stage.send().failure is None
-    assert settled(stage, worker) - listing == 3
+    assert settled(stage) - listing == 3
 
 
 def test_a_worker_asks_ahead_when_it_is_rung_and_not_again_when_that_was_for_nothing(stage: Stage) -> None:
-    worker = stage.active()
-    listing = settled(stage, worker)
+    stage.active()
+    listing = settled(stage)
     ring(stage)
     rung = stage.now_ms()
     assert sum(counted(stage)) - listing == 1
@@ -231,10 +239,10 @@ def test_a_worker_asks_ahead_when_it_is_rung_and_not_again_when_that_was_for_not
 
 
 def test_whoever_only_asks_for_lists_pays_with_one_call(stage: Stage) -> None:
-    worker = stage.active(accounts={f"account-{stage.user}": "good"})
-    listing = settled(stage, worker)
+    stage.active(accounts={f"account-{stage.user}": "good"})
+    listing = settled(stage)
     for number in range(3):
         assert stage.answer(query(stage, number, 60.0)).failure is None
         until = stage.now_ms() + int(GRANT * 1000)
         eventually(lambda: stage.now_ms() > until, "the grant is void")  # noqa: B023
-    assert settled(stage, worker) - listing == 3 + 1  # a list counts as an order, too
+    assert settled(stage) - listing == 3 + 1  # a list counts as an order, too
