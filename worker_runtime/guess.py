@@ -1,7 +1,7 @@
 """Whether the next ring of the doorbell brings an order, and of which account.
 
-Room for it is asked for ahead then. A wrong guess is a call that counts and is never made: so none follows it
-until there is another order, and none is made while room is scarce.
+Room for it is asked for ahead then. A wrong guess is a call that counts and is never made. So there are never
+more of them than orders, and one; and none is made while room is scarce.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from worker_runtime.connection import Account
 
+#: Wrong guesses that a session may make in a row: a client that looks at its positions after each order rings
+#: twice for one.
+_MOST = 2
+
 
 class Guess:
     """One session's guesses. At first it takes a ring for an order: a session that is only asked for lists
@@ -18,12 +22,13 @@ class Guess:
 
     def __init__(self) -> None:
         self._last: Account | None = None
-        self._wrong = False
+        #: Wrong guesses that may follow.
+        self._credit = 1
         self._scarce_until = 0.0
 
     def among(self, accounts: Sequence[Account]) -> Account | None:
         """The account of the next order: that of the last one, or the only one; None: no guess."""
-        if self._wrong or time.monotonic() < self._scarce_until:
+        if self._credit <= 0 or time.monotonic() < self._scarce_until:
             return None
         if self._last is not None and self._last in accounts:
             return self._last
@@ -32,11 +37,11 @@ class Guess:
     def ordered(self, account: Account) -> None:
         """There was an order, or a cancel or change, which counts as one."""
         self._last = account
-        self._wrong = False
+        self._credit = min(_MOST, self._credit + 1)
 
     def wrong(self) -> None:
         """No order came of the last guess."""
-        self._wrong = True
+        self._credit -= 1
 
     def scarce(self, seconds: float) -> None:
         """An order had to wait for room: whoever has one at hand comes first for so long."""

@@ -48,6 +48,27 @@ def test_no_guess_follows_a_wrong_one_until_there_was_an_order() -> None:
     assert guess.among([ONE]) == ONE
 
 
+def test_a_client_that_asks_for_a_list_after_each_order_has_its_orders_guessed() -> None:
+    guess = Guess()
+    for _ in range(5):
+        assert guess.among([ONE]) == ONE
+        guess.ordered(ONE)
+        assert guess.among([ONE]) == ONE
+        guess.wrong()
+
+
+def test_wrong_guesses_are_never_more_than_orders_and_one() -> None:
+    guess, orders, wrong = Guess(), 0, 0
+    for ring in range(40):
+        if ring % 5 == 0:
+            guess.ordered(ONE)
+            orders += 1
+        elif guess.among([ONE]) is not None:
+            guess.wrong()
+            wrong += 1
+    assert 0 < wrong <= orders + 1
+
+
 def test_there_is_no_guess_while_room_is_scarce() -> None:
     guess = Guess()
     guess.scarce(0.05)
