@@ -133,6 +133,7 @@ _SESSION = (
         *(Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _script(POP.sha)),
         hears=_symbol,
     ),
+    # Both are the first of their traders: while an unknown order is asked about, no room is asked for ahead.
     _step(
         "after the pop, before its budget",
         *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _pop_and_budget),
