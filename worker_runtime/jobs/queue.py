@@ -110,22 +110,34 @@ class JobQueue:
         about = (identity.name, identity.node, self._queues, os.getpid(), identity.version, RUNNER_TTL)
         self._run(job_scripts.JOIN, identity.runner_id, *about)
 
-    def turn(self, finishes: Sequence[Finish], want: int) -> tuple[list[str], Claims | None]:
-        """Writes ends, then claims up to `want` jobs (0: none), in one step.
+    def turn(
+        self, finishes: Sequence[Finish], want: int, ahead: int = 0, brief: str = ""
+    ) -> tuple[list[str], Claims | None]:
+        """Writes ends, then claims up to `want` jobs (0: none), in one step; up to `ahead` more if all are
+        plain (`claiming.lua`), of types in `brief` (comma separated).
 
         The first list says what became of each end: its status, or `gone`. The ends may be repeated.
         """
         ends = [value for finish in finishes for value in finish.arguments()]
         runner = self.identity.runner_id
-        if want <= 0:
+        if want <= 0 and ahead <= 0:
             outcomes = self._run(job_scripts.FINISH, runner, FAILED_TTL, BOOST_MS, *ends)
             return [_text(outcome) for outcome in outcomes], None
         self._number += 1
-        claim = (runner, self._number, self.identity.node, want, int(self.others), self._queues)
+        about = (self.identity.node, want, int(self.others), self._queues, ahead, brief)
+        claim = (runner, self._number, *about)
         if not finishes:
             return [], _claims(self._run(job_scripts.CLAIM, *claim))
         *outcomes, claimed = self._run(job_scripts.TURN, *claim, FAILED_TTL, BOOST_MS, *ends)
         return [_text(outcome) for outcome in outcomes], _claims(claimed)
+
+    def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
+        """Gives jobs back that have not begun, as if they had not been claimed. Safe to repeat.
+
+        What became of each: `returned`, `cancelled` (it is to be ended so) or `gone`.
+        """
+        claims = [value for job in jobs for value in (job.job_id, job.fence)]
+        return [_text(fate) for fate in self._run(job_scripts.RELEASE, self.identity.runner_id, *claims)]
 
     def held(self) -> list[ClaimedJob] | None:
         """Everything in hand by the queue's account; None: not registered any more. Safe to repeat.

@@ -28,6 +28,7 @@ HELD = _load("held")
 JOIN = _load("join")
 RENEW = _load("renew")
 REAP = _load("reap")
+RELEASE = _load("release")
 CANCEL = _load("cancel")
 SWITCH = _load("switch")
 REQUEUE = _load("requeue")
@@ -39,5 +40,5 @@ COUNT = _load("count")
 
 ALL = (
     *(ENQUEUE, CLAIM, FINISH, TURN, HELD, JOIN, RENEW, REAP, CANCEL, SWITCH, REQUEUE, PROGRESS, RING),
-    *(SURVEY, CONFIGURE, COUNT),
+    *(SURVEY, CONFIGURE, COUNT, RELEASE),
 )

@@ -72,6 +72,11 @@ class ModelQueue:
                     return job_id
         return None
 
+    def plain(self, job_id: str) -> bool:
+        """Whether it may be taken ahead, and others behind it."""
+        job = self.jobs[job_id]
+        return job.idempotent and not (job.crashes or job.group or job.name in self.limits)
+
     def claimed(self, job_id: str, runner: str) -> None:
         job = self.jobs[job_id]
         self.passes[job.queue] = self.passes.get(job.queue, 0.0) + 1 / self.weights.get(job.queue, 1)
@@ -80,6 +85,14 @@ class ModelQueue:
         self.turns += 1
         job.turn = self.turns
         self._empty(job.queue)
+
+    def given_back(self, job: ModelJob) -> str:
+        if job.cancelled:
+            return "cancelled"
+        self.passes[job.queue] -= 1 / self.weights.get(job.queue, 1)
+        job.attempt -= 1
+        self._place(job)
+        return "returned"
 
     def retried(self, job: ModelJob, delayed: bool, crashed: bool) -> str:
         if job.cancelled:

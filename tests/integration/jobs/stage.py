@@ -80,7 +80,7 @@ def ids(jobs: list[ClaimedJob]) -> list[str]:
 def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
     """What a claim of this number sends, for those that come late or twice."""
     identity = runner.identity
-    return (identity.runner_id, number, identity.node, 1, 1, ",".join(identity.queues))
+    return (identity.runner_id, number, identity.node, 1, 1, ",".join(identity.queues), 0, "")
 
 
 def ending(

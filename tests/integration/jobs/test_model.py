@@ -69,6 +69,43 @@ class Machine(RuleBasedStateMachine):
         for _ in range(times):
             self._claim(self.runners[which])
 
+    @rule(which=st.integers(0, 1), want=st.integers(0, 1), spare=st.integers(1, 4))
+    def claim_ahead(self, which: int, want: int, spare: int) -> None:
+        runner = self.runners[which]
+        if want:  # else it is busy, and listens to no bell
+            self.stage.client.execute("DEL", *runner.bells(), runner.mail())
+            self.fresh.discard(runner.identity.runner_id)
+        claims = runner.turn([], want, spare, ",".join(NAMES))[1]
+        assert claims is not None
+        taken = list(claims.jobs)
+        plain = True
+        for number in range(want + spare):
+            expected = self.model.expected()
+            plain = plain and (expected is None or self.model.plain(expected))
+            if expected is None or (number >= want and not plain):
+                break
+            assert taken, f"{expected} was not taken"
+            self._took(runner, taken.pop(0), expected)
+        assert taken == []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        runner = data.draw(st.sampled_from([runner for runner, _ in self.held]))
+        mine = [job for holder, job in self.held if holder is runner]
+        back = data.draw(st.lists(st.sampled_from(mine), min_size=1, unique_by=lambda job: job.job_id))
+        for job, fate in zip(back, runner.release(back), strict=True):
+            assert fate == self.model.given_back(self.model.jobs[job.job_id])
+            if fate == "returned":
+                self.held.remove((runner, job))
+                self.stale.append((runner, job))
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data())
+    def give_back_too_late(self, data: st.DataObject) -> None:
+        runner, job = data.draw(st.sampled_from(self.stale))
+        assert runner.release([job]) == ["gone"]
+
     def _enqueue(
         self, queue: str, name: str, priority: int, idempotent: bool, unique: str, group: str, delayed: bool
     ) -> None:
@@ -110,11 +147,15 @@ class Machine(RuleBasedStateMachine):
         self.fresh.discard(runner.identity.runner_id)
         assert [job.job_id for job in jobs] == ([expected] if expected else [])
         if expected:
-            self.model.claimed(expected, runner.identity.runner_id)
-            model = self.model.jobs[expected]
-            assert (jobs[0].attempt, jobs[0].crashes) == (model.attempt, model.crashes)
-            assert all(jobs[0].fence > other.fence for _, other in self.held)
-            self.held.append((runner, jobs[0]))
+            self._took(runner, jobs[0], expected)
+
+    def _took(self, runner: JobQueue, job: ClaimedJob, expected: str) -> None:
+        assert job.job_id == expected
+        self.model.claimed(expected, runner.identity.runner_id)
+        model = self.model.jobs[expected]
+        assert (job.attempt, job.crashes) == (model.attempt, model.crashes)
+        assert all(job.fence > other.fence for _, other in self.held)
+        self.held.append((runner, job))
 
     @precondition(lambda self: self.held)
     @rule(

@@ -5,6 +5,10 @@
 -- at its limit is stepped over at the cost of a look, however many of its jobs wait.
 -- A type may have a rate for each of its rate keys (GCRA): a job that comes too early is given its own time,
 -- once, and waits for it among the delayed ones, so that it is not looked at again before.
+--
+-- Ahead, for a runner whose hands are full, only plain jobs are taken, and none behind one that is not plain.
+-- Plain are those of a brief type without limits or rate, which may run twice, belong to no group and have seen no
+-- crash: so nobody waits for their end, and who dies with them again and again has none of them in hand.
 
 -- Few calls, because each costs about 3 us: all settings that matter for one lane come in one.
 local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 4, 5, 6, 7
@@ -12,7 +16,7 @@ local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 
 local MOST_PUT_OFF = 200
 
 -- The arguments and what is returned: see `claim.lua`.
-local function claim(runner, number, node, want, others, queues)
+local function claim(runner, number, node, want, others, queues, ahead, brief)
   local entry = P .. 'runner:' .. runner
   local seen = redis.call('HMGET', entry, 'number', 'name')
   if not seen[1] then return {'lost', -1} end
@@ -24,6 +28,9 @@ local function claim(runner, number, node, want, others, queues)
 
   local served = {}
   for queue in string.gmatch(queues, '[^,]+') do served[queue] = true end
+  local briefly = {}
+  for name in string.gmatch(brief, '[^,]+') do briefly[name] = true end
+  local plain = true -- all that were taken, or looked at to be taken ahead
 
   local function settings(queue, name)
     return redis.call('HMGET', META, 'halt', 'halt_runner:' .. seen[2], 'halt_queue:' .. queue,
@@ -63,12 +70,21 @@ local function claim(runner, number, node, want, others, queues)
     return true
   end
 
-  local function take(queue, name, set)
-    local id = redis.call('ZPOPMIN', P .. 'lane:' .. queue .. ':' .. name)[1]
+  local function take(queue, name, set, beyond)
+    local lane = P .. 'lane:' .. queue .. ':' .. name
+    local first = redis.call('ZPOPMIN', lane)
+    local id = first[1]
+    local key = P .. 'job:' .. id
+    local job = redis.call('HMGET', key, 'body', 'attempt', 'crashes', 'due', 'idempotent', 'group')
+    if not briefly[name] or set[LIMIT] or set[NODE_LIMIT] or set[RATE] or job[3] ~= '0' or job[5] ~= '1' or job[6] then
+      plain = false
+      if beyond then
+        redis.call('ZADD', lane, first[2], id)
+        return nil
+      end
+    end
     redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue)
     settle_lane(queue, name)
-    local key = P .. 'job:' .. id
-    local job = redis.call('HMGET', key, 'body', 'attempt', 'crashes', 'due')
     if not job[1] then return nil end -- somebody deleted it by hand
     if set[RATE] then
       if too_early(id, key, name, set) then return nil end
@@ -84,8 +100,9 @@ local function claim(runner, number, node, want, others, queues)
     return {id, job[1], fence, job[2] + 1, tonumber(job[3]), math.max(0, now - tonumber(job[4]))}
   end
 
-  -- One job of the queue whose turn it is; nil: nothing can run now.
-  local function next_job()
+  -- One job of the queue whose turn it is; nil: nothing can run now, or nothing is to be taken `beyond` what was
+  -- wanted.
+  local function next_job(beyond)
     for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
       if served['*'] or served[queue] then
         for _, name in ipairs(redis.call('ZRANGE', P .. 'lanes:' .. queue, 0, -1)) do
@@ -94,10 +111,9 @@ local function claim(runner, number, node, want, others, queues)
           if suspended then return nil end
           if set[HALT_QUEUE] then break end
           if has_room(name, set) then
-            local job = take(queue, name, set)
-            if job then return job end
-            if put_off >= MOST_PUT_OFF then return nil end
-            return next_job()
+            local job = take(queue, name, set, beyond)
+            if job or (beyond and not plain) or put_off >= MOST_PUT_OFF then return job end
+            return next_job(beyond)
           end
         end
       end
@@ -106,8 +122,10 @@ local function claim(runner, number, node, want, others, queues)
   end
 
   local reply = {'empty', due}
-  while #reply - 2 < want do
-    local job = next_job()
+  while #reply - 2 < want + ahead do
+    local beyond = #reply - 2 >= want
+    if beyond and not plain then break end
+    local job = next_job(beyond)
     if not job then break end
     reply[1] = 'jobs'
     reply[#reply + 1] = job

@@ -9,14 +9,17 @@
 -- ARGV[4] how many jobs at the most
 -- ARGV[5] 1 if there are other runners, which may have to be woken
 -- ARGV[6] queues that the runner serves, comma separated; '*' means all
--- ARGV[7] seconds that a failed job is kept
--- ARGV[8] ms of waiting that one step of priority is worth, unless the settings say otherwise
--- ARGV[9…] the ends, seven values each: see `finish_all`
+-- ARGV[7] how many plain jobs beyond that (see `claiming.lua`)
+-- ARGV[8] types that are brief, comma separated
+-- ARGV[9] seconds that a failed job is kept
+-- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
+-- ARGV[11…] the ends, seven values each: see `finish_all`
 --
 -- The ends may be repeated, also by a claim that comes too late. Returns what became of each end, then what
 -- `claim` returns.
 open(KEYS[1])
-local reply = finish_all(ARGV[1], ARGV[7], ARGV[8], 9)
-reply[#reply + 1] = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6])
+local reply = finish_all(ARGV[1], ARGV[9], ARGV[10], 11)
+reply[#reply + 1] = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6],
+  tonumber(ARGV[7]), ARGV[8])
 write_counts()
 return reply

@@ -1,0 +1,36 @@
+-- Gives jobs back that were claimed ahead and have not begun: as if they had not been claimed, with the score they
+-- had, no attempt counted, and their queue's turn not taken.
+--
+-- KEYS[1] settings   jobs:{tag}:meta
+-- ARGV[1] runner
+-- ARGV[2…] job id and fencing number of its claim, for each job
+--
+-- Safe to repeat. Returns for each 'returned'; 'cancelled' if someone has cancelled it (it stays in hand: the runner
+-- ends it); or 'gone' if it is no longer the caller's.
+open(KEYS[1])
+local now = clock()
+local fates = {}
+for at = 2, #ARGV, 2 do
+  local id = ARGV[at]
+  local key = P .. 'job:' .. id
+  local job = redis.call('HMGET', key, 'name', 'queue', 'node', 'limited', 'fence', 'state', 'runner', 'cancelled')
+  local fate = 'returned'
+  if job[5] ~= ARGV[at + 1] or job[6] ~= 'running' or job[7] ~= ARGV[1] then
+    fate = 'gone'
+  elseif job[8] then
+    fate = 'cancelled'
+  else
+    let_go(ARGV[1], id, job[2], job[1], job[3], job[4])
+    redis.call('HINCRBY', key, 'attempt', -1)
+    local turn = -1 / (redis.call('HGET', META, 'weight:' .. job[2]) or 1)
+    if redis.call('ZSCORE', P .. 'ready', job[2]) then
+      redis.call('ZINCRBY', P .. 'ready', turn, job[2])
+    else
+      redis.call('HINCRBYFLOAT', META, 'pass:' .. job[2], turn)
+    end
+    place_now(id, now)
+  end
+  fates[#fates + 1] = fate
+end
+write_counts()
+return fates
