@@ -101,7 +101,7 @@ class Nursery:
 
     def give_back(self, child: Child) -> None:
         """After a job: the child takes another one if it may."""
-        if child.uses > 0:
+        if child.uses > 0 and child.pid in self._all:  # what it said last may be read after its end
             self._free.append(child)
 
     def reap(self) -> list[tuple[Child, int]]:

@@ -25,8 +25,15 @@ class Run:
     job: Job
     child: Child
     started_ms: int
+    #: Monotonic.
+    began: float
     kill_at: float
     why: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Nobody waits for its end but its producer, and nothing is lost if it runs again."""
+        return self.job.idempotent and not self.job.group and not self.claimed.crashes
 
 
 class Runs:
@@ -43,7 +50,8 @@ class Runs:
         return iter(list(self._by_pid.values()))
 
     def start(self, claimed: ClaimedJob, job: Job, child: Child) -> Run:
-        run = Run(claimed, job, child, wall_ms(), time.monotonic() + job.timeout)
+        now = time.monotonic()
+        run = Run(claimed, job, child, wall_ms(), now, now + job.timeout)
         self._by_pid[child.pid] = run
         return run
 

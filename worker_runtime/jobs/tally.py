@@ -30,11 +30,11 @@ class Tally:
     def started(self, job: Job, waited_ms: int) -> None:
         self._observe(Count.WAIT, waited_ms, job.queue, job.priority)
 
-    def ended(self, job: Job | None, status: JobStatus, ran_ms: int) -> None:
-        """`job` is None for one that this runner could not read or does not know."""
+    def ended(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
+        """`job` is None for one that this runner cannot read or does not know; `ran_ms` if it never began."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self._add(Count.ENDED, (queue, name, status))
-        if job is not None:
+        if job is not None and ran_ms is not None:
             self._observe(Count.RUN, ran_ms, name)
 
     def renewed_late(self) -> None:

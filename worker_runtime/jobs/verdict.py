@@ -91,6 +91,11 @@ class Judge:
             return Verdict(result, spread(job.retry_delay))
         return Verdict(self._result(claimed, JobStatus.FAILED, Failure.of(error), "", wall_ms()))
 
+    def cancelled(self, claimed: ClaimedJob) -> Verdict:
+        """Someone cancelled it before it began."""
+        failure = Failure.of(JobCancelled("cancelled before it ran"))
+        return Verdict(self._result(claimed, JobStatus.CANCELLED, failure, "", wall_ms()))
+
     def _result(
         self,
         claimed: ClaimedJob,

@@ -145,6 +145,9 @@ class Fleet:
         arguments = job_calls.arguments(Script(**values))
         assert self.stage.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
 
+    def waits(self, job_id: str) -> bool:
+        return self.stage.field(job_id, "state") == "waiting"
+
     def result(self, job_id: str, patience: float = PATIENCE) -> JobResult:
         return eventually(lambda: self.stage.result(job_id), f"a result of {job_id}", patience)
 

@@ -31,6 +31,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     allocates: int = 0
     dies_by: int = 0
+    kills_runner: bool = False
     ignores_term: bool = False
     spawns: bool = False
     progress: int | None = None
@@ -57,6 +58,8 @@ def perform(script: Script, context: JobContext) -> object:
     time.sleep(script.sleeps)
     if script.allocates:
         bytearray(script.allocates)
+    if script.kills_runner:
+        os.kill(os.getppid(), signal.SIGKILL)
     if script.dies_by:
         os.kill(os.getpid(), script.dies_by)
     if context.attempt <= script.retries:

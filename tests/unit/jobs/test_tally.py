@@ -37,6 +37,12 @@ def test_waits_and_runs_fall_into_their_buckets() -> None:
     }
 
 
+def test_a_job_that_never_began_counts_as_ended_and_not_as_a_run() -> None:
+    tally = Tally()
+    tally.ended(JOB, JobStatus.CANCELLED, None)
+    assert counted(tally)[1] == {"ended|q|work|cancelled": 1}
+
+
 def test_a_parcel_stays_the_same_until_it_was_heard() -> None:
     tally = Tally()
     assert counted(tally) == (0, {})

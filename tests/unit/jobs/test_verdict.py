@@ -91,3 +91,9 @@ def test_retries_spread_out() -> None:
     delays = {spread(120.0) for _ in range(50)}
     assert len(delays) > 40
     assert all(90 <= delay <= 150 for delay in delays)
+
+
+def test_what_is_cancelled_before_it_begins_ends_as_cancelled() -> None:
+    verdict = JUDGE.cancelled(claimed())
+    assert (verdict.result.status, code(verdict)) == (JobStatus.CANCELLED, "JOB_CANCELLED")
+    assert not verdict.crashed

@@ -1,0 +1,256 @@
+"""The children at work: jobs are given to them, what they say is heard, and every run comes to an end."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+
+import msgspec
+
+from worker_runtime.backoff import Backoff
+from worker_runtime.jobs import ahead, reports
+from worker_runtime.jobs.ahead import Ahead, Waiting
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.ends import Ends
+from worker_runtime.jobs.nursery import Child, NotForked, Nursery
+from worker_runtime.jobs.pace import Pace
+from worker_runtime.jobs.queue import ClaimedJob
+from worker_runtime.jobs.registration import Registration
+from worker_runtime.jobs.registry import Registry
+from worker_runtime.jobs.reports import Assignment, Outcome
+from worker_runtime.jobs.runs import Run, Runs
+from worker_runtime.jobs.verdict import Judge, Verdict
+from worker_runtime.log import Log
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.job_messages import Job, JobStatus, read_job
+from worker_runtime.valkey import ValkeyFailed
+
+
+class Crew:
+    """All that one runner has in hand, from the claim to the end of each run."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        registry: Registry,
+        selector: selectors.BaseSelector,
+        runs: Runs,
+        desk: Registration,
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._runs = runs
+        self._desk = desk
+        self._log = log
+        self._nursery = Nursery(registry, selector, self._heard, config.recycle)
+        #: Set by a fork that failed, until one has succeeded.
+        self._forkless = False
+        self.forks = Backoff(0.25, 5.0)
+        self.ends = Ends(desk, log)
+        self.ahead = Ahead()
+        self.pace = Pace()
+        #: No further job begins.
+        self.stopping = False
+
+    def room(self) -> int:
+        """Jobs that could be claimed and started now."""
+        if self.ahead or not self._may_start():
+            return 0
+        return self._config.slots - len(self._runs)
+
+    def spare(self) -> int:
+        """Jobs that could be claimed ahead now: none behind a job whose end should not wait for theirs."""
+        if self._config.recycle == 1 or not self.pace.brief or not self._may_start():
+            return 0
+        if not all(run.plain and self.pace.is_brief(run.job.name) for run in self._runs):
+            return 0
+        return ahead.MOST - len(self.ahead)
+
+    def _may_start(self) -> bool:
+        halted = self.stopping or self._desk.suspended
+        return not (halted or (self._forkless and self._nursery.short_of(1)))
+
+    def wants_child(self) -> bool:
+        """Whether one should be forked ahead of need."""
+        return not self.stopping and self.forks.due() and self._nursery.short_of(1)
+
+    def fork_ahead(self) -> bool:
+        """Makes a child for the next job; true if there was no room for one before."""
+        forkless = self._forkless
+        try:
+            self._nursery.prepare(1)
+        except NotForked as error:
+            self._not_forked(error)
+            return False
+        self.forks.reset()
+        self._forkless = False
+        return forkless
+
+    def end(self) -> None:
+        """Kills all children."""
+        self._nursery.end()
+
+    def abandon(self) -> None:
+        """Forgets all that is in hand: it belongs to others now."""
+        self._runs.abandon()
+        self.ends.clear()
+        self.ahead.clear()
+
+    def _not_forked(self, error: NotForked) -> None:
+        """Claims nothing until a child stands ready: each job would lose an attempt."""
+        self._log.error("job_child_not_forked", reason=error.detail)
+        self.forks.failed()
+        self._forkless = True
+
+    def take_in(self, claimed: ClaimedJob) -> None:
+        """Begins a job; or lets it wait, if all slots are taken or none may begin now."""
+        job = None
+        try:
+            job = read_job(claimed.body)
+            self._registry.find(job.name)
+        except BerthError as error:
+            self._refuse(claimed, job, error)
+            return
+        if len(self._runs) < self._config.slots and self._may_start():
+            self._begin(claimed, job, claimed.waited_ms)
+        else:
+            self.ahead.add(claimed, job)
+
+    def _begin_next(self) -> None:
+        """Begins what waits in hand, as far as slots are free."""
+        while self.ahead.startable() and len(self._runs) < self._config.slots and self._may_start():
+            if not self._desk.up or not self._desk.assure(self.stopping) or self._desk.suspended:
+                return
+            waiting = self.ahead.take()
+            self._begin(waiting.claimed, waiting.job, waiting.waited_ms())
+
+    def _begin(self, claimed: ClaimedJob, job: Job, waited_ms: int) -> None:
+        try:
+            child = self._nursery.take()
+        except NotForked as error:
+            self._not_forked(error)
+            self._refuse(claimed, job, error)
+            return
+        packet = reports.encode(
+            Assignment(fence=claimed.fence, attempt=claimed.attempt, job=msgspec.Raw(claimed.body))
+        )
+        self._runs.start(claimed, job, child)
+        if not child.give(packet):
+            self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
+        self._desk.events.processing(claimed, job)
+        self._desk.tally.started(job, waited_ms)
+
+    def look_ahead(self) -> None:
+        """Begins what was claimed ahead; or gives it back, if it waits for long or must not begin now."""
+        if not self.ahead:
+            return
+        self._begin_next()
+        if self.stopping or self._desk.suspended:
+            self.ahead.send_back()
+        back = self.ahead.going_back()
+        if not back or not self._desk.up:
+            return
+        try:
+            fates = self._desk.queue.release([waiting.claimed for waiting in back])
+        except ValkeyFailed as error:
+            self._desk.cut_off(error)
+            return
+        self.ahead.clear()
+        self._log.debug("jobs_given_back", jobs=len(back))
+        for waiting, fate in zip(back, fates, strict=True):
+            if fate == "cancelled":
+                self._cancelled(waiting)
+
+    def cancel(self, job_id: str, fence: int) -> None:
+        """Ends a job, if it is in hand: kills it, or it never begins."""
+        if self._runs.cancel(job_id, fence):
+            self._log.info("job_cancelling", job=job_id)
+        elif waiting := self.ahead.cancel(job_id, fence):
+            self._cancelled(waiting)
+
+    def _cancelled(self, waiting: Waiting) -> None:
+        verdict = Judge(self._desk.runner_id).cancelled(waiting.claimed)
+        self._end(waiting.claimed, waiting.job, verdict, ran=False)
+
+    # --- children ---------------------------------------------------------------------------------
+
+    def _heard(self, child: Child) -> None:
+        packet = child.hear()
+        if packet:
+            self._report(child, packet)
+        elif packet is not None:  # closed: its end comes as a signal
+            self._nursery.unwatch(child)
+
+    def _report(self, child: Child, packet: bytes) -> None:
+        run = self._runs.of(child)
+        try:
+            report = reports.read_report(packet)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._log.error("job_child_talks_nonsense", pid=child.pid)
+            child.kill(signal.SIGKILL)
+            return
+        if run is None or report.fence != run.claimed.fence:
+            return
+        if isinstance(report, Outcome):
+            self._reported(run, report)
+            return
+        try:
+            if self._desk.up:
+                self._desk.queue.progress(run.claimed.job_id, report.fence, bytes(report.value))
+        except ValkeyFailed as error:
+            self._desk.cut_off(error)
+
+    def _reported(self, run: Run, outcome: Outcome) -> None:
+        child = run.child
+        if run.why and outcome.failure is not None:
+            return  # it is being killed, and that is what ended it
+        child.capture.read()
+        output = child.capture.text()
+        self._runs.end(child)
+        if outcome.last:
+            child.uses = 0
+        elif run.why:
+            child.uses = 0  # it got a signal: what that does to the next job, nobody knows
+            child.kill(signal.SIGKILL)
+        self._nursery.give_back(child)
+        self.pace.ran(run.job.name, time.monotonic() - run.began)
+        self._begin_next()
+        judge = Judge(self._desk.runner_id)
+        verdict = judge.reported(run.claimed, run.job, outcome, output, run.started_ms)
+        self._end(run.claimed, run.job, verdict, urgent=not run.plain)
+
+    def reap(self) -> None:
+        """Children have ended."""
+        for child, status in self._nursery.reap():
+            self._child_ended(child, status)
+
+    def _child_ended(self, child: Child, status: int) -> None:
+        while packet := child.hear():  # what it said before it ended
+            self._report(child, packet)
+        child.capture.read()
+        run = self._runs.end(child)
+        if run is not None:
+            how = f"its process ended by signal {-status}" if status < 0 else f"its process exited {status}"
+            judge = Judge(self._desk.runner_id)
+            verdict = judge.died(run.claimed, run.job, run.why, how, child.capture.text(), run.started_ms)
+            self._end(run.claimed, run.job, verdict, why=run.why)
+        self._nursery.close(child)
+
+    def _refuse(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> None:
+        self._end(claimed, None, Judge(self._desk.runner_id).refused(claimed, job, error), ran=False)
+
+    def _end(
+        self,
+        claimed: ClaimedJob,
+        job: Job | None,
+        verdict: Verdict,
+        *,
+        ran: bool = True,
+        urgent: bool = True,
+        why: str = "",
+    ) -> None:
+        self.ends.add(claimed, job, verdict, ran=ran, urgent=urgent)
+        if verdict.result.status is JobStatus.FAILED and why:
+            self._log.warning("job_killed", job=claimed.job_id, why=why)
