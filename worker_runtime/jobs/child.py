@@ -83,6 +83,7 @@ class ChildProcess:
 
     def _perform(self, assignment: Assignment) -> Outcome:
         fence, kind = assignment.fence, None
+        began = time.monotonic()
         try:
             job = read_job(bytes(assignment.job))
             kind = self._registry.find(job.name)
@@ -94,11 +95,12 @@ class ChildProcess:
             value = msgspec.json.encode(returned)
             if len(value) > MAX_RESULT:
                 raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
-            return Outcome(fence=fence, value=msgspec.Raw(value), last=self._uses == 0)
+            took = time.monotonic() - began
+            return Outcome(fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0)
         except BaseException as error:  # the border of the job: whatever it raises is its outcome
-            return self._failed(fence, kind, error)
+            return self._failed(fence, kind, error, time.monotonic() - began)
 
-    def _failed(self, fence: int, kind: JobType | None, error: BaseException) -> Outcome:
+    def _failed(self, fence: int, kind: JobType | None, error: BaseException, took: float) -> Outcome:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK:]
         if isinstance(error, BerthError):
             code, detail = error.code, error.detail
@@ -108,6 +110,7 @@ class ChildProcess:
         return Outcome(
             fence=fence,
             failure=Failure(code=code, detail=detail[:_DETAIL], retryable=retryable),
+            took=took,
             traceback=text,
             delay=getattr(error, "delay", None) if isinstance(error, BerthError) else None,
             # Out of memory, or asked to exit: what is left of this process is not to be trusted.

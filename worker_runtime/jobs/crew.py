@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import signal
-import time
 
 import msgspec
 
@@ -215,7 +214,7 @@ class Crew:
             child.uses = 0  # it got a signal: what that does to the next job, nobody knows
             child.kill(signal.SIGKILL)
         self._nursery.give_back(child)
-        self.pace.ran(run.job.name, time.monotonic() - run.began)
+        self.pace.ran(run.job.name, outcome.took)
         self._begin_next()
         judge = Judge(self._desk.runner_id)
         verdict = judge.reported(run.claimed, run.job, outcome, output, run.started_ms)

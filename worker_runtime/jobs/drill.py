@@ -100,6 +100,8 @@ def _spin(until: float, threads: int) -> None:
 
 
 DRILL = JobType(name="drill", arguments=Drill, run=perform)
+#: The same, where most jobs of a type have to be short: such are claimed ahead.
+BRIEF = JobType(name="drill_brief", arguments=Drill, run=perform)
 
 
 def fleet(registry: Registry) -> NoReturn:
@@ -137,5 +139,5 @@ def _runner(parent: int, line: bytes, registry: Registry) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["fleet"]:
-        fleet(Registry(DRILL))
+        fleet(Registry(DRILL, BRIEF))
     sys.exit(main(Registry(DRILL)))

@@ -13,7 +13,7 @@ _WEIGHT = 1 / 8
 
 
 class Pace:
-    """A moving average for each type."""
+    """A moving average for each type, of what the children measured: without the way to them and back."""
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}

@@ -34,6 +34,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     fence: int
     value: msgspec.Raw = NULL
     failure: Failure | None = None
+    #: Seconds that the job ran.
+    took: float = 0.0
     traceback: str = ""
     #: Seconds until another attempt, if the job asked for that.
     delay: float | None = None

@@ -25,8 +25,6 @@ class Run:
     job: Job
     child: Child
     started_ms: int
-    #: Monotonic.
-    began: float
     kill_at: float
     why: str = ""
 
@@ -50,8 +48,7 @@ class Runs:
         return iter(list(self._by_pid.values()))
 
     def start(self, claimed: ClaimedJob, job: Job, child: Child) -> Run:
-        now = time.monotonic()
-        run = Run(claimed, job, child, wall_ms(), now, now + job.timeout)
+        run = Run(claimed, job, child, wall_ms(), time.monotonic() + job.timeout)
         self._by_pid[child.pid] = run
         return run
 

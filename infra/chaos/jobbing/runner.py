@@ -57,6 +57,8 @@ class Victim:
         #: The step at which it was killed, and when (CLOCK_MONOTONIC).
         self.killed_at = 0.0
         self.struck: Step | None = None
+        #: How often it gave jobs back that it had claimed ahead.
+        self.returns = 0
         #: When it was frozen, and at which step.
         self.freeze: Freeze | None = None
 
@@ -214,6 +216,7 @@ class _Line:
     async def asks(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
+                self._victim.returns += TRAPS[Step.RETURN_ASKED].sees(data)
                 step = self._victim.step
                 trap = TRAPS.get(step) if step is not None else None
                 if step is not None and trap is not None and trap.sees(data):

@@ -24,6 +24,9 @@ class Step(StrEnum):
     ENDED = "ended"
     #: As `END_ASKED`, of a job that takes long: when its end arrives, it may be under way a second time.
     LONG_END_ASKED = "long end asked"
+    #: Of jobs that were claimed ahead and have not begun.
+    RETURN_ASKED = "return asked"
+    RETURNED = "returned"
     RENEW_ASKED = "renew asked"
     RENEWED = "renewed"
     #: Whatever it does then.
@@ -71,6 +74,8 @@ TRAPS = {
     Step.END_TORN: Trap(_ENDS, before=True, torn=True),
     Step.ENDED: Trap(_ENDS, before=False),
     Step.LONG_END_ASKED: Trap(_ENDS, before=True, about=LONG.encode()),
+    Step.RETURN_ASKED: Trap(_runs(job_scripts.RELEASE), before=True),
+    Step.RETURNED: Trap(_runs(job_scripts.RELEASE), before=False),
     Step.RENEW_ASKED: Trap(_runs(job_scripts.RENEW), before=True),
     Step.RENEWED: Trap(_runs(job_scripts.RENEW), before=False),
 }
@@ -86,6 +91,8 @@ WEIGHTS = {
     Step.END_ASKED: 3,
     Step.END_TORN: 3,
     Step.ENDED: 3,
+    Step.RETURN_ASKED: 3,
+    Step.RETURNED: 3,
     Step.RENEW_ASKED: 1,
     Step.RENEWED: 1,
     Step.ANY: 3,

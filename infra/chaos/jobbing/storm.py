@@ -46,6 +46,9 @@ _LOOK = 0.05
 _FROZEN = 0.3
 #: Share of jobs that take about a lease.
 _LONG = 0.02
+#: How often not one job comes but many brief ones at once, which runners with recycled children claim ahead;
+#: how many; and the share of these that is slow, so that what was claimed behind it goes back.
+_BURSTS, _BURST, _SLOW = 0.15, 12, 0.08
 #: Results that are read at once.
 _PAGE = 1000
 _GROUPS = 6
@@ -82,6 +85,8 @@ class Storm:
         #: The results as Valkey has them after everything, without those that a flush took.
         self.final: dict[str, JobResult] = {}
         self.by_step: Counter[str] = Counter()
+        #: How often runners gave back what they had claimed ahead.
+        self.returns = 0
         self.outages: list[tuple[float, float]] = []
         self.requeued = 0
         self.faults: Counter[str] = Counter()
@@ -104,6 +109,7 @@ class Storm:
             await asyncio.gather(*tasks, return_exceptions=True)
             for victim in list(self._live.values()):
                 self._note_freeze(victim)
+                self.returns += victim.returns
                 victim.close()
             fleet.kill()
             await fleet.wait()
@@ -135,7 +141,7 @@ class Storm:
                 "name": name,
                 "valkey_url": victim.url,
                 "slots": self._chance.choice((1, 2, 4)),
-                "recycle": self._chance.choice((1, 5)),
+                "recycle": self._chance.choice((1, 5, 50)),
                 "lease": self._lease,
             }
             self._births.put_nowait(victim)
@@ -165,6 +171,7 @@ class Storm:
 
     def _ended(self, victim: Victim) -> None:
         del self._live[victim.name]
+        self.returns += victim.returns
         if victim.struck is None:
             self._failure = f"runner {victim.name} ended by itself"
             return
@@ -201,7 +208,8 @@ class Storm:
                 for victim in self._live.values():
                     victim.disarm()
             while not self._calm and len(self.open) < _UNDER_WAY:
-                await self._enqueue(self._new_job())
+                for job in self._new_jobs():
+                    await self._enqueue(job)
             await self._collect()
             if self._calm and ((not self.open and self._warm()) or time.monotonic() > until):
                 await self._read_again()
@@ -218,6 +226,25 @@ class Storm:
         every = max(1, min(self._wanted // 3, 250))
         times = range(every, self._wanted - every // 2, every)
         return [(at, self._flush if number % 2 == 0 else self._crash) for number, at in enumerate(times)]
+
+    def _new_jobs(self) -> list[Job]:
+        if self._chance.random() >= _BURSTS:
+            return [self._new_job()]
+        queue = self._chance.choice(("default", "other"))
+        return [self._new_brief(queue) for _ in range(_BURST)]
+
+    def _new_brief(self, queue: str) -> Job:
+        length = self._chance.uniform(0.03, 0.06) if self._chance.random() < _SLOW else 0.0
+        job = Job(
+            job_id=f"b{len(self.sent)}",
+            name="drill_brief",
+            queue=queue,
+            idempotent=True,
+            args=job_calls.arguments({"ledger": str(self.ledger), "sleeps": length}),
+            result_ttl=86_400,
+        )
+        self.sent[job.job_id] = Sent(job.job_id, job.idempotent)
+        return job
 
     def _new_job(self) -> Job:
         chance, number = self._chance, len(self.sent)
