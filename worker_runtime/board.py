@@ -118,9 +118,13 @@ class Board:
 
     def public_key(self) -> bytes:
         """The present session's public key; empty while it has not made one."""
-        if self.key_session == 0 or self.key_session != self.session_number:
+        session = self.session_number
+        if session == 0 or self.key_session != session:
             return b""
-        return self._memory[_KEY : _KEY + 32]
+        key = self._memory[_KEY : _KEY + 32]
+        return (
+            key if self.session_number == session else b""
+        )  # a fresh one may have written over it meanwhile
 
     def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
         """Notes whose worker this is; readers see nothing of it before all of it is there."""

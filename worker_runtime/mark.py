@@ -56,6 +56,7 @@ class Mark:
         if board.jobs_pid:  # jobs are use, too; without any, their runner goes
             board.last_activity_ms = wall_ms()
         user_id = board.user_id
+        session = board.session_number  # before the key: a key that is shown with it is no older one's
         public_key = board.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         sent = boot_ns()
@@ -69,7 +70,7 @@ class Mark:
                 *("task", config.task_id, "worker", config.worker_id, "epoch", board.epoch),
                 *("version", config.version, "state", State(board.state).name),
                 *("launched_at", board.launched_at_ms, "last_activity_ms", board.last_activity_ms),
-                *("session", board.session_number),
+                *("session", session),
                 *("public_key", public_key.hex(), "proof", proof.hex()),
                 *("pid", board.session_pid, "claim", board.claim_id),
                 *("health", health.text(board)),
