@@ -30,6 +30,7 @@ class Lifecycle:
     def __init__(self, valkey_url: str) -> None:
         self.valkey_url = valkey_url
         self.calls: list[EnsureActive] = []
+        self._updates: set[str] = set()
         #: Codes of failures to come, one for each call; then it succeeds.
         self.failures: list[str] = []
         #: Set to let a call go on.
@@ -39,6 +40,12 @@ class Lifecycle:
         self.workers: list[ScriptedWorker] = []
         #: What the update `reload_credentials_now` returns; None: nothing before the workflow ends.
         self.reload: ReloadResult | None = ReloadResult(ok=True)
+
+    def called(self, update_id: str, request: EnsureActive) -> None:
+        """Counts an update once: a task that was not completed in time is run again, and that is no replay."""
+        if update_id not in self._updates:
+            self._updates.add(update_id)
+            self.calls.append(request)
 
     @activity.defn(name="claim_for_test")
     async def claim(self, user_id: str) -> str:
@@ -76,7 +83,8 @@ class ScriptedUserWorker:
     @workflow.update(name="ensure_active")
     async def ensure_active(self, request: EnsureActive) -> ActiveWorker:
         if not workflow.unsafe.is_replaying():
-            present[-1].calls.append(request)
+            update = workflow.current_update_info()
+            present[-1].called(update.id if update else "", request)
         failure = await workflow.execute_local_activity(
             "claim_for_test",
             self.user_id,
