@@ -42,7 +42,7 @@ class Lifecycle:
         self.reload: ReloadResult | None = ReloadResult(ok=True)
 
     def called(self, update_id: str, request: EnsureActive) -> None:
-        """Counts an update once: a task that was not completed in time is run again, and that is no replay."""
+        """Counts an update once: a task that was not completed in time runs again, and that is no replay."""
         if update_id not in self._updates:
             self._updates.add(update_id)
             self.calls.append(request)
