@@ -60,6 +60,7 @@ class Ahead:
         for waiting in self._jobs:
             if (waiting.claimed.job_id, waiting.claimed.fence) == (job_id, fence):
                 self._jobs.remove(waiting)
+                self._going_back &= bool(self._jobs)
                 return waiting
         return None
 

@@ -52,6 +52,8 @@ class Crew:
         self.pace = Pace()
         #: No further job begins.
         self.stopping = False
+        #: Fences of runs that a second signal ended. They stay in hand until the runner signs off.
+        self._killed: set[int] = set()
 
     def room(self) -> int:
         """Jobs that could be claimed and started now."""
@@ -94,8 +96,19 @@ class Crew:
     def abandon(self) -> None:
         """Forgets all that is in hand: it belongs to others now."""
         self._runs.abandon()
+        self._killed.clear()
         self.ends.clear()
         self.ahead.clear()
+
+    def kill(self) -> None:
+        """Kills all that runs. What is to become of it is said when the runner signs off."""
+        self._log.warning("jobs_killed", jobs=len(self._runs))
+        self._killed |= self._runs.fences()
+        self._runs.abandon()
+
+    def fences(self) -> set[int]:
+        """Of all claims that are in hand."""
+        return self._runs.fences() | self.ends.fences() | self.ahead.fences() | self._killed
 
     def _not_forked(self, error: NotForked) -> None:
         """Claims nothing until a child stands ready: each job would lose an attempt."""
@@ -127,19 +140,26 @@ class Crew:
 
     def _begin(self, claimed: ClaimedJob, job: Job, waited_ms: int) -> None:
         try:
-            child = self._nursery.take()
+            child = self._give(claimed)
         except NotForked as error:
             self._not_forked(error)
             self._refuse(claimed, job, error)
             return
+        self._runs.start(claimed, job, child)
+        self._desk.events.processing(claimed, job)
+        self._desk.tally.started(job, waited_ms)
+
+    def _give(self, claimed: ClaimedJob) -> Child:
+        """Gives a job to a child; to another one, if that has ended right after its last job."""
         packet = reports.encode(
             Assignment(fence=claimed.fence, attempt=claimed.attempt, job=msgspec.Raw(claimed.body))
         )
-        self._runs.start(claimed, job, child)
+        child = self._nursery.take()
         if not child.give(packet):
             self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
-        self._desk.events.processing(claimed, job)
-        self._desk.tally.started(job, waited_ms)
+            child = self._nursery.take()
+            child.give(packet)
+        return child
 
     def look_ahead(self) -> None:
         """Begins what was claimed ahead; or gives it back, if it waits for long or must not begin now."""
@@ -212,10 +232,13 @@ class Crew:
             child.uses = 0
         elif run.why:
             child.uses = 0  # it got a signal: what that does to the next job, nobody knows
-            child.kill(signal.SIGKILL)
+            self._nursery.kill(child)
         self._nursery.give_back(child)
         self.pace.ran(run.job.name, outcome.took)
+        runner = self._desk.runner_id
         self._begin_next()
+        if self._desk.runner_id != runner:
+            return  # meanwhile all that was in hand was lost, and this end with it
         judge = Judge(self._desk.runner_id)
         verdict = judge.reported(run.claimed, run.job, outcome, output, run.started_ms)
         self._end(run.claimed, run.job, verdict, urgent=not run.plain)
@@ -226,11 +249,12 @@ class Crew:
             self._child_ended(child, status)
 
     def _child_ended(self, child: Child, status: int) -> None:
+        run = self._runs.of(child)
         while packet := child.hear():  # what it said before it ended
             self._report(child, packet)
         child.capture.read()
-        run = self._runs.end(child)
-        if run is not None:
+        if run is not None and self._runs.of(child) is run:
+            self._runs.end(child)
             how = f"its process ended by signal {-status}" if status < 0 else f"its process exited {status}"
             judge = Judge(self._desk.runner_id)
             verdict = judge.died(run.claimed, run.job, run.why, how, child.capture.text(), run.started_ms)

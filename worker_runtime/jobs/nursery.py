@@ -104,6 +104,11 @@ class Nursery:
         if child.uses > 0 and child.pid in self._all:  # what it said last may be read after its end
             self._free.append(child)
 
+    def kill(self, child: Child) -> None:
+        """Kills it with all it has started, unless it has been reaped: then its number may be another's."""
+        if self._all.get(child.pid) is child:
+            child.kill(signal.SIGKILL)
+
     def reap(self) -> list[tuple[Child, int]]:
         """Children that have ended, with their exit status (negative: the signal)."""
         ended = []

@@ -53,6 +53,8 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     crashes: int
     #: Since it was due; 0 if it was found again after a lost reply.
     waited_ms: int = 0
+    #: 1 if its type had a limit then; 0 if it was found again.
+    limited: int = 0
 
 
 class Claims(msgspec.Struct, frozen=True):

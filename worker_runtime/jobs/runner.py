@@ -200,7 +200,7 @@ class Runner:
         """After an outage: jobs that were claimed, but the reply was lost."""
         if not self._desk.assure(self._crew.stopping):
             return
-        known = self._runs.fences() | self._ends.fences() | self._ahead.fences()
+        known = self._crew.fences()
         for claimed in sorted(held, key=lambda one: one.fence):
             if claimed.fence not in known:
                 self._crew.take_in(claimed)
@@ -249,8 +249,7 @@ class Runner:
             if number == signal.SIGCHLD:
                 self._crew.reap()
             elif self._crew.stopping:
-                self._log.warning("jobs_killed", jobs=len(self._runs))
-                self._runs.abandon()
+                self._crew.kill()
             else:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
                 self._crew.stopping = True

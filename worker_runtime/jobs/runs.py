@@ -31,7 +31,8 @@ class Run:
     @property
     def plain(self) -> bool:
         """Nobody waits for its end but its producer, and nothing is lost if it runs again."""
-        return self.job.idempotent and not self.job.group and not self.claimed.crashes
+        awaited = self.job.group or self.job.unique or self.claimed.limited
+        return self.job.idempotent and not awaited and not self.claimed.crashes
 
 
 class Runs:

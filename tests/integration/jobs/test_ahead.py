@@ -190,3 +190,21 @@ def test_the_first_of_a_group_keeps_its_place_when_it_is_given_back(stage: Stage
     assert runner.release([job]) == ["returned"]
     assert (stage.field("a", "state"), stage.field("b", "state")) == ("waiting", "grouped")
     assert ids(claim(runner, 2)) == ["a"]
+
+
+def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: Stage) -> None:
+    runner = stage.runner()
+    stage.call(job_calls.configure({job_calls.weight("default"): "0"}))
+    fill(stage, "a", "b", "c")
+    _, *rest = ahead(runner, 1, 1)
+    assert runner.release(rest) == ["returned"]
+    assert (running(stage), ids(runner.held() or [])) == (1, ["a"])
+    assert sorted(ids(ahead(runner, 2, 0))) == ["b", "c"]
+
+
+def test_a_claim_tells_whose_type_has_a_limit(stage: Stage) -> None:
+    runner = stage.runner()
+    fill(stage, "free")
+    stage.enqueue("limited", name="narrow", idempotent=True)
+    stage.call(job_calls.configure({job_calls.limit("narrow"): "1"}))
+    assert {job.job_id: job.limited for job in ahead(runner, 2, 0)} == {"free": 0, "limited": 1}

@@ -266,3 +266,24 @@ def test_a_second_signal_kills_and_gives_the_jobs_back(fleet: Fleet) -> None:
     assert code(fleet.result("once")) == "JOB_OUTCOME_UNKNOWN"
     assert fleet.stage.field("again", "state") == "waiting"
     assert fleet.stage.field("again", "crashes") == "0"
+
+
+def test_what_a_second_signal_killed_in_an_outage_is_not_run_again(
+    fleet: Fleet,
+) -> None:
+    runner = fleet.start(slots=2, lease=30.0)
+    fleet.add("ends", script=Script(until=fleet.gate()), idempotent=True)
+    fleet.add("once", script=Script(until=fleet.gate("never")))
+    for job in ("ends", "once"):
+        fleet.started(job)
+    fleet.stage.client.execute("CLIENT", "PAUSE", 5000, "ALL")
+    fleet.open()  # its end, which cannot be written, keeps the runner until Valkey is back
+    eventually(lambda: runner.logged("job_queue_unreachable"), "the outage")
+    runner.send(signal.SIGINT)
+    eventually(lambda: runner.logged("stop_requested"), "the first signal")
+    runner.send(signal.SIGINT)
+    assert runner.wait() == 0
+    fleet.stage.client.timeout = 10.0
+    assert code(fleet.result("once")) == "JOB_OUTCOME_UNKNOWN"
+    assert fleet.result("ends").status is JobStatus.DONE
+    assert len(fleet.ledger("once")) == 1

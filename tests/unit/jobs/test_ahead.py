@@ -61,3 +61,11 @@ def test_one_is_cancelled_by_its_id_and_fence() -> None:
     assert waiting is not None
     assert waiting.claimed.job_id == "j1"
     assert ahead.fences() == {2}
+
+
+def test_what_comes_after_the_last_that_was_to_go_back_begins() -> None:
+    ahead = holding(1)
+    ahead.send_back()
+    assert ahead.cancel("j1", 1) is not None
+    ahead.add(ClaimedJob("j2", b"", 2, 1, 0), Job(job_id="j2", name="n"))
+    assert ahead.startable()

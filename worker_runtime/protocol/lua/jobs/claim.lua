@@ -11,7 +11,7 @@
 -- ARGV[8] types that are brief, comma separated
 --
 -- Returns {'jobs' or 'empty' or 'suspended' or 'stale' or 'lost', ms until a delayed job is due or -1,
--- {id, job, fence, attempt, crashes, ms that it waited since it was due}, …}. 'lost': the runner is no longer
+-- {id, job, fence, attempt, crashes, ms that it waited since it was due, 1 if its type has a limit}, …}. 'lost': the runner is no longer
 -- registered.
 open(KEYS[1])
 local reply = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6],

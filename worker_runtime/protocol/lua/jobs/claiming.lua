@@ -94,10 +94,11 @@ local function claim(runner, number, node, want, others, queues, ahead, brief)
     redis.call('HSET', key, 'state', 'running', 'runner', runner, 'node', node, 'fence', fence,
       'attempt', job[2] + 1, 'started_at', now)
     -- It stays for later claims: without a limit it costs them a ring in vain.
-    if set[LIMIT] or set[NODE_LIMIT] then redis.call('HSET', key, 'limited', 1) end
+    local limited = (set[LIMIT] or set[NODE_LIMIT]) and 1 or 0
+    if limited == 1 then redis.call('HSET', key, 'limited', 1) end
     redis.call('SADD', P .. 'held:' .. runner, id)
     count(name, node, 1)
-    return {id, job[1], fence, job[2] + 1, tonumber(job[3]), math.max(0, now - tonumber(job[4]))}
+    return {id, job[1], fence, job[2] + 1, tonumber(job[3]), math.max(0, now - tonumber(job[4])), limited}
   end
 
   -- One job of the queue whose turn it is; nil: nothing can run now, or nothing is to be taken `beyond` what was

@@ -23,6 +23,7 @@ for at = 2, #ARGV, 2 do
     let_go(ARGV[1], id, job[2], job[1], job[3], job[4])
     redis.call('HINCRBY', key, 'attempt', -1)
     local turn = -1 / (redis.call('HGET', META, 'weight:' .. job[2]) or 1)
+    if turn == -math.huge then turn = 0 end -- a weight of 0: its queue comes last, whatever its turns
     if redis.call('ZSCORE', P .. 'ready', job[2]) then
       redis.call('ZINCRBY', P .. 'ready', turn, job[2])
     else
