@@ -143,7 +143,7 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
     worker.tell_broker("away")
     order = stage.order()
     stage.enqueue(order, ttl_ms=60_000)
-    eventually(lambda: len(worker.ledger("login")) >= 2, "the order was popped, and its login failed")
+    eventually(lambda: worker.logged("order_postponed"), "the order was popped, and its login failed")
     of_another_server(stage)
     (worker.folder / "away").unlink()
     eventually(lambda: worker.logged("switch_of_another_server"), "the worker sees that")
