@@ -22,8 +22,10 @@ from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent,
 #: How an assignment's end reads that the worker itself reported, and nobody asked for here.
 CLOSED_BY_WORKER = "worker closed: "
 
-#: How PostgreSQL, or the driver, refuses a statement for its values: in a session, and in none.
+#: How PostgreSQL refuses a statement: in a session, and in none.
 _REFUSALS = (DBAPIError, asyncpg.PostgresError)
+#: Classes of SQLSTATE that say that the values are at fault: a data exception, a violated constraint.
+_OF_THE_VALUES = ("22", "23")
 
 log = structlog.get_logger()
 
@@ -41,12 +43,16 @@ class Recorder:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
         try:
             await self._record(events)
-        except _REFUSALS:
+        except _REFUSALS as refusal:
+            if not _for_its_values(refusal):
+                raise
             # PostgreSQL refuses one of them, and would refuse the batch for ever: the others must not wait.
             for event in events:
                 try:
                     await self._record([event])
                 except _REFUSALS as error:
+                    if not _for_its_values(error):
+                        raise
                     reason = type(getattr(error, "orig", error)).__name__
                     log.error("event_refused", kind=type(event).__name__, reason=reason)
 
@@ -77,6 +83,12 @@ class Recorder:
         else:
             reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end(session, claim_id=row.claim_id, reason=reason)
+
+
+def _for_its_values(error: Exception) -> bool:
+    """Then it is refused each time. Anything else, such as a right that is missing, can be put right."""
+    state = getattr(getattr(error, "orig", error), "sqlstate", None)
+    return str(state).startswith(_OF_THE_VALUES)
 
 
 def _report(recorded: orders.Recorded) -> None:

@@ -22,6 +22,9 @@ from worker_runtime.protocol.scripts import Script
 Argument = str | bytes | int | float
 
 _NOTHING = object()
+#: Replies of a server that cannot do its work now, or is no longer the one to ask: another connection may
+#: lead to another server.
+_UNABLE = ("READONLY", "LOADING", "MASTERDOWN")
 # The stubs of hiredis say a tuple of one; it takes any number.
 _pack = cast(Callable[[tuple[Argument, ...]], bytes], hiredis.pack_command)
 
@@ -152,6 +155,9 @@ class Link(asyncio.Protocol):
             elif self._replies:
                 waiting, _ = self._replies.popleft()
                 _resolve(waiting, reply)
+                if isinstance(reply, ResponseError) and str(reply).startswith(_UNABLE):
+                    self._lose(ConnectionError(str(reply)))
+                    return
             else:
                 self._lose(ConnectionError("Valkey replied to nothing"))
                 return

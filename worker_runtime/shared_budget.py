@@ -280,6 +280,8 @@ class SharedBudget:
             return False
         self._ahead = None
         if not (ahead.granted and ahead.fresh):
+            if ahead.granted:  # counted for nothing
+                self._guess.wrong()
             return False
         self._granted_at = ahead.asked_at
         self._guess.ordered(account)

@@ -73,7 +73,8 @@ class AnswerListener:
     @property
     def link(self) -> Link | None:
         """The connection on which answers come, for what each order asks of Valkey; None: there is none."""
-        return self._link
+        link = self._link
+        return None if link is None or link.lost.done() else link
 
     @property
     def pending(self) -> int:
@@ -126,24 +127,26 @@ class AnswerListener:
 
     async def _run(self) -> None:
         while True:
+            link = None
             try:
-                self._link = await Link.beside(self.client, self._deliver)
-                await self._connect(self._link)
-                await self._listen(self._link)
+                link = await Link.beside(self.client, self._deliver)
+                await self._connect(link)
+                await self._listen(link)
             except (RedisError, OSError) as error:
                 if self._generation is not None:
                     self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
             finally:
                 self._generation = None
                 self._tried.set()
-                if self._link is not None:
-                    self._link.close()
-                    self._link = None
+                self._link = None
+                if link is not None:
+                    link.close()
             await asyncio.sleep(RECONNECT_PERIOD)
 
     async def _connect(self, link: Link) -> None:
         # First of all: whatever is published from here on arrives.
         await link.subscribe(self.channel)
+        self._link = link
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
         self._tried.set()
         self._log.info("answers_connected", generation=self._generation, pending=self.pending)
@@ -152,7 +155,7 @@ class AnswerListener:
 
     async def _listen(self, link: Link) -> None:
         """Until the connection is lost; raises why."""
-        checking = asyncio.create_task(self._check())
+        checking = asyncio.create_task(self._check(link))
         try:
             either: set[asyncio.Future[Any]] = {checking, link.lost}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -162,9 +165,12 @@ class AnswerListener:
             raise link.lost.result()
         checking.result()
 
-    async def _check(self) -> None:
+    async def _check(self, link: Link) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD)
+            await link.execute(
+                "PING"
+            )  # a connection that was cut off without a word is dropped before an order
             generation = await valkey.ensure_generation(self.client, uuid4().hex)
             if generation != self._generation:
                 self._log.warning("generation_changed", before=self._generation, now=generation)

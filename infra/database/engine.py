@@ -105,6 +105,16 @@ def outages_named() -> Iterator[None]:
         raise
 
 
+def _single_arguments(url: str) -> dict[str, Any]:
+    """What asyncpg is to be told, as SQLAlchemy tells it for the same URL."""
+    _, address = asyncpg_dialect().create_connect_args(make_url(url))  # type: ignore[no-untyped-call]
+    address.pop("prepared_statement_name_func", None)
+    statements = address.pop("prepared_statement_cache_size", None)
+    if statements is not None:  # asyncpg's name for it; 0 behind a pooler that changes servers
+        address["statement_cache_size"] = statements
+    return {**address, **_CONNECT_SINGLE}
+
+
 class Database:
     """What repositories get: sessions, each in one transaction."""
 
@@ -115,8 +125,8 @@ class Database:
         # The same pool: only what each connection is told differs.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._singles = async_sessionmaker(single, expire_on_commit=False)
-        _, address = asyncpg_dialect().create_connect_args(make_url(url))  # type: ignore[no-untyped-call]
-        self._alone = SinglePool(lambda: asyncpg.connect(**address, **_CONNECT_SINGLE), pool_size)
+        arguments = _single_arguments(url)
+        self._alone = SinglePool(lambda: asyncpg.connect(**arguments), pool_size)
         self._patience = pool_wait
 
     @asynccontextmanager

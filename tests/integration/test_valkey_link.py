@@ -224,6 +224,17 @@ async def test_a_server_that_speaks_nonsense_is_left(nonsense: bytes) -> None:
         assert isinstance(await asyncio.wait_for(made.lost, 10), RedisError)
 
 
+@pytest.mark.parametrize("reply", ["READONLY You can't write", "LOADING the dataset", "MASTERDOWN Link"])
+async def test_a_server_that_cannot_do_its_work_is_left(reply: str) -> None:
+    async with scripted() as (server, link):
+        call = asyncio.ensure_future(link.execute("SET", "k", "v"))
+        await server.asked.wait()
+        server.say(f"-{reply}\r\n".encode())
+        with pytest.raises(ResponseError, match=reply):
+            await call
+        assert link.lost.done()
+
+
 async def test_a_reply_in_pieces_is_put_together() -> None:
     async with scripted() as (server, made):
         call = asyncio.create_task(made.execute("GET", "k"))

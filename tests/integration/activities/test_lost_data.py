@@ -6,6 +6,10 @@ import asyncio
 import uuid
 from datetime import UTC, date, datetime
 
+import asyncpg
+import pytest
+from sqlalchemy import text
+
 from activities.recorder import Recorder
 from activities.slot import ask
 from infra.database import accounts, orders
@@ -72,6 +76,23 @@ def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
         at_ms=1_000,
         **fields,  # type: ignore[arg-type]
     )
+
+
+async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> None:
+    user = await yard.user()
+    async with yard.database.session() as session:
+        [account] = [found.account_id for found in await accounts.of_user(session, user)]
+    order = await _accepted(yard, user, account)
+    event = _told(str(order.id), "told")
+    async with yard.database.session() as session:
+        await session.execute(text("alter table order_events rename to order_events_away"))
+    with pytest.raises(asyncpg.UndefinedTableError):
+        await Recorder(yard.database).handle([event])
+    async with yard.database.session() as session:
+        await session.execute(text("alter table order_events_away rename to order_events"))
+    await Recorder(yard.database).handle([event])
+    async with yard.database.session() as session:
+        assert (await orders.get(session, order.id)).state == "submitted"
 
 
 async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Yard) -> None:

@@ -16,12 +16,14 @@ from temporalio.client import Client
 
 from api.app import create_app
 from api.errors import ValkeyUnavailable
+from api.services import answers
 from api.services.answers import AnswerListener
 from api.services.container import VALKEY_TIMEOUT
 from infra import valkey
 from infra.database.migrate import migrate
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
 from infra.settings import Settings
+from infra.valkey_link import Link
 from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
 from tests.integration.api.lifecycle import Lifecycle, orchestrator
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
@@ -173,6 +175,60 @@ async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that
         await listener.start(3600.0)
         with pytest.raises(ValkeyUnavailable):
             _ = listener.generation
+        await listener.close()
+
+
+class Line:
+    """A way to a server, whose connections can be cut without a word to anybody."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open: list[asyncio.Event] = []
+
+    def cut(self) -> None:
+        for cut in self._open:
+            cut.set()
+
+    @property
+    def made(self) -> int:
+        return len(self._open)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, away = await asyncio.open_connection("127.0.0.1", self._port)
+        cut = asyncio.Event()
+        self._open.append(cut)
+
+        async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                if not cut.is_set():
+                    target.write(data)
+            target.close()
+
+        await asyncio.gather(carry(reader, away), carry(there, writer))
+
+
+async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_order_comes(
+    own_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "CHECK_PERIOD", 0.1)
+    line = Line(own_valkey.port)
+    server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    beside = Link.beside
+    async with (
+        server,
+        valkey.connect(own_valkey.url) as client,
+        valkey.connect(url, socket_timeout=0.5) as over_the_line,
+    ):
+        monkeypatch.setattr(Link, "beside", lambda _client, heard: beside(over_the_line, heard))
+        listener = AnswerListener(client)
+        await listener.start()
+        first = listener.link
+        assert first is not None
+        line.cut()
+        await until(lambda: listener.link not in (first, None))
+        assert first.lost.done()
+        assert line.made == 2
         await listener.close()
 
 

@@ -164,6 +164,17 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     await database.close()
 
 
+async def test_what_a_url_tells_sqlalchemy_is_heard_here_too(migrated_database: str) -> None:
+    options = "prepared_statement_cache_size=0&command_timeout=3&timeout=4"
+    database = Database(f"{migrated_database}?{options}", pool_size=1)
+    assert await said(database, "word") == "word"
+    prepared = Single(text("select count(*) as kept from pg_prepared_statements"))
+    row = await database.row(prepared, {})
+    assert row is not None
+    assert row["kept"] == 0
+    await database.close()
+
+
 async def test_the_answer_to_a_call_that_was_given_up_is_read_by_nobody_else(database: Database) -> None:
     cut = 0
     for number in range(30):
