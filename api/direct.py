@@ -1,6 +1,6 @@
 """The direct way of `POST /v1/users/{user_id}/orders`, past FastAPI's routing and dependencies.
 
-Those take 0.4 ms of CPU, a tenth of what an order costs the API. The route (`routes/orders.py`) describes
+Those took 0.4 ms of CPU, a tenth of what an order cost the API. The route (`routes/orders.py`) describes
 the operation and takes whatever is not plain: a query, another media type, a body that does not fit. So it
 alone says what is wrong with a request, and both ways lead to `routes.orders.placed`.
 """

@@ -187,6 +187,8 @@ class SharedBudget:
         ]
         if any(waits):
             self._ahead = None
+            if not all(waits):  # one of two owners has counted it for nothing
+                self._guess.wrong()
         else:
             ahead.granted = True
 
