@@ -9,6 +9,7 @@ from typing import Any
 import hiredis
 import pytest
 
+from worker_runtime import shared_budget
 from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.budget import What
@@ -224,6 +225,14 @@ def test_room_of_one_of_two_owners_is_none(replies: list[Any]) -> None:
     teller.budget.ask_ahead([ONE])
     teller.budget.answered_ahead(replies)
     assert teller.order(ONE) == 2
+
+
+def test_room_of_one_of_two_owners_was_counted_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_budget, "_SCARCE", 0.0)
+    teller = Teller(egress="10.0.0.1")
+    teller.budget.ask_ahead([ONE])
+    teller.budget.answered_ahead([GRANTED, REFUSED])
+    assert teller.budget.ask_ahead([ONE]) == []
 
 
 def test_no_two_calls_share_an_id() -> None:
