@@ -34,6 +34,11 @@ BATCH = 64
 #: Seconds that entries gather before the next read: an order's three events arrive within a few
 #: milliseconds, and one transaction for them costs what one for a single event does.
 GATHER = 0.02
+#: The same after a batch of more than one order's: many come, and each batch costs 2 ms of CPU before its first
+#: event. 60 ms took a third off what an order costs the orchestrator and PostgreSQL after its answer.
+GATHER_MORE = 0.06
+#: Events of one order, from its submission to its fill.
+ONE_ORDER = 4
 #: Milliseconds of one blocking read; the socket timeout is 5 s.
 BLOCK_MS = 1000
 #: Milliseconds after which an entry that its consumer has not acknowledged goes to another one.
@@ -84,7 +89,7 @@ class EventStream:
                 if handled == 0:
                     cursor = b">"
                 elif handled < BATCH:
-                    await asyncio.sleep(GATHER)
+                    await asyncio.sleep(GATHER if handled <= ONE_ORDER else GATHER_MORE)
                 if time.monotonic() >= self._upkeep_at:
                     self._upkeep_at = time.monotonic() + UPKEEP
                     await self.upkeep()
