@@ -142,6 +142,11 @@ class RequestQueue:
     async def marked(self, user_id: str) -> bool:
         return bool(await self._client.exists(keys.mark(user_id)))
 
+    async def remind(self, user_id: str) -> bool:
+        """`marked`, and rings again if requests wait: a frozen worker may have taken the ring."""
+        names = [keys.requests(user_id), keys.doorbell(user_id), keys.mark(user_id)]
+        return bool(await valkey.run(self._client, scripts.REMIND, names, []))
+
 
 def place_request(order: Order, reply_to: str, unknown_blocks: str = "symbol") -> PlaceOrder:
     """The request that an order's row stands for. `reply_to`: the channel of who waits, or ''."""

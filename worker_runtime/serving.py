@@ -228,6 +228,9 @@ class Serving:
             self._outbox.flush()
             self._desk.note()
             self._take_changes()
+            if postponed is None and not piece.more:
+                self._hungry = False
+                return False
         elif piece.kind == "fenced":
             self._board.fenced = 1
             self._outbox.tell(WorkerEventKind.FENCED, "at pop")

@@ -59,9 +59,10 @@ class Waiting:
         return BerthError("the worker could not be started")
 
     async def _look(self, user_id: str, request_id: str) -> bool:
-        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all."""
+        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all, and rings
+        again for a request that nobody has taken."""
         try:
             await self._answers.read(user_id, request_id)
-            return await self._queue.marked(user_id)
+            return await self._queue.remind(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

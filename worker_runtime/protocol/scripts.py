@@ -27,6 +27,7 @@ def _load(name: str) -> Script:
 ENQUEUE = _load("enqueue")
 WITHDRAW = _load("withdraw")
 OVERDUE = _load("overdue")
+REMIND = _load("remind")
 CONTROL = _load("control")
 POP = _load("pop")
 PUT_BACK = _load("put_back")
@@ -50,6 +51,7 @@ ALL = (
     ENQUEUE,
     WITHDRAW,
     OVERDUE,
+    REMIND,
     CONTROL,
     POP,
     PUT_BACK,

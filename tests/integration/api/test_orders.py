@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
+from activities.slot import ask
 from infra.database import orders
 from infra.database.engine import Database
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
@@ -37,6 +38,26 @@ async def test_an_order_is_answered_with_its_outcome(
     assert request.price == Decimal("1005.5")
     assert len(request.tag) == 6
     assert request.reply_to == api.services.answers.channel
+
+
+async def listeners(client: Redis, count: int) -> None:
+    """Waits until so many wait for a ring."""
+    while sum(each["cmd"] == "blpop" for each in await ask(client.client_list())) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_a_ring_that_went_to_a_frozen_worker_is_repeated(
+    api: Api, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
+) -> None:
+    # The worker that was replaced still stands first in Valkey's line of those who wait for a ring.
+    frozen = asyncio.create_task(ask(valkey_client.blpop([keys.doorbell(api.user)], timeout=4)))
+    await listeners(api.services.answers.client, 1)
+    worker = await start_worker(api.user)
+    await listeners(api.services.answers.client, 2)
+    answer = await user.post(f"/users/{api.user}/orders", json=an_order())
+    assert (answer.status_code, answer.json()["state"]) == (201, "filled")
+    assert await frozen is not None, "the ring went elsewhere"
+    assert len(worker.popped) == 1
 
 
 async def test_a_repeat_returns_the_first_outcome_and_places_nothing(

@@ -25,6 +25,7 @@ from worker_runtime.protocol.scripts import (
     OWN,
     POP,
     PUT_BACK,
+    REMIND,
     UNMARK,
     WITHDRAW,
 )
@@ -308,6 +309,19 @@ def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
     assert scripts.client.exists(*places) == 0
 
 
+def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) -> None:
+    own(scripts)
+    names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
+    assert scripts.run(REMIND, names) == 0
+    assert scripts.client.llen(keys.doorbell(USER)) == 0  # nothing waits
+    enqueue(scripts, "r")
+    scripts.client.lpop(keys.doorbell(USER))  # by a worker that is frozen
+    mark(scripts)
+    for _ in range(2):
+        assert scripts.run(REMIND, names) == 1
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
+
+
 class RequestQueue(RuleBasedStateMachine):
     """Any mix of enqueue, pop, lost replies and answers: each request is popped once, in order."""
 
@@ -344,6 +358,7 @@ class RequestQueue(RuleBasedStateMachine):
             return
         expected = self.queued.pop(0)
         assert reply[1].split("|")[1] == expected
+        assert reply[5] == (1 if self.queued else 0)
         self.processing[expected] = reply[1]
 
     @precondition(lambda self: self.last is not None)
@@ -354,6 +369,7 @@ class RequestQueue(RuleBasedStateMachine):
             self.took_the_next(again)
         else:
             assert again[1] == self.last[1]
+            assert again[5] == (1 if self.queued else 0)
 
     @precondition(lambda self: self.number > 0)
     @rule(data=st.data())

@@ -200,7 +200,7 @@ def settled(stage: Stage) -> int:
     """Orders that were counted when the worker had nothing more to do."""
     eventually(lambda: pops(stage) >= 2, "its own looks at the queue")
     eventually(lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard")
-    eventually(lambda: stage.client.execute("HGET", keys.pop(stage.user), "kind") == b"empty", "it is idle")
+    eventually(lambda: not stage.processing(), "it is idle")
     return sum(counted(stage))
 
 
