@@ -93,16 +93,23 @@ def outages_named() -> Iterator[None]:
     """Whatever tells that PostgreSQL is away, raised within, becomes `DatabaseUnavailable`."""
     try:
         yield
-    except (OSError, PoolTimeout, InterfaceError) as error:
-        raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
-    except (asyncpg.InterfaceError, asyncpg.PostgresError) as error:
-        if is_outage(error):
-            raise DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}") from error
-        raise
-    except DBAPIError as error:
-        if error.connection_invalidated or is_outage(error.orig):
-            raise DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}") from error
-        raise
+    except Exception as error:
+        outage = outage_of(error)
+        if outage is None:
+            raise
+        raise outage from error
+
+
+def outage_of(error: Exception) -> DatabaseUnavailable | None:
+    """What an error is called if it tells that PostgreSQL is away, else None."""
+    match error:
+        case OSError() | PoolTimeout() | InterfaceError():
+            return DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}")
+        case asyncpg.InterfaceError() | asyncpg.PostgresError() if is_outage(error):
+            return DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}")
+        case DBAPIError() if error.connection_invalidated or is_outage(error.orig):
+            return DatabaseUnavailable(f"PostgreSQL: {type(error.orig).__name__}")
+    return None
 
 
 def _single_arguments(url: str) -> dict[str, Any]:
@@ -126,7 +133,7 @@ class Database:
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._singles = async_sessionmaker(single, expire_on_commit=False)
         arguments = _single_arguments(url)
-        self._alone = SinglePool(lambda: asyncpg.connect(**arguments), pool_size)
+        self._alone = SinglePool(lambda: asyncpg.connect(**arguments), pool_size, self.pool_wait.add)
         self._patience = pool_wait
 
     @asynccontextmanager
@@ -152,11 +159,13 @@ class Database:
 
         Raises `DatabaseUnavailable`: then it may have been carried out or not.
         """
-        with outages_named():
-            started = time.perf_counter()
-            async with self._alone.connection(self._patience) as connection:
-                self.pool_wait.add(time.perf_counter() - started)
-                return await connection.fetchrow(single.text, *single.arguments(values))
+        try:
+            return await self._alone.row(single, values, self._patience)
+        except Exception as error:
+            outage = outage_of(error)
+            if outage is None:
+                raise
+            raise outage from error
 
     async def close(self) -> None:
         self._alone.close()

@@ -6,8 +6,8 @@ For what every order waits for: of the 1.3 ms that one took through SQLAlchemy's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import asyncpg
@@ -41,38 +41,54 @@ class Single:
 
 
 class SinglePool:
-    """At most `size` connections, made when they are needed; the one used last is used next."""
+    """At most `size` connections, made when they are needed; the one used last is used next.
 
-    def __init__(self, connect: Connect, size: int) -> None:
+    `waited` is told the seconds until there was a connection.
+    """
+
+    def __init__(self, connect: Connect, size: int, waited: Callable[[float], object]) -> None:
         self._connect = connect
         self._room = asyncio.Semaphore(size)
+        self._waited = waited
         self._free: list[asyncpg.Connection] = []
 
-    @asynccontextmanager
-    async def connection(self, wait: float) -> AsyncIterator[asyncpg.Connection]:
-        """A connection for one statement, within `wait` seconds. It stays if the statement ended, with a row
-        or with an error of its own; else a reply may still come, and nobody else may read it.
+    async def row(self, single: Single, values: Mapping[str, Any], wait: float) -> asyncpg.Record | None:
+        """The first row of a statement, on a connection that is there within `wait` seconds. It stays if the
+        statement ended, with a row or with an error of its own; else a reply may still come, and nobody else
+        may read it.
 
         Raises `TimeoutError`, and what connecting raises.
         """
-        async with asyncio.timeout(wait):
-            await self._room.acquire()
+        connection = await self._take(wait)
+        ended = False
+        try:
+            row = await connection.fetchrow(single.text, *single.arguments(values))
+            ended = True
+            return row
+        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            ended = not is_outage(error)
+            raise
+        finally:
+            self._room.release()  # nobody who waited for it runs before what follows
+            if ended and not connection.is_closed():
+                self._free.append(connection)
+            else:
+                connection.terminate()
+
+    async def _take(self, wait: float) -> asyncpg.Connection:
+        started = time.perf_counter()
+        if self._room.locked():
+            async with asyncio.timeout(wait):
+                await self._room.acquire()
+        else:
+            await self._room.acquire()  # at once, without a timer
         try:
             connection = self._idle() or await self._connect()
-            ended = False
-            try:
-                yield connection
-                ended = True
-            except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-                ended = not is_outage(error)
-                raise
-            finally:
-                if ended and not connection.is_closed():
-                    self._free.append(connection)
-                else:
-                    connection.terminate()
-        finally:
+        except BaseException:
             self._room.release()
+            raise
+        self._waited(time.perf_counter() - started)
+        return connection
 
     def _idle(self) -> asyncpg.Connection | None:
         while self._free:
