@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from api import log, problems
 from api.direct import DirectOrders
@@ -54,6 +55,17 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 """
 
 
+class _Api(FastAPI):
+    """Without the layers that FastAPI puts around those of the application: `RequestFrame`, the outermost of
+    these, answers every error and limits the body itself, so there was nothing left for them to do."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        layer: Any = super().build_middleware_stack()
+        while not isinstance(layer, RequestFrame):
+            layer = layer.app
+        return layer
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its clients are created when it starts, and closed when it stops."""
 
@@ -64,7 +76,7 @@ def create_app(settings: Settings) -> FastAPI:
             with on_stop(services.streams.end):
                 yield
 
-    app = FastAPI(
+    app = _Api(
         title="Berth",
         version=version("berth"),
         description=DESCRIPTION,
@@ -72,6 +84,8 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url="/v1/openapi.json",
         docs_url="/v1/docs",
         redoc_url=None,
+        # FastAPI's own OpenTelemetry. Nothing here exports any, and each request was asked who would take it.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     problems.install(app)
     app.add_middleware(DirectOrders)
