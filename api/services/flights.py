@@ -20,6 +20,7 @@ from api.services.orders import failure_of, moved_on, view_of
 from api.services.settling import Settlement, Settler
 from api.services.waiting import Waiting
 from infra import tasks
+from infra.database.models import Order as Row
 from infra.request_queue import Queued, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
@@ -34,12 +35,21 @@ GRACE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    order: Order
+    row: Row
     request: PlaceOrder
     #: Instant of the deadline on `time.monotonic`, seconds.
     deadline: float
-    #: False: a repeat, so the request may have been enqueued before.
-    first: bool
+    #: The order, further than its row, of a repeat: its request may have been enqueued before.
+    seen: Order | None = None
+
+    @property
+    def first(self) -> bool:
+        return self.seen is None
+
+    @property
+    def order(self) -> Order:
+        """As callers see it; made when it is asked for, so after the request is on its way."""
+        return view_of(self.row) if self.seen is None else self.seen
 
     @property
     def left(self) -> float:
@@ -81,7 +91,7 @@ class Flights:
         It returns the order as far as it came, with its failure before the broker. Raises
         `ValkeyUnavailable` if it is not certain that the order was enqueued.
         """
-        order_id = flight.order.id
+        order_id = flight.request.order_id
         task = self._tasks.get(order_id)
         if task is None:
             task = asyncio.create_task(self._follow(flight), name=f"order {order_id}")
@@ -103,20 +113,21 @@ class Flights:
             self._log.error("order_crashed", order=order_id, exc_info=error)
 
     async def _follow(self, flight: Flight) -> Landed:
-        order = flight.order
-        with self._answers.expect(order.user_id, order.id) as answer:
+        user_id, order_id = flight.request.user_id, flight.request.order_id
+        with self._answers.expect(user_id, order_id) as answer:
             try:
                 queued = await self._queue.enqueue(flight.request, flight.left)
                 if not queued.new:
-                    await self._answers.read(order.user_id, order.id)
+                    await self._answers.read(user_id, order_id)
             except RedisError as error:
-                self._log.warning("enqueue_failed", order=order.id, reason=type(error).__name__)
+                self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
                 raise ValkeyUnavailable("Valkey: whether the order was queued is not known") from None
+            order = flight.order  # while the worker is at it
             given_up = await self._wait(flight, queued, answer)
             if given_up is not None:
                 return Landed.of(given_up)
             found = answer.result()
-        outcome, code = outcome_of(found, order.id)
+        outcome, code = outcome_of(found, order_id)
         if outcome.withdrawn:
             return Landed.of(await self._withdrawn(order, found), found)
         self._settler.note(Settlement(outcome, code))
@@ -126,7 +137,7 @@ class Flights:
         """Returns None when the answer is there, else the order that was given up."""
         until, marked = flight.deadline + GRACE, queued.marked
         while not answer.done():
-            error = await self._waiting.wait(flight.order.user_id, queued, answer, until, marked=marked)
+            error = await self._waiting.wait(flight.request.user_id, queued, answer, until, marked=marked)
             if answer.done():
                 break
             given_up = await self._give_up(flight, queued, error or DeadlineExceeded())

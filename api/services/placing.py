@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -16,12 +15,13 @@ from api.services.answers import AnswerListener
 from api.services.checks import Checks
 from api.services.flights import Flight, Flights
 from api.services.orders import OrderBook, failure_of, view_of
+from infra import tasks
 from infra.database import orders, trading_limits
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.market.calendar import TAIPEI
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DuplicateOrder
-from worker_runtime.protocol.messages import OrderState, PlaceOrder
+from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 
 #: States in which an order may still be waiting in its queue.
 _WAITING = frozenset({OrderState.ACCEPTED, OrderState.QUEUED, OrderState.SUBMITTING})
@@ -126,9 +126,10 @@ class OrderPlacing:
         accepted = await self._accept(new)
         if not accepted.same_request:
             raise ClientOrderIdReused
-        row, order = accepted.order, view_of(accepted.order)
+        row = accepted.order
         if accepted.new:
-            return await self._fly(row, order, began + lasts, wait, lasts, first=True)
+            return await self._fly(Flight(row, self._request(row, lasts), began + lasts), wait)
+        order = view_of(row)
         try:
             order = await self._book.refreshed(order)
         except RedisError:
@@ -136,7 +137,7 @@ class OrderPlacing:
         left = (row.deadline_at - now).total_seconds()
         if order.state not in _WAITING or row.generation != generation or left <= 0:
             return Placed(order, new=False, failure=failure_of(order))
-        return await self._fly(row, order, began + left, wait, lasts, first=False)
+        return await self._fly(Flight(row, self._request(row, lasts), began + left, seen=order), wait)
 
     async def _accept(self, new: orders.NewOrder) -> orders.Accepted:
         """Checks and writes. A repeat is answered whatever the checks would say of it now."""
@@ -157,21 +158,20 @@ class OrderPlacing:
                     raise
             return await orders.accept(session, new)
 
-    async def _fly(
-        self, row: Row, order: schemas.Order, deadline: float, wait: float, lasts: float, *, first: bool
-    ) -> Placed:
+    def _request(self, row: Row, lasts: float) -> PlaceOrder:
         """`lasts`: seconds from its acceptance to its deadline."""
-        request = PlaceOrder(
-            request_id=order.id,
-            order_id=order.id,
-            user_id=order.user_id,
-            account_id=order.account_id,
-            symbol=order.symbol,
-            side=order.side,
-            quantity=order.quantity,
-            price_type=order.price_type,
-            price=order.price,
-            time_in_force=order.time_in_force,
+        order_id = str(row.id)
+        return PlaceOrder(
+            request_id=order_id,
+            order_id=order_id,
+            user_id=row.user_id,
+            account_id=row.account_id,
+            symbol=row.symbol,
+            side=Side(row.side),
+            quantity=row.quantity,
+            price_type=PriceType(row.price_type),
+            price=row.price,
+            time_in_force=TimeInForce(row.time_in_force),
             tag=row.tag,
             reply_to=self._answers.channel,
             generation=row.generation,
@@ -179,14 +179,17 @@ class OrderPlacing:
             unknown_blocks=self._unknown_blocks,
             lifetime_ms=max(1, round(lasts * 1000)),
         )
-        task = self._flights.join(Flight(order, request, deadline, first))
-        await asyncio.wait({task}, timeout=wait)
+
+    async def _fly(self, flight: Flight, wait: float) -> Placed:
+        task = self._flights.join(flight)
+        await tasks.done_within(task, wait)
+        new = flight.first
         if not task.done():
-            return Placed(order, new=first)
+            return Placed(flight.order, new=new)
         if task.cancelled():  # this process is stopping; the order goes on
-            return Placed(order, new=first)
+            return Placed(flight.order, new=new)
         error = task.exception()
         if isinstance(error, BerthError):
-            return Placed(order, new=first, failure=error)
+            return Placed(flight.order, new=new, failure=error)
         landed = task.result()
-        return Placed(landed.order, new=first, failure=landed.failure)
+        return Placed(landed.order, new=new, failure=landed.failure)
