@@ -17,8 +17,11 @@ _SHARED: list[Any] = [
 ]
 
 
+_encoder = json.JSONEncoder(default=str, separators=(",", ":"))  # `json.dumps` would make one for each line
+
+
 def _as_json(values: dict[str, Any], **options: Any) -> str:
-    return json.dumps(values, default=str, separators=(",", ":"))
+    return _encoder.encode(values)
 
 
 def configure(level: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import MutableMapping
+from secrets import token_hex
 from typing import Any
-from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,7 +36,7 @@ class RequestFrame:
             return
         began = time.perf_counter()
         headers = dict(scope["headers"])
-        request_id = _accepted_id(headers.get(b"x-request-id", b"")) or uuid4().hex
+        request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 
