@@ -60,6 +60,9 @@ class Link(asyncio.Protocol):
         self._session: LedgerSession | None = None
         self._address = ""
         self._buffer = bytearray()
+        #: What is said about the requests in hand: sent in one go, because each one costs a system call here
+        #: and another wake-up there.
+        self._said: list[bytes] | None = None
         self._login_timer: asyncio.TimerHandle | None = None
 
     # --- asyncio.Protocol -----------------------------------------------------------------------------
@@ -78,6 +81,14 @@ class Link(asyncio.Protocol):
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
+        self._said = []
+        try:
+            self._take_in(data)
+        finally:
+            self._say()
+            self._said = None
+
+    def _take_in(self, data: bytes) -> None:
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = rest
@@ -111,6 +122,7 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         self._log_out("the exchange closed the connection")
+        self._say()
         if self._transport is not None:
             self._transport.close()
 
@@ -259,6 +271,7 @@ class Link(asyncio.Protocol):
 
     def _cut(self) -> None:
         self._log_out("the line was cut")
+        self._say()
         if self._transport is not None:
             self._transport.abort()
 
@@ -268,7 +281,21 @@ class Link(asyncio.Protocol):
     def _send(self, message: Reply | OrderChanged | SessionEnded) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(encode(message) + b"\n")
+        if self._said is not None:
+            self._said.append(encode(message))
+        else:
+            self._write(encode(message) + b"\n")
+
+    def _say(self) -> None:
+        """Sends what was gathered; before the connection is closed or cut, too."""
+        if self._said:
+            lines, self._said = self._said, []
+            self._write(b"\n".join([*lines, b""]))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(data)
         if self._transport.get_write_buffer_size() > MAX_UNSENT:
             _log.warning("exchange.client_does_not_read")
             self._cut()
