@@ -45,6 +45,10 @@ class State(IntEnum):
     Draining = 8
 
 
+#: Slots of the words that are read at once.
+_LEASE_SESSION, _LEASE_SUPERVISOR, _FENCED = 12, 15, 16
+
+
 class _Number:
     """One 8-byte word of the board."""
 
@@ -73,11 +77,11 @@ class Board:
     claiming = _Number(9)  # session; 1 from the moment it acts on a claim
     epoch = _Number(10)  # session
     broker_open = _Number(11)  # session; 1 while a broker session may be open
-    lease_session = _Number(12)  # session; boot ns, end of the lease by its own renewals
+    lease_session = _Number(_LEASE_SESSION)  # session; boot ns, end of the lease by its own renewals
     pop_number = _Number(13)  # session; outlives it
     session_events = _Number(14)  # session; last sequence it used (even)
-    lease_supervisor = _Number(15)  # supervisor; boot ns, end of the lease by its renewals
-    fenced = _Number(16)  # supervisor, session; 1 for good
+    lease_supervisor = _Number(_LEASE_SUPERVISOR)  # supervisor; boot ns, end of the lease by its renewals
+    fenced = _Number(_FENCED)  # supervisor, session; 1 for good
     supervisor_events = _Number(17)  # supervisor; last sequence it used (odd)
     busy_until = _Number(18)  # session; monotonic ns until which a broker call may keep it from pulsing
     connected = _Number(19)  # session; 1 from the first time that all accounts were connected
@@ -100,6 +104,13 @@ class Board:
         self._memory = mmap.mmap(-1, _SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.numbers = memoryview(self._memory).cast("q")
         self.submissions = Submissions()
+        self._user_id = ""
+
+    def lease_end(self) -> int:
+        """Boot ns: the later of both ends of the lease; 0 once fenced. Asked twenty times an order, so it
+        reads the words themselves."""
+        numbers = self.numbers
+        return 0 if numbers[_FENCED] else max(numbers[_LEASE_SESSION], numbers[_LEASE_SUPERVISOR])
 
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
@@ -137,7 +148,9 @@ class Board:
 
     @property
     def user_id(self) -> str:
-        return self._read_text(_USER)
+        if not self._user_id and self.assigned:  # from here on it stays
+            self._user_id = self._read_text(_USER)
+        return self._user_id or self._read_text(_USER)
 
     @property
     def claim_id(self) -> str:

@@ -7,6 +7,7 @@ later moment; and it is checked in the thread that calls the broker.
 from __future__ import annotations
 
 import math
+from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from worker_runtime.board import Board
 from worker_runtime.boottime import SECOND, boot_ns
@@ -43,6 +44,4 @@ class Lease:
 
     def usable(self) -> float:
         """Seconds that a broker call may take from now; zero or less: call nothing."""
-        if self._board.fenced:
-            return 0.0
-        return self.left() - MARGIN
+        return (self._board.lease_end() - clock_gettime_ns(CLOCK_BOOTTIME)) / SECOND - MARGIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 from worker_runtime.backoff import Backoff
 from worker_runtime.board import Board, State
@@ -60,6 +61,8 @@ class Serving:
         self._wake = wake
         self._log = log
         self._lease = Lease(board)
+        #: Of this object: the one that takes the changes.
+        self._thread = get_ident()
         self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
         self._inlet = Inlet(client, board, config.worker_id)
         self._ledger = Ledger(board.epoch, outbox.event, log)
@@ -161,6 +164,8 @@ class Serving:
 
     def left(self) -> float:
         """Seconds until `step` is due again, at most one."""
+        if self._changes:
+            return 0.0
         waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
         if self._hungry and not self._parked:
             waits.append(self._retry.left())
@@ -274,7 +279,8 @@ class Serving:
     def _noticed(self, key: ConnectionKey, change: OrderChanged) -> None:
         """Called by the broker's adapter, from any thread."""
         self._changes.append((key, change))
-        self._wake()
+        if get_ident() != self._thread:  # this one comes to them by itself, before it waits
+            self._wake()
 
     def _take_changes(self) -> None:
         if not self._changes:

@@ -111,7 +111,7 @@ class Valkey:
         self._socket: socket.socket | None = None
         #: Seconds that sending and receiving may take at present, by socket option.
         self._patiences: dict[int, float] = {}
-        self._server = b""
+        self._server: str | None = None
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
 
     @property
@@ -154,7 +154,7 @@ class Valkey:
         link.settimeout(None)  # from here on the kernel's: `_patience`
         self._patiences.clear()
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
-        self._server = b""
+        self._server = None
         greeting = self._address.greeting()
         if greeting:
             for reply in self.pipeline(greeting):
@@ -226,10 +226,11 @@ class Valkey:
         """The run id of the server that this connection leads to: asked once for each connection, because a
         server that is restarted, or takes another one's place, breaks them all. Raises `ValkeyFailed`."""
         self.connect()
-        if not self._server:
+        if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
-            self._server = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
-        return self._server[len(_RUN_ID) :].decode()
+            found = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
+            self._server = found[len(_RUN_ID) :].decode()
+        return self._server
 
     def _send(self, commands: Sequence[Command]) -> None:
         self.connect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
@@ -70,6 +71,11 @@ HALTED = UserSwitch(every=SwitchState.HALTED)
 
 def switch_of(words: Sequence[bytes]) -> UserSwitch:
     """The switch that Valkey holds, from HGETALL; what is missing, or makes no sense, is halted."""
+    return _switch_of(tuple(words))
+
+
+@lru_cache(maxsize=8)  # read twice an order, and seldom another one
+def _switch_of(words: tuple[bytes, ...]) -> UserSwitch:
     fields = {name.decode(): value for name, value in zip(words[::2], words[1::2], strict=True)}
     version, every = fields.pop(VERSION, b""), _state(fields.pop(EVERY_ACCOUNT, b""))
     server = fields.pop(SERVER, b"").decode("utf-8", "replace")
