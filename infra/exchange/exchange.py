@@ -6,12 +6,12 @@ Every change is in the ledger before anybody hears of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import time
 from decimal import Decimal
 from itertools import count
 from time import time_ns
 
+import msgspec
 import structlog
 
 from infra.exchange import matching
@@ -30,7 +30,15 @@ from infra.exchange.schedule import draw
 from infra.exchange.sessions import Sessions
 from infra.exchange.tape import Tape
 from worker_runtime.protocol.errors import OrderRejected
-from worker_runtime.protocol.exchange import Balance, Coverage, OrderChanged, Place, Position, Replace
+from worker_runtime.protocol.exchange import (
+    Balance,
+    Coverage,
+    ExchangeOrder,
+    OrderChanged,
+    Place,
+    Position,
+    Replace,
+)
 from worker_runtime.protocol.messages import OrderState
 
 _log = structlog.get_logger()
@@ -38,11 +46,11 @@ _log = structlog.get_logger()
 _ON_TIMER = frozenset({FillMode.DELAYED, FillMode.GRADUAL})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """An order that the exchange took, and what it has to tell about it after the answer."""
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """An order that the exchange took, and what it has to tell about it: in the answer, and after it."""
 
     order: LedgerOrder
+    sent: ExchangeOrder
     events: tuple[OrderChanged, ...]
 
 
@@ -201,8 +209,9 @@ class Exchange:
             if behaviour.fill in _ON_TIMER:
                 self._settle_later(order.broker_order_id, behaviour)
         # A plain acceptance is told by the answer alone.
-        events = () if order.state is OrderState.SUBMITTED else self.tape.events_of(order, order.fills)
-        return Taken(order=order, events=events)
+        sent = order.as_sent()
+        events = () if order.state is OrderState.SUBMITTED else self.tape.events_of(sent, sent.fills)
+        return Taken(order=order, sent=sent, events=events)
 
     def orders(self, account: str) -> list[LedgerOrder]:
         """The account's orders of this trading day, and older ones that still rest."""
@@ -338,7 +347,8 @@ class Exchange:
             self._timers.pop(order.broker_order_id, None)
         else:
             self._book.put(changed)
-        self.tape.publish(order.account, self.tape.events_of(changed, new))
+        fills = [fill.as_sent() for fill in new]
+        self.tape.publish(order.account, self.tape.events_of(changed.as_sent(), fills))
         return changed
 
     def _resting_order(self, broker_order_id: str) -> LedgerOrder:

@@ -11,8 +11,7 @@ A process lock is not needed: SQLite's own lock in exclusive mode refuses a seco
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 
@@ -73,6 +72,9 @@ _ORDER_COLUMNS = (
     "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, price_type,"
     " price, time_in_force, state, reason, received_ms, updated_ms"
 )
+_INSERT_ORDER = (
+    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+)
 
 
 class LedgerInUse(BerthError):
@@ -85,6 +87,19 @@ class LedgerDamaged(BerthError):
     """The ledger file cannot be read."""
 
     code = "LEDGER_DAMAGED"
+
+
+class _Transaction:
+    """Commits at its end, unless an error ends it."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
 
 
 class Ledger:
@@ -123,16 +138,9 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> _Transaction:
         """All or nothing; nothing else may run in between, since it shares the connection."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        return _Transaction(self._db)
 
     # --- ids: in order, and never used again after a restart -------------------------------------------
 
@@ -256,7 +264,7 @@ class Ledger:
 
     def insert_order(self, order: LedgerOrder) -> None:
         self._db.execute(
-            f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+            _INSERT_ORDER,
             (
                 *(order.broker_order_id, order.account, order.session_id, order.client, order.tag),
                 *(order.client_note, order.symbol, order.side.value, order.quantity, order.price_type.value),

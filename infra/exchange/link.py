@@ -11,11 +11,12 @@ import structlog
 from infra.exchange.exchange import Exchange
 from infra.exchange.faults import FaultPoint
 from infra.exchange.limits import Call
-from infra.exchange.records import LedgerOrder, LedgerSession
+from infra.exchange.records import LedgerSession
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRejected, SessionDown
 from worker_runtime.protocol.exchange import (
     Cancel,
     ClientRequest,
+    ExchangeOrder,
     GetBalance,
     ListOrders,
     ListPositions,
@@ -203,7 +204,7 @@ class Link(asyncio.Protocol):
             self._cut()
             exchange.tape.publish(account, taken.events)
             return
-        reply = _reply_to_place(request.id, taken.order)
+        reply = _reply_to_place(request.id, taken.sent)
         lost = exchange.accounts.strikes(account, FaultPoint.LOST_ACK)
         late = 0.0
         if not lost and exchange.accounts.strikes(account, FaultPoint.LATE_ACK):
@@ -301,12 +302,10 @@ class Link(asyncio.Protocol):
             self._cut()
 
 
-def _reply_to_place(request_id: int, order: LedgerOrder) -> Reply:
+def _reply_to_place(request_id: int, order: ExchangeOrder) -> Reply:
     if order.state is OrderState.REJECTED:
-        return Reply(
-            id=request_id, error=OrderRejected.code, detail=order.reason or "", order=order.as_sent()
-        )
-    return Reply(id=request_id, order=order.as_sent())
+        return Reply(id=request_id, error=OrderRejected.code, detail=order.reason or "", order=order)
+    return Reply(id=request_id, order=order)
 
 
 def _id_of(line: bytes) -> int:

@@ -7,9 +7,10 @@ trading where the resting side sets the price.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from zlib import crc32
+
+import msgspec
 
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
@@ -23,8 +24,7 @@ _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an order that decides its match."""
 
     symbol: str
@@ -36,8 +36,7 @@ class Terms:
     tag: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the open rest of an order now. `quantity` is what is filled, in lots."""
 
     state: OrderState

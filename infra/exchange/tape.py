@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from infra.exchange.accounts import Accounts
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.faults import FaultPoint
-from infra.exchange.records import LedgerFill, LedgerOrder
-from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.messages import Fill
 
 
 class Tape:
@@ -34,14 +34,11 @@ class Tape:
         #: Until when (Unix milliseconds) the events of an account are lost.
         self._gaps: dict[str, int] = {}
 
-    def events_of(self, order: LedgerOrder, fills: tuple[LedgerFill, ...]) -> tuple[OrderChanged, ...]:
+    def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[OrderChanged, ...]:
         """One event for each fill, or one for the change of state when there is none."""
-        sent = order.as_sent()
         if not fills:
-            return (OrderChanged(event_id=self._new_event_id(), order=sent),)
-        return tuple(
-            OrderChanged(event_id=self._new_event_id(), order=sent, fill=fill.as_sent()) for fill in fills
-        )
+            return (OrderChanged(event_id=self._new_event_id(), order=order),)
+        return tuple(OrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills)
 
     def publish(self, account: str, events: tuple[OrderChanged, ...]) -> None:
         """Sends events to every session of the account."""
