@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_call = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
-    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+    if _call(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
