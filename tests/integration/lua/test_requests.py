@@ -25,7 +25,6 @@ from worker_runtime.protocol.scripts import (
     OWN,
     POP,
     PUT_BACK,
-    REMIND,
     UNMARK,
     WITHDRAW,
 )
@@ -102,12 +101,6 @@ def test_a_repeat_after_the_answer_is_still_a_repeat(scripts: Scripts) -> None:
     answer(scripts, "r", item)
     assert enqueue(scripts, "r")[0] == 0
     assert pop(scripts, 2)[0] == "empty"
-
-
-def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts) -> None:
-    for number in range(5):
-        enqueue(scripts, f"r{number}")
-    assert scripts.client.llen(keys.doorbell(USER)) == 1
 
 
 def test_enqueue_tells_whether_a_worker_is_there(scripts: Scripts) -> None:
@@ -307,19 +300,6 @@ def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
     assert scripts.run(UNMARK, places, 1, "w") == 0
     assert scripts.run(UNMARK, places, 2, "w") == 1
     assert scripts.client.exists(*places) == 0
-
-
-def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) -> None:
-    own(scripts)
-    names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
-    assert scripts.run(REMIND, names) == 0
-    assert scripts.client.llen(keys.doorbell(USER)) == 0  # nothing waits
-    enqueue(scripts, "r")
-    scripts.client.lpop(keys.doorbell(USER))  # by a worker that is frozen
-    mark(scripts)
-    for _ in range(2):
-        assert scripts.run(REMIND, names) == 1
-    assert scripts.client.llen(keys.doorbell(USER)) == 1
 
 
 class RequestQueue(RuleBasedStateMachine):

@@ -1,0 +1,27 @@
+"""The doorbell: one ring for all that waits, and another one when the first went to nobody."""
+
+from __future__ import annotations
+
+from tests.integration.lua.conftest import Scripts
+from tests.integration.lua.test_requests import USER, enqueue, mark, own
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.scripts import REMIND
+
+
+def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts) -> None:
+    for number in range(5):
+        enqueue(scripts, f"r{number}")
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
+
+
+def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) -> None:
+    own(scripts)
+    names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
+    assert scripts.run(REMIND, names) == 0
+    assert scripts.client.llen(keys.doorbell(USER)) == 0  # nothing waits
+    enqueue(scripts, "r")
+    scripts.client.lpop(keys.doorbell(USER))  # by a worker that is frozen
+    mark(scripts)
+    for _ in range(2):
+        assert scripts.run(REMIND, names) == 1
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
