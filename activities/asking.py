@@ -23,6 +23,8 @@ from worker_runtime.protocol.requests import AccountReport, QueryAccount, report
 #: Seconds between two looks at the response key: at first, and at the most.
 FIRST_LOOK = 0.02
 LONGEST_LOOK = 0.5
+#: Seconds after which a worker that has not answered is rung for again; then after twice as many.
+FIRST_RING = 1.0
 
 
 class Asking:
@@ -73,13 +75,16 @@ class Asking:
         return _report(answer)
 
     async def _wait(self, user_id: str, request_id: str, timeout: float) -> Answer | None:
-        deadline = time.monotonic() + timeout
-        pause = FIRST_LOOK
+        began = time.monotonic()
+        pause, ring_after = FIRST_LOOK, FIRST_RING
         while (answer := await self._queue.answer(user_id, request_id)) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - began
+            if waited >= timeout:
                 return None
-            await asyncio.sleep(min(pause, left))
+            if waited >= ring_after:
+                ring_after *= 2
+                await self._queue.remind(user_id)
+            await asyncio.sleep(min(pause, timeout - waited))
             pause = min(2 * pause, LONGEST_LOOK)
         return answer
 

@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
@@ -55,14 +55,16 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 """
 
 
-class _Api(FastAPI):
-    """Without the layers that FastAPI puts around those of the application: `RequestFrame`, the outermost of
-    these, answers every error and limits the body itself, so there was nothing left for them to do."""
+#: Layers that FastAPI puts around those of the application. `RequestFrame`, the outermost of these, answers
+#: every error and limits the body itself, so nothing is left for them to do. Any other one stays.
+_REDUNDANT = frozenset({"ServerErrorMiddleware", "ExceptionTelemetryMiddleware", "AppBodyLimitMiddleware"})
 
+
+class _Api(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
-        layer: Any = super().build_middleware_stack()
-        while not isinstance(layer, RequestFrame):
-            layer = layer.app
+        layer = super().build_middleware_stack()
+        while type(layer).__name__ in _REDUNDANT:
+            layer = cast(Any, layer).app
         return layer
 
 

@@ -143,8 +143,11 @@ class RequestQueue:
         return bool(await self._client.exists(keys.mark(user_id)))
 
     async def remind(self, user_id: str) -> bool:
-        """`marked`, and rings again if requests wait: a frozen worker may have taken the ring."""
-        names = [keys.requests(user_id), keys.doorbell(user_id), keys.mark(user_id)]
+        """`marked`, and rings again if anything waits: a frozen worker may have taken the ring."""
+        names = [
+            *(keys.requests(user_id), keys.doorbell(user_id)),
+            *(keys.mark(user_id), keys.control(user_id)),
+        ]
         return bool(await valkey.run(self._client, scripts.REMIND, names, []))
 
 

@@ -338,6 +338,8 @@ class Connections:
             place.listing_failed(error.code)
             return error
         limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
+        if limit <= 0:  # the budget took it all
+            return None
         try:
             with self._board.busy(limit):
                 self._reconcile(place.account.key, place.broker, limit)

@@ -39,8 +39,6 @@ class Piece:
     #: CLOCK_MONOTONIC ns since which Valkey's server is known: what was queued before may be a copy out of
     #: another server's time. 0 if nobody has noted it.
     server_since_ns: int = 0
-    #: There is more to pop. If not, the doorbell rings for whatever comes.
-    more: bool = True
 
 
 class Inlet:
@@ -123,9 +121,9 @@ class Inlet:
         )
         if ahead is not None:
             ahead.answered_ahead(told)
-        kind, item, remaining_ms, generation, *of_request = reply
+        kind, item, remaining_ms, generation, *switch = reply
         self._answered = True
-        held = switch_of(of_request[0]) if of_request else HALTED
+        held = switch_of(switch[0]) if switch else HALTED
         # A pop that is repeated after its reply was lost may bring a request from an unbound server.
         unbound = not held.holds_at(server)
         if unbound:
@@ -138,7 +136,6 @@ class Inlet:
             HALTED if unbound else held,
             unbound,
             self._since_ns if server == self._bound_to else asked,
-            not of_request or bool(of_request[1]),
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:

@@ -57,6 +57,8 @@ class Outbox:
         self._backoff = Backoff(0.05, 2.0)
         #: The last entry of `journal` is in Valkey, and it is ours.
         self.journaled = False
+        #: There may be more to pop. False, as the last answer said: the doorbell rings for whatever comes.
+        self.more = True
         #: What `ask_switch` last read, and whether that was a copy from another server's time.
         self.switch = HALTED
         self.unbound = False
@@ -99,13 +101,9 @@ class Outbox:
     def answer(self, item: bytes, answer: Answer, channel: str) -> None:
         """The answer to a popped item, which ends its processing."""
         user_id = self._board.user_id
-        self._put(
-            *evalsha(
-                ANSWER,
-                [keys.response(user_id, answer.request_id), keys.processing(user_id)],
-                [item, encode(answer), keys.ANSWER_TTL, channel],
-            )
-        )
+        self.more = True
+        names = keys.answering(user_id, answer.request_id)
+        self._put(*evalsha(ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]))
 
     def ask_switch(self) -> None:
         """Reads who may trade, with whatever else is sent; `switch` has it once `flush` has said true."""
@@ -114,6 +112,7 @@ class Outbox:
 
     def discard(self, item: bytes) -> None:
         """Ends the processing of an item that nobody can be answered about."""
+        self.more = True
         self._put("LREM", keys.processing(self._board.user_id), 1, item)
 
     def claim_reply(self, reply: ClaimReply) -> None:
@@ -157,7 +156,9 @@ class Outbox:
                 reply = self._client.execute("EVAL", ANSWER.source, *command[2:])
             if isinstance(reply, hiredis.ReplyError):
                 raise ValkeyRefused(str(reply).split(" ", 1)[0])
-            if command[0] == "SET":  # answered with what stood there before; our own after a lost reply
+            if command[0] == "EVALSHA":
+                self.more = bool(reply[1])
+            elif command[0] == "SET":  # answered with what stood there before; our own after a lost reply
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
                 switch = switch_of(reply)

@@ -233,7 +233,7 @@ class Serving:
             self._outbox.flush()
             self._desk.note()
             self._take_changes()
-            if postponed is None and not piece.more:
+            if postponed is None and not self._outbox.more:
                 self._hungry = False
                 return False
         elif piece.kind == "fenced":

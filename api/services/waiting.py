@@ -36,6 +36,7 @@ class Waiting:
         `marked`: a worker is taken to be there until the first look.
         """
         look = LOOK_PERIOD if queued.new else FIRST_LOOK
+        looks = 0
         while not answer.done() and (left := until - time.monotonic()) > 0:
             if not marked:
                 error = await self._started(user_id, answer, left)
@@ -44,7 +45,10 @@ class Waiting:
             await tasks.done_within(answer, min(look, max(0.0, until - time.monotonic())))
             look = min(look * 2, LOOK_PERIOD)
             if not answer.done():
-                marked = await self._look(user_id, queued.frame.request_id)
+                looks += 1
+                # At the looks 1, 2, 4, 8…: while its broker is away, an order stands in the queue on purpose.
+                ring = looks.bit_count() == 1
+                marked = await self._look(user_id, queued.frame.request_id, ring=ring)
         return None
 
     async def _started(self, user_id: str, answer: asyncio.Future[Answer], left: float) -> BerthError | None:
@@ -59,11 +63,11 @@ class Waiting:
             return error
         return BerthError("the worker could not be started")
 
-    async def _look(self, user_id: str, request_id: str) -> bool:
-        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all, and rings
-        again for a request that nobody has taken."""
+    async def _look(self, user_id: str, request_id: str, *, ring: bool) -> bool:
+        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all. `ring`: once
+        more, if nobody has taken the request."""
         try:
             await self._answers.read(user_id, request_id)
-            return await self._queue.remind(user_id)
+            return await (self._queue.remind if ring else self._queue.marked)(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

@@ -64,6 +64,7 @@ class Link(asyncio.Protocol):
         #: What is said about the requests in hand: sent in one go, because each one costs a system call here
         #: and another wake-up there.
         self._said: list[bytes] | None = None
+        self._said_bytes = 0
         self._login_timer: asyncio.TimerHandle | None = None
 
     # --- asyncio.Protocol -----------------------------------------------------------------------------
@@ -283,7 +284,11 @@ class Link(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._said is not None:
-            self._said.append(encode(message))
+            line = encode(message)
+            self._said.append(line)
+            self._said_bytes += len(line)
+            if self._said_bytes > MAX_LINE:
+                self._say()
         else:
             self._write(encode(message) + b"\n")
 
@@ -291,6 +296,7 @@ class Link(asyncio.Protocol):
         """Sends what was gathered; before the connection is closed or cut, too."""
         if self._said:
             lines, self._said = self._said, []
+            self._said_bytes = 0
             self._write(b"\n".join([*lines, b""]))
 
     def _write(self, data: bytes) -> None:

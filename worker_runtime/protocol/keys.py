@@ -82,6 +82,11 @@ def response(user_id: str, request_id: str) -> str:
     return f"trading:response:{{{user_id}}}:{request_id}"
 
 
+def answering(user_id: str, request_id: str) -> list[str]:
+    """KEYS of `answer.lua`."""
+    return [response(user_id, request_id), processing(user_id), requests(user_id), control(user_id)]
+
+
 def mark(user_id: str) -> str:
     return f"worker:active:{{{user_id}}}"
 

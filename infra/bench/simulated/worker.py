@@ -286,7 +286,7 @@ class SimulatedWorker:
         await self._link.run(
             Call(
                 ANSWER,
-                [keys.response(claim.user_id, asked.request_id), keys.processing(claim.user_id)],
+                keys.answering(claim.user_id, asked.request_id),
                 [
                     item,
                     encode(Answer(request_id=asked.request_id, failure=failure)),

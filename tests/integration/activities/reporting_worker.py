@@ -71,7 +71,7 @@ class ReportingWorker:
         await valkey.run(
             self._client,
             scripts.ANSWER,
-            [keys.response(user, query.request_id), keys.processing(user)],
+            keys.answering(user, query.request_id),
             [item, encode(self._answer(query)), keys.ANSWER_TTL, query.reply_to],
         )
         return True

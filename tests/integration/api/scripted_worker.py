@@ -126,7 +126,7 @@ class ScriptedWorker:
         return True
 
     async def answer(self, item: bytes, answer: Answer, channel: str) -> None:
-        names = [keys.response(self.user_id, answer.request_id), keys.processing(self.user_id)]
+        names = keys.answering(self.user_id, answer.request_id)
         await valkey.run(
             self._client, scripts.ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]
         )

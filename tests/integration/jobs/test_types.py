@@ -125,7 +125,7 @@ def session(stage: Stage, user_id: str, *failures: BerthError) -> Iterator[list[
                     balance=Balance(currency="TWD", cash=10, available=7),  # type: ignore[arg-type]
                 )
                 answer = Answer(request_id=query.request_id, report=told(report))
-            where = [keys.response(user_id, query.request_id), keys.processing(user_id)]
+            where = keys.answering(user_id, query.request_id)
             client.run(scripts.ANSWER, where, [popped, encode(answer), 60, query.reply_to])
 
     thread = threading.Thread(target=serve)

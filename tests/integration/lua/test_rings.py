@@ -16,7 +16,7 @@ def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts
 
 def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) -> None:
     own(scripts)
-    names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
+    names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)]
     assert scripts.run(REMIND, names) == 0
     assert scripts.client.llen(keys.doorbell(USER)) == 0  # nothing waits
     enqueue(scripts, "r")
@@ -25,3 +25,21 @@ def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) 
     for _ in range(2):
         assert scripts.run(REMIND, names) == 1
     assert scripts.client.llen(keys.doorbell(USER)) == 1
+
+
+def test_a_control_message_is_rung_for_again(scripts: Scripts) -> None:
+    own(scripts)
+    scripts.client.lpush(keys.control(USER), "reload")
+    scripts.run(REMIND, [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)])
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
+
+
+def test_a_repeated_request_rings_again_while_it_waits(scripts: Scripts) -> None:
+    own(scripts)
+    enqueue(scripts, "r")
+    scripts.client.lpop(keys.doorbell(USER))
+    assert enqueue(scripts, "r")[0] == 0
+    assert scripts.client.llen(keys.doorbell(USER)) == 1
+    scripts.client.delete(keys.doorbell(USER), keys.requests(USER))  # it was popped
+    enqueue(scripts, "r")
+    assert scripts.client.llen(keys.doorbell(USER)) == 0

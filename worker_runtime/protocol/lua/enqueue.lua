@@ -9,10 +9,18 @@
 -- ARGV[3] time to live, ms: the deadline is this far from now, by this server's clock
 -- ARGV[4] ms that the id is remembered after the deadline
 --
+-- A request that was seen before rings, too, if any waits: its ring may have gone to a worker that is frozen.
 -- Returns {1 if enqueued or 0 if seen before, the item as queued, the mark or ''}.
+local function ring()
+  if redis.call('LLEN', KEYS[3]) == 0 then
+    redis.call('LPUSH', KEYS[3], '1')
+  end
+end
+
 local mark = redis.call('GET', KEYS[4]) or ''
 local known = redis.call('GET', KEYS[1])
 if known then
+  if redis.call('EXISTS', KEYS[2]) == 1 then ring() end
   return {0, known, mark}
 end
 local time = redis.call('TIME')
@@ -21,7 +29,5 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local item = string.format('%d', now + ARGV[3]) .. '|' .. ARGV[1] .. '|' .. ARGV[2]
 redis.call('SET', KEYS[1], item, 'PX', ARGV[3] + ARGV[4])
 redis.call('LPUSH', KEYS[2], item)
-if redis.call('LLEN', KEYS[3]) == 0 then
-  redis.call('LPUSH', KEYS[3], '1')
-end
+ring()
 return {1, item, mark}

@@ -17,19 +17,13 @@
 -- connection broke or a session process died, and came late, so nobody reads its reply.
 -- Returns {kind, item, remaining ms, generation}; kind is 'control', 'request' (then moved to the
 -- processing list), 'empty', 'stale' (an older pop), 'fenced' (another epoch owns the user) or 'no_owner'. For
--- a request the remaining time is negative when its deadline has passed, and there follow the switch as it
--- stands now as {field, value, …}, empty when it is missing, which means halted; and 1 if there is more to pop,
--- else 0: then whatever comes later rings the doorbell, or finds it rung.
+-- a request the remaining time is negative when its deadline has passed, and the switch as it stands now
+-- follows as {field, value, …}: empty when it is missing, which means halted.
 local function remaining(item)
   local deadline = tonumber(string.match(item, '^(%d+)|'))
   if not deadline then return -1 end
   local time = redis.call('TIME')
   return deadline - (time[1] * 1000 + math.floor(time[2] / 1000))
-end
-
-local function request(item, left, generation)
-  local more = redis.call('EXISTS', KEYS[2], KEYS[3]) > 0 and 1 or 0
-  return {'request', item, left, generation, redis.call('HGETALL', KEYS[6]), more}
 end
 
 local owner = redis.call('HMGET', KEYS[1], 'epoch', 'worker', 'generation')
@@ -43,7 +37,7 @@ local same = last[1] == ARGV[3] or (last[1] and string.sub(last[1], 1, #ARGV[2] 
 if same and tonumber(last[2]) > tonumber(ARGV[4]) then return {'stale', '', 0, generation} end
 if repeated and last[3] ~= 'empty' then
   if last[3] ~= 'request' then return {last[3], last[4], 0, generation} end
-  return request(last[4], remaining(last[4]), generation)
+  return {last[3], last[4], remaining(last[4]), generation, redis.call('HGETALL', KEYS[6])}
 end
 
 local kind, item, left = 'control', redis.call('RPOP', KEYS[2]), 0
@@ -60,5 +54,5 @@ if not item then
 end
 redis.call('HSET', KEYS[5], 'session', ARGV[3], 'number', ARGV[4], 'kind', kind, 'item', item)
 redis.call('EXPIRE', KEYS[5], 3600)
-if kind == 'request' then return request(item, left, generation) end
+if kind == 'request' then return {kind, item, left, generation, redis.call('HGETALL', KEYS[6])} end
 return {kind, item, left, generation}
