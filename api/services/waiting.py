@@ -64,8 +64,10 @@ class Waiting:
         return BerthError("the worker could not be started")
 
     async def _look(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all. `ring`: once
-        more, if nobody has taken the request."""
+        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all.
+
+        `ring`: once more, if nobody has taken the request.
+        """
         try:
             await self._answers.read(user_id, request_id)
             return await (self._queue.remind if ring else self._queue.marked)(user_id)

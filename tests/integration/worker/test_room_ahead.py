@@ -226,6 +226,22 @@ def test_a_worker_counts_each_order_once(stage: Stage) -> None:
     assert settled(stage) - listing == 3
 
 
+def test_a_worker_pops_once_for_an_order_that_is_alone_and_until_the_queue_is_empty_for_more(
+    stage: Stage,
+) -> None:
+    stage.active()
+    settled(stage)
+    before = pops(stage)
+    assert stage.send().failure is None
+    assert pops(stage) == before + 1
+    orders = [stage.order() for _ in range(3)]
+    for order in orders:
+        stage.enqueue(order)
+    for order in orders:
+        assert stage.answer(order.request_id).failure is None
+    assert pops(stage) <= before + 4
+
+
 def test_a_worker_asks_ahead_when_it_is_rung_and_not_again_when_that_was_for_nothing(stage: Stage) -> None:
     stage.active()
     listing = settled(stage)
