@@ -1,0 +1,149 @@
+"""How a link of the paper adapter ends: whoever waits hears of it, all that had come is told, and nothing of
+it stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.worker_runtime.scripted_exchange import (
+    LONG,
+    SOON,
+    Heard,
+    ScriptedExchange,
+    event,
+    in_bytes,
+    readers,
+    scripted,
+    until,
+)
+from worker_runtime.brokers.paper_link import LinkLost, NothingSent
+from worker_runtime.protocol.exchange import OrderChanged, Ping, Reply
+
+
+class Held(Heard):
+    """Stands still at the event "slow" until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def __call__(self, change: OrderChanged) -> None:
+        super().__call__(change)
+        if change.event_id == "slow":
+            assert self.go_on.wait(SOON)
+
+
+@pytest.fixture
+def heard() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def exchange(heard: Held) -> Iterator[ScriptedExchange]:
+    with scripted(heard) as made:
+        yield made
+
+
+def assert_over(exchange: ScriptedExchange, reason: str) -> None:
+    """The reader has closed the socket and gone, and a call says why."""
+    until(lambda: readers() == 0)
+    assert exchange.own.fileno() == -1
+    with pytest.raises(NothingSent, match=reason):
+        exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
+
+
+def test_a_reset_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    _, other = exchange.call()
+    exchange.reset()
+    for waiting in (call, other):
+        with pytest.raises(LinkLost, match="ConnectionResetError"):
+            waiting.result(SOON)
+    assert_over(exchange, "ConnectionResetError")
+
+
+def test_a_reset_between_calls(exchange: ScriptedExchange) -> None:
+    exchange.reset()
+    assert_over(exchange, "ConnectionResetError")
+
+
+def test_the_exchange_hangs_up_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    exchange.send(event("last"))
+    exchange.hang_up()
+    with pytest.raises(LinkLost, match="the exchange closed the connection"):
+        call.result(SOON)
+    assert heard.names[-1] == "last"
+    assert_over(exchange, "the exchange closed the connection")
+
+
+def test_nonsense_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    exchange.peer.sendall(b"220 mail.example.com ESMTP\r\n")
+    with pytest.raises(LinkLost, match="what cannot be read"):
+        call.result(SOON)
+    assert_over(exchange, "what cannot be read")
+
+
+def test_nothing_is_believed_that_came_behind_nonsense(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    exchange.send(event("slow"))
+    heard.thread_of("slow")
+    nonsense = b"x" * 65535 + b"\n"  # as much as is read at once: the event is left in the socket
+    behind = nonsense + in_bytes(event("behind"))
+    exchange.peer.sendall(behind)
+    until(lambda: exchange.has_come(len(behind)))
+    heard.go_on.set()
+    with pytest.raises(LinkLost, match="what cannot be read"):
+        call.result(SOON)
+    assert_over(exchange, "what cannot be read")
+    assert heard.names[-1] == "slow"
+
+
+def test_a_line_without_end_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    piece = b"x" * 2**20
+    with contextlib.suppress(ConnectionError):  # it is hung up on in the midst of it
+        for _ in range(32):
+            exchange.peer.sendall(piece)
+    with pytest.raises(LinkLost, match="a line without end"):
+        call.result(SOON)
+    assert_over(exchange, "a line without end")
+
+
+def test_a_drop_by_another_thread_ends_a_call_that_reads(exchange: ScriptedExchange, heard: Held) -> None:
+    _, call = exchange.reading_call(heard)
+    _, other = exchange.call()
+    exchange.link.drop("no longer wanted")
+    for waiting in (call, other):
+        with pytest.raises(LinkLost, match="no longer wanted"):
+            waiting.result(SOON)
+    assert_over(exchange, "no longer wanted")
+    exchange.link.drop("again")
+    assert exchange.link.down_reason == "no longer wanted"
+
+
+def test_two_hundred_links_leave_nothing_open() -> None:
+    until(lambda: readers() == 0)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(200):
+        heard = Heard()
+        with scripted(heard) as exchange:
+            if number % 4 == 1:
+                asked, call = exchange.reading_call(heard)
+                exchange.send(Reply(id=asked))
+                call.result(SOON)
+            elif number % 4 == 2:
+                _, call = exchange.reading_call(heard)
+                exchange.reset()
+                assert isinstance(call.exception(SOON), LinkLost)
+            elif number % 4 == 3:
+                exchange.hang_up()
+    until(lambda: readers() == 0)
+    assert len(os.listdir("/proc/self/fd")) == before
