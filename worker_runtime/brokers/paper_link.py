@@ -60,7 +60,7 @@ class Link:
         self._waiting: dict[int, SimpleQueue[Reply | None]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         self.down_reason: str | None = None
-        #: It was shut down, and the reader is about to close it.
+        #: All was read that will be, and the reader is about to close the socket.
         self._over = False
         #: Whoever holds it receives.
         self._reading = threading.Lock()
@@ -139,6 +139,7 @@ class Link:
         while going:
             self._wanted.poll()
             with self._reading:
+                # A call's failure to read is final; what a drop left unread is still taken in.
                 going = not self._over and self._receive()
                 if not going:
                     self._wanted.close()
@@ -180,6 +181,7 @@ class Link:
             # timeout.
             reason = "the reader failed"
             self._log.crash("paper.reader_failed", error)
+        self._over = True
         self._go_down(reason)
         return False
 
@@ -224,9 +226,9 @@ class Link:
     def _go_down(self, reason: str) -> None:
         if self.down_reason is None:
             self.down_reason = reason
-        self._over = True
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes it
+            # Wakes the reader, which takes in what had come before, and closes it.
+            self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             self._log.debug("paper.already_disconnected")
         for number in list(self._waiting):

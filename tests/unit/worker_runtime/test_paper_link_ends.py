@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.worker_runtime.scripted_exchange import (
     LONG,
+    READER,
     SOON,
     Heard,
     ScriptedExchange,
@@ -127,6 +128,41 @@ def test_a_drop_by_another_thread_ends_a_call_that_reads(exchange: ScriptedExcha
     assert_over(exchange, "no longer wanted")
     exchange.link.drop("again")
     assert exchange.link.down_reason == "no longer wanted"
+
+
+@pytest.mark.parametrize("in_a_call", [True, False])
+def test_what_had_come_before_a_drop_is_told(
+    exchange: ScriptedExchange, heard: Held, in_a_call: bool
+) -> None:
+    call = exchange.reading_call(heard)[1] if in_a_call else None
+    exchange.send(event("slow"))
+    assert (heard.thread_of("slow") == READER) is not in_a_call
+    last = in_bytes(event("last"))
+    exchange.peer.sendall(last)
+    until(lambda: exchange.has_come(len(last)))
+    exchange.link.drop("no longer wanted")
+    heard.go_on.set()
+    heard.thread_of("last")
+    if call is not None:
+        with pytest.raises(LinkLost, match="no longer wanted"):
+            call.result(SOON)
+    assert_over(exchange, "no longer wanted")
+
+
+def test_what_had_come_before_a_reset_is_told_though_a_request_fails_first(
+    exchange: ScriptedExchange, heard: Held
+) -> None:
+    exchange.send(event("slow"))
+    heard.thread_of("slow")
+    last = in_bytes(event("last"))
+    exchange.peer.sendall(last)
+    until(lambda: exchange.has_come(len(last)))
+    exchange.reset()
+    with pytest.raises(NothingSent, match="the connection was lost"):
+        exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
+    heard.go_on.set()
+    heard.thread_of("last")
+    assert_over(exchange, "the connection was lost")
 
 
 def test_two_hundred_links_leave_nothing_open() -> None:
