@@ -62,8 +62,9 @@ class Link:
         self.down_reason: str | None = None
         #: All was read that will be, and the reader is about to close the socket.
         self._over = False
-        #: Whoever holds it receives.
+        #: Whoever holds it receives; the thread of the call that does, if it is one.
         self._reading = threading.Lock()
+        self._calling: int | None = None
         self._buffer = bytearray()
         #: What the reader waits for: nothing while a call reads.
         self._wanted = select.epoll()
@@ -106,9 +107,10 @@ class Link:
         return reply
 
     def drop(self, reason: str) -> None:
-        """Closes the socket and ends the reader; may be called twice, and from the reader itself."""
+        """Closes the socket and ends the reader; may be called twice, and from `on_order`."""
         self._go_down(reason)
-        if threading.current_thread() is not self._reader:
+        # From `on_order` the reader, or the call in its place, cannot end before this returns.
+        if threading.get_ident() not in (self._reader.ident, self._calling):
             self._reader.join(_READER_WAIT)
 
     def _send(self, data: bytes, deadline: float) -> None:
@@ -152,6 +154,7 @@ class Link:
         try:
             if self._over:
                 return
+            self._calling = threading.get_ident()
             self._wanted.modify(self._socket, 0)
             try:
                 while answer.empty():
@@ -161,6 +164,7 @@ class Link:
             finally:
                 self._wanted.modify(self._socket, select.EPOLLIN)
         finally:
+            self._calling = None
             self._reading.release()
 
     def _receive(self) -> bool:

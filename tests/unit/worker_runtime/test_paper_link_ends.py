@@ -131,6 +131,30 @@ def test_a_drop_by_another_thread_ends_a_call_that_reads(exchange: ScriptedExcha
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])
+def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
+    took: list[float] = []
+
+    def drops(change: OrderChanged) -> None:
+        heard(change)
+        if change.event_id == "drop":
+            began = time.monotonic()
+            made.link.drop("seen enough")
+            took.append(time.monotonic() - began)
+
+    for _ in range(5):
+        heard = Heard()
+        with scripted(drops) as made:
+            call = made.reading_call(heard)[1] if in_a_call else None
+            made.send(event("drop"))
+            assert (heard.thread_of("drop") == READER) is not in_a_call
+            if call is not None:
+                with pytest.raises(LinkLost, match="seen enough"):
+                    call.result(SOON)
+            assert_over(made, "seen enough")
+    assert min(took) < 0.3  # a wait for the reader, which waits for the observer, would take 0.4 s each time
+
+
+@pytest.mark.parametrize("in_a_call", [True, False])
 def test_what_had_come_before_a_drop_is_told(
     exchange: ScriptedExchange, heard: Held, in_a_call: bool
 ) -> None:
