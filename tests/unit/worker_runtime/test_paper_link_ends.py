@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -207,3 +208,26 @@ def test_two_hundred_links_leave_nothing_open() -> None:
                 exchange.hang_up()
     until(lambda: readers() == 0)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class NeverWritable(socket.socket):
+    """Takes nothing, and loses its connection meanwhile."""
+
+    exchange: ScriptedExchange
+
+    def send(self, *data: object) -> int:
+        self.exchange.link.drop("closed meanwhile")
+        raise BlockingIOError
+
+
+def test_a_connection_that_is_closed_while_a_request_waits_for_room() -> None:
+    def dial(address: tuple[str, int]) -> socket.socket:
+        own = NeverWritable()
+        own.connect(address)
+        return own
+
+    with scripted(Heard(), dial) as exchange:
+        assert isinstance(exchange.own, NeverWritable)
+        exchange.own.exchange = exchange
+        with pytest.raises(NothingSent, match="closed meanwhile"):
+            exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
