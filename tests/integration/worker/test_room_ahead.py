@@ -239,7 +239,8 @@ def test_a_worker_pops_once_for_an_order_that_is_alone_and_until_the_queue_is_em
         stage.enqueue(order)
     for order in orders:
         assert stage.answer(order.request_id).failure is None
-    assert pops(stage) <= before + 4
+    # A ring may come after its order was popped with the one before: a look at an empty queue.
+    assert pops(stage) <= before + 1 + 2 * len(orders)
 
 
 def test_a_worker_asks_ahead_when_it_is_rung_and_not_again_when_that_was_for_nothing(stage: Stage) -> None:
