@@ -151,12 +151,19 @@ class RequestQueue:
         return bool(await valkey.run(self._client, scripts.REMIND, names, []))
 
 
-def place_request(order: Order, reply_to: str, unknown_blocks: str = "symbol") -> PlaceOrder:
-    """The request that an order's row stands for. `reply_to`: the channel of who waits, or ''."""
-    lifetime = order.deadline_at - order.created_at
+def place_request(
+    order: Order, reply_to: str, unknown_blocks: str = "symbol", lasts: float | None = None
+) -> PlaceOrder:
+    """The request that an order's row stands for. `reply_to`: the channel of who waits, or ''.
+
+    `lasts`: seconds from its acceptance to its deadline; None: as its row says.
+    """
+    if lasts is None:
+        lasts = (order.deadline_at - order.created_at).total_seconds()
+    order_id = str(order.id)
     return PlaceOrder(
-        request_id=str(order.id),
-        order_id=str(order.id),
+        request_id=order_id,
+        order_id=order_id,
         user_id=order.user_id,
         account_id=order.account_id,
         symbol=order.symbol,
@@ -170,7 +177,7 @@ def place_request(order: Order, reply_to: str, unknown_blocks: str = "symbol") -
         generation=order.generation,
         reduce_only=order.reduce_only,
         unknown_blocks=unknown_blocks,
-        lifetime_ms=max(1, round(lifetime.total_seconds() * 1000)),
+        lifetime_ms=max(1, round(lasts * 1000)),
     )
 
 

@@ -20,8 +20,9 @@ from infra.database import orders, trading_limits
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.market.calendar import TAIPEI
+from infra.request_queue import place_request
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DuplicateOrder
-from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import OrderState, PlaceOrder
 
 #: States in which an order may still be waiting in its queue.
 _WAITING = frozenset({OrderState.ACCEPTED, OrderState.QUEUED, OrderState.SUBMITTING})
@@ -160,25 +161,7 @@ class OrderPlacing:
 
     def _request(self, row: Row, lasts: float) -> PlaceOrder:
         """`lasts`: seconds from its acceptance to its deadline."""
-        order_id = str(row.id)
-        return PlaceOrder(
-            request_id=order_id,
-            order_id=order_id,
-            user_id=row.user_id,
-            account_id=row.account_id,
-            symbol=row.symbol,
-            side=Side(row.side),
-            quantity=row.quantity,
-            price_type=PriceType(row.price_type),
-            price=row.price,
-            time_in_force=TimeInForce(row.time_in_force),
-            tag=row.tag,
-            reply_to=self._answers.channel,
-            generation=row.generation,
-            reduce_only=row.reduce_only,
-            unknown_blocks=self._unknown_blocks,
-            lifetime_ms=max(1, round(lasts * 1000)),
-        )
+        return place_request(row, self._answers.channel, self._unknown_blocks, lasts)
 
     async def _fly(self, flight: Flight, wait: float) -> Placed:
         task = self._flights.join(flight)

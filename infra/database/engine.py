@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,16 +88,19 @@ def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
         raise DisconnectionError
 
 
-@contextmanager
-def outages_named() -> Iterator[None]:
+class _OutagesNamed:
+    """A class: a generator as a context takes longer, and each order waits for it."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and (outage := outage_of(error)) is not None:
+            raise outage from error
+
+
+def outages_named() -> _OutagesNamed:
     """Whatever tells that PostgreSQL is away, raised within, becomes `DatabaseUnavailable`."""
-    try:
-        yield
-    except Exception as error:
-        outage = outage_of(error)
-        if outage is None:
-            raise
-        raise outage from error
+    return _OutagesNamed()
 
 
 def outage_of(error: Exception) -> DatabaseUnavailable | None:
@@ -159,13 +162,8 @@ class Database:
 
         Raises `DatabaseUnavailable`: then it may have been carried out or not.
         """
-        try:
+        with outages_named():
             return await self._alone.row(single, values, self._patience)
-        except Exception as error:
-            outage = outage_of(error)
-            if outage is None:
-                raise
-            raise outage from error
 
     async def close(self) -> None:
         self._alone.close()

@@ -19,6 +19,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.asking import Asking
 from activities.ensuring import Ensuring
 from activities.order_verifying import OrderVerifying
+from activities.slot import ask
 from infra.database import orders, worker_sessions
 from infra.database.engine import Database
 from infra.local.servers import TemporalServer
@@ -27,7 +28,7 @@ from infra.vault.master_key import MasterKeyRing
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.integration.activities.sweeping import Stage
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import SessionDown
+from worker_runtime.protocol.errors import SessionDown, WorkerUnavailable
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import (
     Answer,
@@ -249,3 +250,13 @@ async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: Stage) -> None:
     request = om.DemandAttention(order_id=str(order_id), reason="nobody knows")
     assert await ActivityEnvironment().run(verifying(stage).demand_attention, request)
     assert (await stage.row(order_id)).attention == "nobody knows"
+
+
+async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: Stage) -> None:
+    await stage.client.set(keys.mark(stage.user_id), "1:w")
+    asking = Asking(stage.client, Ensuring(stage.temporal, stage.settings))
+    question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
+    rings = [await ask(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
+    assert all(rings), "one ring, and nobody took the question"
+    with pytest.raises(WorkerUnavailable):
+        await question
