@@ -100,6 +100,7 @@ class Play:
         try:
             traders = [self._house.trader() for _ in range(TRADERS)]
             with ThreadPoolExecutor(max_workers=TRADERS) as threads:
+                list(threads.map(self._make_ready, traders))  # all of them, before the first kill
                 shares = threads.map(self._share, traders, range(TRADERS))
                 scenes = {name: scene for share in shares for name, scene in share.items()}
             found = self._settled()
@@ -118,9 +119,11 @@ class Play:
                     if not one.running:
                         one.start()
 
-    def _share(self, trader: Trader, number: int) -> dict[str, Scene]:
+    def _make_ready(self, trader: Trader) -> None:
         self._house.start_until_active(trader)
         self._until_told(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
+
+    def _share(self, trader: Trader, number: int) -> dict[str, Scene]:
         return {step.name: self._scene(trader, step) for step in STEPS[number::TRADERS]}
 
     def _scene(self, trader: Trader, step: Step) -> Scene:
