@@ -1,6 +1,7 @@
 """Waits in BLPOP on some lists, beside other descriptors, on a connection of its own.
 
-Unlike `Bell` it waits only when it is asked to: a busy runner must not take the rings of idle ones.
+Unlike `Bell` it waits only when it is asked to: a busy runner must not take the rings of idle ones. A command
+may be sent right behind the BLPOP: Valkey runs it once that returns, without a round trip between them.
 """
 
 from __future__ import annotations
@@ -8,21 +9,32 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import hiredis
 
 from worker_runtime.backoff import Backoff
 from worker_runtime.log import Log
-from worker_runtime.valkey import NOTHING, Valkey, ValkeyFailed
+from worker_runtime.valkey import NOTHING, Command, Valkey, ValkeyFailed
 
 #: Seconds that one BLPOP blocks, and past that after which the connection counts as dead.
 _BLOCK = 20
 _GRACE = 5.0
 
 
+class Behind(Protocol):
+    """What stands behind each BLPOP. If its connection breaks, it is not answered."""
+
+    def command(self) -> Command | None:
+        """Asked for at each BLPOP; None: nothing."""
+
+    def answered(self, reply: Any) -> bool:
+        """The reply of the command, which may be an error; true if the element needs no more attention."""
+
+
 class Listener:
-    """`on_element` gets what came; `on_connect` is called after each new connection, when things may have
-    been missed."""
+    """`on_element` gets what came; b"" if nothing came, but a command stood behind. `on_connect` is called
+    after each new connection, when things may have been missed."""
 
     def __init__(
         self,
@@ -31,12 +43,17 @@ class Listener:
         log: Log,
         on_element: Callable[[bytes], None],
         on_connect: Callable[[], None],
+        behind: Behind | None = None,
     ) -> None:
         self._client = client  # the listener's own
         self._selector = selector
         self._log = log
         self._on_element = on_element
         self._on_connect = on_connect
+        self._behind = behind
+        #: How many replies make an answer, and those that have come.
+        self._expected = 1
+        self._replies: list[Any] = []
         self._backoff = Backoff(0.05, 2.0)
         self._keys: tuple[str, ...] = ()
         self._silent_after = 0.0
@@ -92,27 +109,35 @@ class Listener:
 
     def _readable(self) -> None:
         try:
-            reply = self._client.ready()
+            while len(self._replies) < self._expected:
+                reply = self._client.ready()
+                if reply is NOTHING:
+                    return
+                self._replies.append(reply)
         except ValkeyFailed as error:
             self._drop(error.detail)
             return
-        if reply is NOTHING:
-            return
+        (reply, *behind), self._replies = self._replies, []
         if isinstance(reply, hiredis.ReplyError):
             self._drop(str(reply).split(" ", 1)[0])
             return
-        if not reply:  # nothing for `_BLOCK` seconds
+        if not reply and not behind:  # nothing for `_BLOCK` seconds
             self._wait()
             return
         self._keys = ()
-        self._on_element(reply[1])
+        if behind and self._behind is not None and self._behind.answered(behind[0]):
+            return
+        self._on_element(reply[1] if reply else b"")
 
     def _wait(self) -> bool:
+        behind = None if self._behind is None else self._behind.command()
+        wait: Command = ("BLPOP", *self._keys, _BLOCK)
         try:
-            self._client.send("BLPOP", *self._keys, _BLOCK)
+            self._client.send_all([wait] if behind is None else [wait, behind])
         except ValkeyFailed as error:
             self._drop(error.detail)
             return False
+        self._expected = 1 if behind is None else 2
         self._silent_after = time.monotonic() + _BLOCK + _GRACE
         return True
 
@@ -126,4 +151,5 @@ class Listener:
         if self._registered is not None:
             self._selector.unregister(self._registered)
             self._registered = None
+        self._replies.clear()
         self._client.close()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import hiredis
 import msgspec
 
 from worker_runtime.protocol import job_keys, job_scripts
@@ -23,7 +24,7 @@ from worker_runtime.protocol.job_messages import (
     read_result,
 )
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.valkey import Argument, Valkey
+from worker_runtime.valkey import Argument, Command, Valkey, evalsha
 
 #: Jobs that died, or whose runner died, this often are not run again.
 MAX_CRASHES = 3
@@ -102,6 +103,8 @@ class JobQueue:
         self._keys = [job_keys.meta(tag)]
         self._queues = ",".join(identity.queues)
         self._number = 0
+        #: Number of the last `held`: what older claims took stood in its reply, or they take nothing.
+        self._told = 0
         #: Whether other runners are there, which a claim may have to wake. A wrong guess costs a look.
         self.others = True
 
@@ -133,6 +136,20 @@ class JobQueue:
         *outcomes, claimed = self._run(job_scripts.TURN, *claim, FAILED_TTL, BOOST_MS, *ends)
         return [_text(outcome) for outcome in outcomes], _claims(claimed)
 
+    def claim_later(self, brief: str) -> tuple[int, Command]:
+        """A claim of one plain job (`claiming.lua`), to be sent behind a call that blocks; and its number."""
+        self._number += 1
+        about = (self.identity.node, 0, int(self.others), self._queues, 1, brief, 1)
+        return self._number, evalsha(
+            job_scripts.CLAIM, self._keys, (self.identity.runner_id, self._number, *about)
+        )
+
+    def claimed(self, number: int, reply: Any) -> Claims | None:
+        """What such a claim brought. None: nothing, or `held` has told of it since."""
+        if number < self._told or isinstance(reply, hiredis.ReplyError):
+            return None
+        return _claims(reply)
+
     def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
         """Gives jobs back that have not begun, as if they had not been claimed. Safe to repeat.
 
@@ -147,6 +164,7 @@ class JobQueue:
         No claim that is still under way takes anything after this.
         """
         self._number += 1
+        self._told = self._number
         reply = self._run(job_scripts.HELD, self.identity.runner_id, self._number)
         return None if reply[0] == b"lost" else [_job(item) for item in reply[1:]]
 

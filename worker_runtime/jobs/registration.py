@@ -107,6 +107,10 @@ class Registration:
         """`due`: seconds until a delayed job may run; None: there is none."""
         self._due_at = None if due is None else time.monotonic() + due
 
+    def look_up(self) -> None:
+        """The next `tend` asks what is in hand: the reply of a claim will never be read."""
+        self.up = False
+
     def cut_off(self, error: ValkeyFailed) -> None:
         """A call failed: nobody knows whether it was heard."""
         if self.up:

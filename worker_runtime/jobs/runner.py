@@ -16,10 +16,11 @@ from collections.abc import Callable
 from worker_runtime import kernel
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.crew import Crew
-from worker_runtime.jobs.listener import Listener
+from worker_runtime.jobs.listener import Behind, Listener
 from worker_runtime.jobs.queue import ClaimedJob, Claims
 from worker_runtime.jobs.registration import Registration
 from worker_runtime.jobs.registry import Registry
+from worker_runtime.jobs.ring_claim import RingClaim
 from worker_runtime.jobs.runs import Runs
 from worker_runtime.jobs.signals import SignalPipe
 from worker_runtime.log import Log
@@ -45,7 +46,8 @@ class Runner:
         self._runs = Runs(config.kill_grace)
         self._desk = Registration(config, self._runs, log, self._found, self._lost)
         self._crew = Crew(config, registry, self._selector, self._runs, self._desk, log)
-        self._bell = self._listener(self._rung)
+        self._ring_claim = RingClaim(self._crew, self._desk, self._served)
+        self._bell = self._listener(self._rung, self._ring_claim)
         self._mail = self._listener(self._told)
         self._ends = self._crew.ends
         self._ahead = self._crew.ahead
@@ -56,9 +58,13 @@ class Runner:
         #: It has been idle for long: one more look, with nobody waiting on the bell, then it ends.
         self._last_look = False
 
-    def _listener(self, on_element: Callable[[bytes], None]) -> Listener:
+    def _listener(self, on_element: Callable[[bytes], None], behind: Behind | None = None) -> Listener:
         client = Valkey(self._config.valkey_url)
-        return Listener(client, self._selector, self._log, on_element, self._missed)
+        return Listener(client, self._selector, self._log, on_element, self._missed, behind)
+
+    def _stop_listening(self) -> None:
+        self._bell.close()
+        self._ring_claim.give_up()
 
     def run(self) -> ExitCode:
         """Runs until told to stop. The first signal lets running jobs end, the second one kills them."""
@@ -123,7 +129,7 @@ class Runner:
             self._idle_since = time.monotonic()
         elif self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit:
             self._idle_since = time.monotonic()
-            self._bell.close()
+            self._stop_listening()
             self._last_look = self._hungry = True
 
     def _farewell(self) -> ExitCode:
@@ -208,14 +214,19 @@ class Runner:
     def _lost(self) -> None:
         self._crew.abandon()
         self._mail.close()
-        self._bell.close()
+        self._stop_listening()
         self._hungry = True
 
     # --- what comes in ----------------------------------------------------------------------------
 
+    def _served(self) -> None:
+        """The ring has brought a job: there may be more of them."""
+        self._hungry = True
+
     def _rung(self, _element: bytes) -> None:
         if self._crew.room() > 0:
             self._hungry = True
+            self._turn()  # before all else: somebody waits for this job
         else:
             self._pass_on()
 
@@ -253,4 +264,4 @@ class Runner:
             else:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
                 self._crew.stopping = True
-                self._bell.close()
+                self._stop_listening()

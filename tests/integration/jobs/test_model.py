@@ -88,6 +88,19 @@ class Machine(RuleBasedStateMachine):
             self._took(runner, taken.pop(0), expected)
         assert taken == []
 
+    @rule(which=st.integers(0, 1))
+    def claim_behind_a_ring(self, which: int) -> None:
+        runner = self.runners[which]
+        number, command = runner.claim_later(",".join(NAMES))
+        claims = runner.claimed(number, runner.client.execute(*command))
+        assert claims is not None
+        expected = self.model.expected()
+        if expected is None or not self.model.plain(expected):
+            assert claims.jobs == []
+            return
+        [job] = claims.jobs
+        self._took(runner, job, expected)
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:

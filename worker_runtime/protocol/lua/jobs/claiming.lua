@@ -16,11 +16,13 @@ local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 
 local MOST_PUT_OFF = 200
 
 -- The arguments and what is returned: see `claim.lua`.
-local function claim(runner, number, node, want, others, queues, ahead, brief)
+local function claim(runner, number, node, want, others, queues, ahead, brief, behind)
   local entry = P .. 'runner:' .. runner
-  local seen = redis.call('HMGET', entry, 'number', 'name')
+  local seen = redis.call('HMGET', entry, 'number', 'name', 'told')
   if not seen[1] then return {'lost', -1} end
-  if tonumber(seen[1]) >= tonumber(number) then return {'stale', -1} end
+  local last = seen[1]
+  if behind then last = seen[3] or 0 end
+  if tonumber(last) >= tonumber(number) then return {'stale', -1} end
   local now = clock()
   local due = promote(now)
   local put_off = 0
@@ -83,8 +85,7 @@ local function claim(runner, number, node, want, others, queues, ahead, brief)
         return nil
       end
     end
-    redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue)
-    settle_lane(queue, name)
+    settle_lane(queue, name, redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue))
     if not job[1] then return nil end -- somebody deleted it by hand
     if set[RATE] then
       if too_early(id, key, name, set) then return nil end
@@ -134,7 +135,7 @@ local function claim(runner, number, node, want, others, queues, ahead, brief)
   if suspended then reply[1] = 'suspended' end
   if put_off > 0 then reply[2] = put_off >= MOST_PUT_OFF and 0 or promote(now) end
   local busy = reply[1] == 'jobs' or redis.call('EXISTS', P .. 'held:' .. runner) == 1
-  redis.call('HSET', entry, 'number', number, 'state', busy and 'busy' or suspended and 'suspended' or 'idle')
+  redis.call('HSET', entry, 'number', behind and seen[1] or number, 'state', busy and 'busy' or suspended and 'suspended' or 'idle')
   -- One ring wakes one runner; with work left for others, the next one is woken.
   if reply[1] == 'jobs' and others then
     for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end

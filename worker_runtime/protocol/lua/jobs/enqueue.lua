@@ -29,7 +29,7 @@ if ARGV[7] ~= '' and not redis.call('SET', P .. 'unique:' .. ARGV[7], id, 'NX') 
   return {'duplicate', redis.call('GET', P .. 'unique:' .. ARGV[7])}
 end
 local now, us = clock()
-local meta = redis.call('HMGET', META, 'sequence', 'boost:' .. queue)
+local meta = redis.call('HMGET', META, 'sequence', 'boost:' .. queue, 'pass:' .. queue)
 local position = sequence(us, meta[1])
 local score = position + delay * 1000 - ARGV[5] * (meta[2] or ARGV[10]) * 1000
 local fields = {'body', ARGV[2], 'name', ARGV[3], 'queue', queue, 'priority', ARGV[5], 'idempotent', ARGV[6],
@@ -66,6 +66,6 @@ end
 if delay > 0 then
   place(id, now)
 else
-  shelve(id, queue, ARGV[3], score)
+  shelve(id, queue, ARGV[3], score, meta[3])
 end
 return {'queued', id}

@@ -8,7 +8,7 @@
 open(KEYS[1])
 local runner = P .. 'runner:' .. ARGV[1]
 if redis.call('EXISTS', runner) == 0 then return {'lost'} end
-redis.call('HSET', runner, 'number', ARGV[2])
+redis.call('HSET', runner, 'number', ARGV[2], 'told', ARGV[2])
 local reply = {'ok'}
 for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
   local job = redis.call('HMGET', P .. 'job:' .. id, 'body', 'fence', 'attempt', 'crashes')

@@ -39,8 +39,9 @@ local function ring(queue)
   end
 end
 
--- Sets where a lane stands among its queue's lanes, by the score of its first job.
-local function settle_lane(queue, name)
+-- Sets where a lane stands among its queue's lanes, by the score of its first job. `pass`: where the queue stands
+-- among the queues, for a caller who knows.
+local function settle_lane(queue, name, pass)
   local lanes = P .. 'lanes:' .. queue
   local head = redis.call('ZRANGE', P .. 'lane:' .. queue .. ':' .. name, 0, 0, 'WITHSCORES')
   if head[1] then
@@ -49,21 +50,22 @@ local function settle_lane(queue, name)
   end
   redis.call('ZREM', lanes, name)
   if redis.call('EXISTS', lanes) == 0 then
-    local pass = redis.call('ZSCORE', P .. 'ready', queue)
+    pass = pass or redis.call('ZSCORE', P .. 'ready', queue)
     if pass then redis.call('HSET', META, 'pass:' .. queue, pass) end
     redis.call('ZREM', P .. 'ready', queue)
   end
 end
 
 -- Puts a job into its lane. A queue that was empty comes back level with the others: it saves up no turns.
-local function shelve(id, queue, name, score)
+-- `pass`: where it stood when it ran empty (false: never), for a caller who knows.
+local function shelve(id, queue, name, score, pass)
   redis.call('ZADD', P .. 'lane:' .. queue .. ':' .. name, score, id)
-  redis.call('ZADD', P .. 'lanes:' .. queue, 'LT', score, name)
-  if not redis.call('ZSCORE', P .. 'ready', queue) then
-    local pass = tonumber(redis.call('HGET', META, 'pass:' .. queue) or 0)
+  if redis.call('ZADD', P .. 'lanes:' .. queue, 'LT', score, name) == 1 then -- a queue with a lane has its place
+    if pass == nil then pass = redis.call('HGET', META, 'pass:' .. queue) end
+    pass = tonumber(pass or 0)
     local first = redis.call('ZRANGE', P .. 'ready', 0, 0, 'WITHSCORES')
     if first[2] and tonumber(first[2]) > pass then pass = tonumber(first[2]) end
-    redis.call('ZADD', P .. 'ready', pass, queue)
+    redis.call('ZADD', P .. 'ready', 'NX', pass, queue)
   end
   ring(queue)
 end

@@ -1,0 +1,199 @@
+"""The claim that stands behind the bell: whom a ring wakes has the job already, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
+from tests.integration.jobs.stage import Stage, claim, end, ids
+from tests.integration.jobs.test_hands import warm
+from worker_runtime.jobs.queue import Claims, JobQueue
+from worker_runtime.protocol import job_calls
+from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.valkey import Valkey
+
+
+class Sleeper:
+    """A runner that waits on its bell, with a claim behind it."""
+
+    def __init__(self, stage: Stage, bell: Valkey) -> None:
+        self.queue: JobQueue = stage.runner()
+        self._bell = bell
+        self._number, behind = self.queue.claim_later("work")
+        bell.send_all([("BLPOP", *self.queue.bells(), 0), behind])
+
+    def woken(self) -> Claims | None:
+        """What the ring has brought."""
+        rung, reply = self._bell.receive(), self._bell.receive()
+        assert rung[1] == b"1"
+        return self.queue.claimed(self._number, reply)
+
+
+@pytest.fixture
+def sleeper(stage: Stage) -> Any:
+    bell = Valkey(stage.url, timeout=25.0)
+    yield Sleeper(stage, bell)
+    bell.close()
+
+
+def brought(claims: Claims | None) -> tuple[str, list[str]]:
+    assert claims is not None
+    return claims.status, ids(claims.jobs)
+
+
+def test_a_ring_brings_the_job(stage: Stage, sleeper: Sleeper) -> None:
+    stage.enqueue("j", idempotent=True)
+    claims = sleeper.woken()
+    assert brought(claims) == ("jobs", ["j"])
+    assert claims is not None
+    assert end(sleeper.queue, claims.jobs[0]) == "done"
+
+
+@pytest.mark.parametrize("fields", [{"idempotent": False}, {"group": "g"}, {"name": "other"}])
+def test_a_job_that_is_not_plain_waits_for_the_claim_after_the_ring(
+    stage: Stage, sleeper: Sleeper, fields: dict[str, Any]
+) -> None:
+    stage.enqueue("j", **{"idempotent": True, **fields})
+    assert brought(sleeper.woken()) == ("empty", [])
+    assert ids(claim(sleeper.queue)) == ["j"]
+
+
+def test_a_suspended_runner_gets_nothing_by_a_ring(stage: Stage, sleeper: Sleeper) -> None:
+    stage.call(job_calls.suspend())
+    stage.enqueue("j", idempotent=True)
+    assert brought(sleeper.woken()) == ("suspended", [])
+    assert stage.field("j", "state") == "waiting"
+
+
+def test_claims_that_come_between_do_not_make_it_stale(stage: Stage, sleeper: Sleeper) -> None:
+    assert claim(sleeper.queue) == []
+    stage.enqueue("j", idempotent=True)
+    assert brought(sleeper.woken()) == ("jobs", ["j"])
+    stage.enqueue("k", idempotent=True)
+    assert ids(claim(sleeper.queue)) == ["k"]  # nor is that one late now
+
+
+def test_it_takes_nothing_once_its_runner_was_told_what_it_holds(stage: Stage, sleeper: Sleeper) -> None:
+    assert sleeper.queue.held() == []
+    stage.enqueue("j", idempotent=True)
+    assert sleeper.woken() is None
+    assert stage.field("j", "state") == "waiting"
+
+
+def test_a_reply_is_not_read_once_its_job_was_found_in_hand(stage: Stage, sleeper: Sleeper) -> None:
+    stage.enqueue("j", idempotent=True)
+    [found] = eventually(sleeper.queue.held, "the job in hand")
+    assert found.job_id == "j"
+    assert sleeper.woken() is None
+
+
+# --- real runners ---------------------------------------------------------------------------------
+
+
+def asleep(fleet: Fleet, runner: RunnerProcess) -> list[str]:
+    """Stops a runner that waits on its bell and its mail. The ids of these connections."""
+    sleeping = eventually(lambda: found if len(found := waiting(fleet)) == 2 else None, "a runner that waits")
+    runner.send(signal.SIGSTOP)
+    return sleeping
+
+
+def waiting(fleet: Fleet) -> list[str]:
+    """Ids of the connections that wait in BLPOP."""
+    clients = fleet.stage.client.execute("CLIENT", "LIST").decode().splitlines()
+    told = [dict(field.partition("=")[::2] for field in client.split()) for client in clients]
+    return [client["id"] for client in told if "b" in client["flags"]]
+
+
+@dataclass
+class Rung:
+    """A runner that stands still, with the job in hand that a ring has brought."""
+
+    runner: RunnerProcess
+    job_id: str
+    connections: list[str]
+
+
+@pytest.fixture
+def rung(fleet: Fleet) -> Rung:
+    runner = warm(fleet)
+    for number in range(50):  # on a slow host even these jobs are not always brief
+        connections, job_id = asleep(fleet, runner), f"j{number}"
+        fleet.add(job_id, idempotent=True)
+        eventually(lambda: len(waiting(fleet)) < 2, "the ring")
+        if fleet.stage.field(job_id, "state") == "running":
+            return Rung(runner, job_id, connections)
+        runner.send(signal.SIGCONT)
+        fleet.result(job_id)
+    raise AssertionError("no ring has brought a job")
+
+
+def ran_once(fleet: Fleet, job_id: str) -> bool:
+    return fleet.result(job_id).status == JobStatus.DONE and len(fleet.ledger(job_id)) == 1
+
+
+def test_whom_a_ring_wakes_has_the_job_already(fleet: Fleet, rung: Rung) -> None:
+    rung.runner.send(signal.SIGCONT)
+    assert ran_once(fleet, rung.job_id)
+    assert fleet.result(rung.job_id).attempt == 1
+
+
+def test_a_job_that_must_not_run_twice_is_not_taken_by_who_stands_still(fleet: Fleet) -> None:
+    asleep(fleet, warm(fleet))
+    fleet.add("j")
+    eventually(lambda: len(waiting(fleet)) == 1, "the ring")
+    assert fleet.stage.field("j", "state") == "waiting"
+    fleet.start("two")
+    assert fleet.result("j").attempt == 1
+
+
+@pytest.mark.parametrize("whose", ["the bell's", "all"])
+def test_a_claim_whose_connection_broke_is_found_again(fleet: Fleet, rung: Rung, whose: str) -> None:
+    if whose == "all":
+        fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
+    else:
+        for connection in rung.connections:
+            fleet.stage.client.execute("CLIENT", "KILL", "ID", connection)
+    rung.runner.send(signal.SIGCONT)
+    assert ran_once(fleet, rung.job_id)
+    assert fleet.result(rung.job_id).attempt == 1
+    fleet.add("next", idempotent=True)
+    assert ran_once(fleet, "next")
+
+
+def test_who_is_told_to_stop_with_the_ring_loses_no_job(fleet: Fleet, rung: Rung) -> None:
+    rung.runner.send(signal.SIGTERM)
+    rung.runner.send(signal.SIGCONT)
+    assert rung.runner.wait() == 0
+    fleet.start("two")
+    assert ran_once(fleet, rung.job_id)
+
+
+def test_what_a_killed_runner_was_rung_for_runs_elsewhere(fleet: Fleet, rung: Rung) -> None:
+    rung.runner.send(signal.SIGKILL)
+    fleet.start("two")
+    assert ran_once(fleet, rung.job_id)
+
+
+def test_who_stands_still_past_its_lease_does_not_begin_what_it_was_rung_for(
+    fleet: Fleet, rung: Rung
+) -> None:
+    fleet.start("two")
+    assert ran_once(fleet, rung.job_id)
+    rung.runner.send(signal.SIGCONT)
+    eventually(lambda: rung.runner.logged("job_runner_lost"), "the runner's notice")
+    fleet.add("next", idempotent=True)
+    assert ran_once(fleet, "next")
+    assert len(fleet.ledger(rung.job_id)) == 1
+
+
+def test_after_a_flush_a_ring_brings_a_job_again(fleet: Fleet) -> None:
+    runner = warm(fleet)
+    asleep(fleet, runner)
+    fleet.stage.client.execute("FLUSHALL")
+    fleet.add("j", idempotent=True)
+    runner.send(signal.SIGCONT)
+    assert ran_once(fleet, "j")

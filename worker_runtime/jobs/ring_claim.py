@@ -1,0 +1,55 @@
+"""The claim that stands behind the bell: whom a ring wakes has the job already.
+
+Without it a ring costs a round trip, 0.3 of the 1.7 ms from a producer's call to the job's first line
+(measured). It takes one plain job of a brief type, as claims ahead do (`claiming.lua`): a runner that stands
+still, or dies between the ring and its next step, delays only a job that may run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from worker_runtime.jobs.crew import Crew
+from worker_runtime.jobs.registration import Registration
+from worker_runtime.valkey import Command
+
+
+class RingClaim:
+    """What a `Listener` sends behind its BLPOP. `served` is called when that has brought a job."""
+
+    def __init__(self, crew: Crew, desk: Registration, served: Callable[[], None]) -> None:
+        self._crew = crew
+        self._desk = desk
+        self._served = served
+        #: Of the claim that is under way; 0: none.
+        self._number = 0
+
+    def command(self) -> Command | None:
+        self.give_up()
+        if not self._desk.up or self._crew.spare() <= 0:
+            return None
+        self._number, command = self._desk.queue.claim_later(self._crew.pace.brief)
+        return command
+
+    def answered(self, reply: Any) -> bool:
+        """True if it has brought a job. What it brings while Valkey cannot be asked is found there later."""
+        number, self._number = self._number, 0
+        claims = self._desk.queue.claimed(number, reply) if self._desk.up else None
+        if claims is None:
+            return False
+        if claims.status == "lost":
+            self._desk.lost()
+            return False
+        if not claims.jobs or not self._desk.assure(self._crew.stopping):
+            return False
+        for claimed in claims.jobs:
+            self._crew.take_in(claimed)
+        self._served()
+        return True
+
+    def give_up(self) -> None:
+        """Its connection is closed: nobody knows whether it has taken a job, so the queue is asked."""
+        if self._number:
+            self._number = 0
+            self._desk.look_up()
