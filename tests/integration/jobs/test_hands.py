@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,9 @@ from worker_runtime.protocol.job_messages import JobStatus
 BEHIND = [f"behind{number}" for number in range(6)]
 
 
-def warm(fleet: Fleet) -> RunnerProcess:
+def warm(fleet: Fleet, **fields: Any) -> RunnerProcess:
     """A runner that has seen that these jobs are brief."""
-    runner = fleet.start(recycle=50, log_level="DEBUG")
+    runner = fleet.start(recycle=50, log_level="DEBUG", **fields)
     for number in range(30):
         fleet.add(f"warm{number}", idempotent=True)
     for number in range(30):

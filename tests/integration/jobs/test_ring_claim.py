@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
 from tests.integration.jobs.stage import Stage, claim, end, ids
 from tests.integration.jobs.test_hands import warm
+from tests.integration.worker.wire import Wire
 from worker_runtime.jobs.queue import Claims, JobQueue
 from worker_runtime.protocol import job_calls
 from worker_runtime.protocol.job_messages import JobStatus
@@ -94,18 +96,17 @@ def test_a_reply_is_not_read_once_its_job_was_found_in_hand(stage: Stage, sleepe
 # --- real runners ---------------------------------------------------------------------------------
 
 
-def asleep(fleet: Fleet, runner: RunnerProcess) -> list[str]:
-    """Stops a runner that waits on its bell and its mail. The ids of these connections."""
-    sleeping = eventually(lambda: found if len(found := waiting(fleet)) == 2 else None, "a runner that waits")
+def asleep(fleet: Fleet, runner: RunnerProcess) -> None:
+    """Stops a runner that waits on its bell and its mail."""
+    eventually(lambda: waiting(fleet) == 2, "a runner that waits")
     runner.send(signal.SIGSTOP)
-    return sleeping
 
 
-def waiting(fleet: Fleet) -> list[str]:
-    """Ids of the connections that wait in BLPOP."""
+def waiting(fleet: Fleet) -> int:
+    """How many connections wait in BLPOP."""
     clients = fleet.stage.client.execute("CLIENT", "LIST").decode().splitlines()
     told = [dict(field.partition("=")[::2] for field in client.split()) for client in clients]
-    return [client["id"] for client in told if "b" in client["flags"]]
+    return sum("b" in client["flags"] for client in told)
 
 
 @dataclass
@@ -114,18 +115,18 @@ class Rung:
 
     runner: RunnerProcess
     job_id: str
-    connections: list[str]
 
 
 @pytest.fixture
 def rung(fleet: Fleet) -> Rung:
     runner = warm(fleet)
     for number in range(50):  # on a slow host even these jobs are not always brief
-        connections, job_id = asleep(fleet, runner), f"j{number}"
+        job_id = f"j{number}"
+        asleep(fleet, runner)
         fleet.add(job_id, idempotent=True)
-        eventually(lambda: len(waiting(fleet)) < 2, "the ring")
+        eventually(lambda: waiting(fleet) < 2, "the ring")
         if fleet.stage.field(job_id, "state") == "running":
-            return Rung(runner, job_id, connections)
+            return Rung(runner, job_id)
         runner.send(signal.SIGCONT)
         fleet.result(job_id)
     raise AssertionError("no ring has brought a job")
@@ -144,24 +145,33 @@ def test_whom_a_ring_wakes_has_the_job_already(fleet: Fleet, rung: Rung) -> None
 def test_a_job_that_must_not_run_twice_is_not_taken_by_who_stands_still(fleet: Fleet) -> None:
     asleep(fleet, warm(fleet))
     fleet.add("j")
-    eventually(lambda: len(waiting(fleet)) == 1, "the ring")
+    eventually(lambda: waiting(fleet) == 1, "the ring")
     assert fleet.stage.field("j", "state") == "waiting"
     fleet.start("two")
     assert fleet.result("j").attempt == 1
 
 
-@pytest.mark.parametrize("whose", ["the bell's", "all"])
-def test_a_claim_whose_connection_broke_is_found_again(fleet: Fleet, rung: Rung, whose: str) -> None:
-    if whose == "all":
-        fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
-    else:
-        for connection in rung.connections:
-            fleet.stage.client.execute("CLIENT", "KILL", "ID", connection)
+def test_after_all_its_connections_broke_it_runs_what_it_was_rung_for(fleet: Fleet, rung: Rung) -> None:
+    fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
     rung.runner.send(signal.SIGCONT)
     assert ran_once(fleet, rung.job_id)
-    assert fleet.result(rung.job_id).attempt == 1
     fleet.add("next", idempotent=True)
     assert ran_once(fleet, "next")
+
+
+def test_a_job_whose_ring_is_lost_with_its_claim_is_found_in_hand(fleet: Fleet) -> None:
+    parts = urlsplit(fleet.stage.url)
+    with Wire((parts.hostname or "", parts.port or 0)) as wire:
+        runner = warm(fleet, valkey_url=wire.url)
+        eventually(lambda: waiting(fleet) == 2, "a runner that waits")
+        wire.about, wire.lose = b":bell", 1
+        fleet.add("j", idempotent=True)
+        assert ran_once(fleet, "j")
+        assert wire.lose == 0
+        assert fleet.result("j").attempt == 1
+        fleet.add("next", idempotent=True)
+        assert ran_once(fleet, "next")
+        assert runner.process.poll() is None
 
 
 def test_who_is_told_to_stop_with_the_ring_loses_no_job(fleet: Fleet, rung: Rung) -> None:

@@ -15,8 +15,9 @@ class Wire:
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
-        #: Cuts the connection in place of the next reply, this many times.
+        #: Cuts the connection in place of the next reply, this many times; of one that contains `about`.
         self.lose = 0
+        self.about = b""
         #: Seconds that every reply is held back.
         self.hold = 0.0
         self._links: list[socket.socket] = []
@@ -61,7 +62,7 @@ class Wire:
     def _pump(self, source: socket.socket, sink: socket.socket, replies: bool) -> None:
         try:
             while data := source.recv(65536):
-                if replies and self.lose:
+                if replies and self.lose and self.about in data:
                     self.lose -= 1
                     break
                 if replies and self.hold:
