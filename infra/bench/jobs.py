@@ -78,7 +78,8 @@ def run(
     with (
         own_folder() as folder,
         ValkeyServer(folder / "valkey", durable=False) as server,
-        Redis.from_url(server.url) as client,
+        # A connection of its own, as a producer with one thread has it: RQ's jobs and ours are enqueued on it.
+        Redis.from_url(server.url, single_connection_client=True) as client,
     ):
         measure = _Measure(folder, server.url, client)
         stolen = Stolen()

@@ -51,9 +51,10 @@ class Drill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def perform(drill: Drill, context: JobContext) -> None:
+    began = time.monotonic()
     if drill.stamp:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
-            link.sendto(struct.pack("d", time.monotonic()), drill.stamp)
+            link.sendto(struct.pack("d", began), drill.stamp)
     if drill.ledger:
         _write(drill.ledger, "start", context)
     while drill.gate and not os.path.exists(drill.gate):

@@ -9,7 +9,8 @@
 -- ARGV[6] queues that the runner serves, comma separated; '*' means all
 -- ARGV[7] how many plain jobs beyond that (see `claiming.lua`)
 -- ARGV[8] types that are brief, comma separated
--- ARGV[9] 1 if it was sent behind a call that blocks: later claims may come before it, only `held` makes it stale
+-- ARGV[9] 1 if it was sent behind a call that blocks: later claims may come before it, only `held` makes it stale;
+--         and what is due it leaves to them
 --
 -- Returns {'jobs' or 'empty' or 'suspended' or 'stale' or 'lost', ms until a delayed job is due or -1,
 -- {id, job, fence, attempt, crashes, ms that it waited since it was due, 1 if its type has a limit}, …}. 'lost': the runner is no longer

@@ -24,7 +24,7 @@ local function claim(runner, number, node, want, others, queues, ahead, brief, b
   if behind then last = seen[3] or 0 end
   if tonumber(last) >= tonumber(number) then return {'stale', -1} end
   local now = clock()
-  local due = promote(now)
+  local due = behind and -1 or promote(now)
   local put_off = 0
   local suspended = false
 
