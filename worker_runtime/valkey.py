@@ -204,7 +204,7 @@ class Valkey:
     def execute(self, *command: Argument) -> Any:
         """One command; raises `ValkeyRefused` for an error reply."""
         self.send(*command)
-        return _checked(self.receive())
+        return checked(self.receive())
 
     def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs one script; sends its source only to a server that does not know it yet."""
@@ -224,7 +224,7 @@ class Valkey:
         if is_unknown_script(reply):  # refused before anything ran, so this is no retry
             self.send("EVAL", script.source, len(key_names), *key_names, *args)
             reply = self.receive()
-        return _checked(reply), replies
+        return checked(reply), replies
 
     def server(self) -> str:
         """The run id of the server that this connection leads to: asked once for each connection, because a
@@ -303,7 +303,8 @@ def is_unknown_script(reply: object) -> bool:
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
 
 
-def _checked(reply: Any) -> Any:
+def checked(reply: Any) -> Any:
+    """The reply; raises `ValkeyRefused` if it is an error."""
     if isinstance(reply, hiredis.ReplyError):
         # The text of an error names the command's class and may quote arguments: keep its code alone.
         raise ValkeyRefused(str(reply).split(" ", 1)[0])

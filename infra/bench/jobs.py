@@ -78,7 +78,7 @@ def run(
     with (
         own_folder() as folder,
         ValkeyServer(folder / "valkey", durable=False) as server,
-        # A connection of its own, as a producer with one thread has it: RQ's jobs and ours are enqueued on it.
+        # A connection of its own, as a producer with one thread has it; RQ's jobs come over it, too.
         Redis.from_url(server.url, single_connection_client=True) as client,
     ):
         measure = _Measure(folder, server.url, client)

@@ -10,7 +10,7 @@ import msgspec
 
 from worker_runtime.backoff import Backoff
 from worker_runtime.jobs import ahead, reports
-from worker_runtime.jobs.ahead import Ahead, Waiting
+from worker_runtime.jobs.ahead import Ahead
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.ends import Ends
 from worker_runtime.jobs.nursery import Child, NotForked, Nursery
@@ -141,7 +141,9 @@ class Crew:
         except BerthError as error:
             self._refuse(claimed, job, error)
             return
-        if len(self._runs) < self._config.slots and self._may_start():
+        if claimed.cancelled:  # while nobody knew that it was here
+            self._cancelled(claimed, job)
+        elif len(self._runs) < self._config.slots and self._may_start():
             self._begin(claimed, job, claimed.waited_ms)
         else:
             self.ahead.add(claimed, job)
@@ -196,18 +198,18 @@ class Crew:
         self._log.debug("jobs_given_back", jobs=len(back))
         for waiting, fate in zip(back, fates, strict=True):
             if fate == "cancelled":
-                self._cancelled(waiting)
+                self._cancelled(waiting.claimed, waiting.job)
 
     def cancel(self, job_id: str, fence: int) -> None:
         """Ends a job, if it is in hand: kills it, or it never begins."""
         if self._runs.cancel(job_id, fence):
             self._log.info("job_cancelling", job=job_id)
         elif waiting := self.ahead.cancel(job_id, fence):
-            self._cancelled(waiting)
+            self._cancelled(waiting.claimed, waiting.job)
 
-    def _cancelled(self, waiting: Waiting) -> None:
-        verdict = Judge(self._desk.runner_id).cancelled(waiting.claimed)
-        self._end(waiting.claimed, waiting.job, verdict, ran=False)
+    def _cancelled(self, claimed: ClaimedJob, job: Job) -> None:
+        verdict = Judge(self._desk.runner_id).cancelled(claimed)
+        self._end(claimed, job, verdict, ran=False)
 
     # --- children ---------------------------------------------------------------------------------
 

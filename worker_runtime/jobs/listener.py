@@ -23,13 +23,16 @@ _GRACE = 5.0
 
 
 class Behind(Protocol):
-    """What stands behind each BLPOP. If its connection breaks, it is not answered."""
+    """What stands behind each BLPOP."""
 
     def command(self) -> Command | None:
         """Asked for at each BLPOP; None: nothing."""
 
     def answered(self, reply: Any) -> bool:
         """The reply of the command, which may be an error; true if the element needs no more attention."""
+
+    def broken(self) -> None:
+        """The connection is closed: no reply will come."""
 
 
 class Listener:
@@ -153,3 +156,5 @@ class Listener:
             self._registered = None
         self._replies.clear()
         self._client.close()
+        if self._behind is not None:
+            self._behind.broken()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import hiredis
 import msgspec
 
 from worker_runtime.protocol import job_keys, job_scripts
@@ -24,7 +23,7 @@ from worker_runtime.protocol.job_messages import (
     read_result,
 )
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.valkey import Argument, Command, Valkey, evalsha
+from worker_runtime.valkey import Argument, Command, Valkey, checked, evalsha, is_unknown_script
 
 #: Jobs that died, or whose runner died, this often are not run again.
 MAX_CRASHES = 3
@@ -56,6 +55,8 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     waited_ms: int = 0
     #: 1 if its type had a limit then; 0 if it was found again.
     limited: int = 0
+    #: 1 if it was found again, and someone has cancelled it since it was claimed.
+    cancelled: int = 0
 
 
 class Claims(msgspec.Struct, frozen=True):
@@ -146,9 +147,9 @@ class JobQueue:
 
     def claimed(self, number: int, reply: Any) -> Claims | None:
         """What such a claim brought. None: nothing, or `held` has told of it since."""
-        if number < self._told or isinstance(reply, hiredis.ReplyError):
+        if number < self._told or is_unknown_script(reply):
             return None
-        return _claims(reply)
+        return _claims(checked(reply))
 
     def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
         """Gives jobs back that have not begun, as if they had not been claimed. Safe to repeat.

@@ -160,7 +160,8 @@ class Registration:
             return False
         self._backoff.reset()
         self.up = True
-        self._log.info("job_runner_registered", runner=self.runner_id, queues=list(self._config.queues))
+        event = "job_runner_registered" if held is None else "job_queue_reached"
+        self._log.info(event, runner=self.runner_id, queues=list(self._config.queues))
         if held:
             self._on_found(held)
         return self.up

@@ -12,7 +12,7 @@ from typing import Any
 
 from worker_runtime.jobs.crew import Crew
 from worker_runtime.jobs.registration import Registration
-from worker_runtime.valkey import Command
+from worker_runtime.valkey import Command, ValkeyFailed
 
 
 class RingClaim:
@@ -26,7 +26,6 @@ class RingClaim:
         self._number = 0
 
     def command(self) -> Command | None:
-        self.give_up()
         if not self._desk.up or self._crew.spare() <= 0:
             return None
         self._number, command = self._desk.queue.claim_later(self._crew.pace.brief)
@@ -35,7 +34,11 @@ class RingClaim:
     def answered(self, reply: Any) -> bool:
         """True if it has brought a job. What it brings while Valkey cannot be asked is found there later."""
         number, self._number = self._number, 0
-        claims = self._desk.queue.claimed(number, reply) if self._desk.up else None
+        try:
+            claims = self._desk.queue.claimed(number, reply) if self._desk.up else None
+        except ValkeyFailed as error:
+            self._desk.cut_off(error)
+            return False
         if claims is None:
             return False
         if claims.status == "lost":
@@ -48,8 +51,8 @@ class RingClaim:
         self._served()
         return True
 
-    def give_up(self) -> None:
-        """Its connection is closed: nobody knows whether it has taken a job, so the queue is asked."""
+    def broken(self) -> None:
+        """Nobody knows whether it has taken a job, so the queue is asked."""
         if self._number:
             self._number = 0
             self._desk.look_up()

@@ -46,8 +46,7 @@ class Runner:
         self._runs = Runs(config.kill_grace)
         self._desk = Registration(config, self._runs, log, self._found, self._lost)
         self._crew = Crew(config, registry, self._selector, self._runs, self._desk, log)
-        self._ring_claim = RingClaim(self._crew, self._desk, self._served)
-        self._bell = self._listener(self._rung, self._ring_claim)
+        self._bell = self._listener(self._rung, RingClaim(self._crew, self._desk, self._served))
         self._mail = self._listener(self._told)
         self._ends = self._crew.ends
         self._ahead = self._crew.ahead
@@ -62,10 +61,6 @@ class Runner:
         client = Valkey(self._config.valkey_url)
         return Listener(client, self._selector, self._log, on_element, self._missed, behind)
 
-    def _stop_listening(self) -> None:
-        self._bell.close()
-        self._ring_claim.give_up()
-
     def run(self) -> ExitCode:
         """Runs until told to stop. The first signal lets running jobs end, the second one kills them."""
         kernel.rename("berth-jobs")
@@ -74,6 +69,8 @@ class Runner:
         gc.collect()
         gc.freeze()  # the children's collectors leave these pages alone, so they stay shared
         while not self._ended():
+            if not self._desk.up:
+                self._bell.close()  # it may lead to another server than the next claims
             if self._desk.tend(self._crew.stopping):
                 self._hungry = True
             self._mail.tend()
@@ -129,7 +126,7 @@ class Runner:
             self._idle_since = time.monotonic()
         elif self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit:
             self._idle_since = time.monotonic()
-            self._stop_listening()
+            self._bell.close()
             self._last_look = self._hungry = True
 
     def _farewell(self) -> ExitCode:
@@ -203,7 +200,8 @@ class Runner:
             self._mail.listen([self._desk.queue.mail()])
 
     def _found(self, held: list[ClaimedJob]) -> None:
-        """After an outage: jobs that were claimed, but the reply was lost."""
+        """Jobs that were claimed, but the reply was lost."""
+        self._last_look &= not held
         if not self._desk.assure(self._crew.stopping):
             return
         known = self._crew.fences()
@@ -214,7 +212,7 @@ class Runner:
     def _lost(self) -> None:
         self._crew.abandon()
         self._mail.close()
-        self._stop_listening()
+        self._bell.close()
         self._hungry = True
 
     # --- what comes in ----------------------------------------------------------------------------
@@ -264,4 +262,4 @@ class Runner:
             else:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
                 self._crew.stopping = True
-                self._stop_listening()
+                self._bell.close()

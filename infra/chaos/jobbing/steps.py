@@ -64,12 +64,14 @@ def _runs(*scripts: Script) -> tuple[bytes, ...]:
 LONG = "long"
 _CLAIMS = _runs(job_scripts.CLAIM, job_scripts.TURN)
 _ENDS = _runs(job_scripts.FINISH, job_scripts.TURN)
+#: How a claim says that it took some. A bell, whose name may come before it, has a longer name.
+_JOBS = b"$4\r\njobs\r\n"
 TRAPS = {
     Step.JOIN_ASKED: Trap(_runs(job_scripts.JOIN), before=True),
     Step.JOINED: Trap(_runs(job_scripts.JOIN), before=False),
     Step.CLAIM_ASKED: Trap(_CLAIMS, before=True),
-    Step.CLAIMED: Trap(_CLAIMS, before=False, hears=b"jobs"),
-    Step.RUNNING: Trap(_CLAIMS, before=False, hears=b"jobs"),
+    Step.CLAIMED: Trap(_CLAIMS, before=False, hears=_JOBS),
+    Step.RUNNING: Trap(_CLAIMS, before=False, hears=_JOBS),
     Step.END_ASKED: Trap(_ENDS, before=True),
     Step.END_TORN: Trap(_ENDS, before=True, torn=True),
     Step.ENDED: Trap(_ENDS, before=False),

@@ -129,6 +129,15 @@ class Fleet:
         eventually(lambda: set(self.beats()) - known, "a registered runner")
         return runner
 
+    def warm(self, **fields: Any) -> RunnerProcess:
+        """A runner with recycled children that has seen that these jobs are brief."""
+        runner = self.start(recycle=50, log_level="DEBUG", **fields)
+        for number in range(30):
+            self.add(f"warm{number}", idempotent=True)
+        for number in range(30):
+            self.result(f"warm{number}")
+        return runner
+
     def beats(self) -> list[str]:
         reply = self.stage.client.execute("HKEYS", job_keys.beats(job_keys.FLEET))
         return [runner.decode() for runner in reply]

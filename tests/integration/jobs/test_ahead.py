@@ -202,6 +202,19 @@ def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: Stage) -> None:
     assert sorted(ids(ahead(runner, 2, 0))) == ["b", "c"]
 
 
+@pytest.mark.parametrize("weight", ["0", "2"])
+def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(stage: Stage, weight: str) -> None:
+    runner = stage.runner()
+    stage.call(job_calls.configure({job_calls.weight("default"): weight}))
+    fill(stage, "only")
+    for _ in range(3):
+        [only] = ahead(runner, 1, 0)
+        assert runner.release([only]) == ["returned"]
+        assert (stage.field("only", "state"), stage.field("only", "attempt")) == ("waiting", "0")
+    stage.call(job_calls.configure({job_calls.weight("default"): None}))
+    assert ids(ahead(runner, 1, 0)) == ["only"]
+
+
 def test_a_claim_tells_whose_type_has_a_limit(stage: Stage) -> None:
     runner = stage.runner()
     fill(stage, "free")

@@ -5,27 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
-from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
+from tests.integration.jobs.fleet import Fleet, eventually
 from tests.integration.jobs.scripted import Script
 from worker_runtime.protocol import job_calls
 from worker_runtime.protocol.job_messages import JobStatus
 
 #: Fewer than a claim brings ahead.
 BEHIND = [f"behind{number}" for number in range(6)]
-
-
-def warm(fleet: Fleet, **fields: Any) -> RunnerProcess:
-    """A runner that has seen that these jobs are brief."""
-    runner = fleet.start(recycle=50, log_level="DEBUG", **fields)
-    for number in range(30):
-        fleet.add(f"warm{number}", idempotent=True)
-    for number in range(30):
-        fleet.result(f"warm{number}")
-    return runner
 
 
 def at_once(fleet: Fleet, script: Script, first: str = "first", behind: Sequence[str] = BEHIND) -> None:
@@ -42,14 +31,14 @@ def states(fleet: Fleet, field: str = "state") -> set[str | None]:
 
 
 def test_all_jobs_run_once_and_in_their_order(fleet: Fleet) -> None:
-    warm(fleet)
+    fleet.warm()
     at_once(fleet, Script())
     assert [fleet.result(job_id).attempt for job_id in ("first", *BEHIND)] == [1] * 7
     assert [entry.job_id for entry in fleet.ledger()][-7:] == ["first", *BEHIND]
 
 
 def test_what_waits_behind_a_slow_job_goes_back_and_runs_elsewhere(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     for number in range(50):  # on a slow host even these jobs are not always brief
         if runner.logged("jobs_given_back"):
             break
@@ -72,7 +61,7 @@ def test_what_waits_behind_a_slow_job_goes_back_and_runs_elsewhere(fleet: Fleet)
 
 
 def test_a_job_in_hand_that_has_not_begun_is_cancelled_without_running(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGSTOP)  # most likely while they are still in hand
@@ -86,7 +75,7 @@ def test_a_job_in_hand_that_has_not_begun_is_cancelled_without_running(fleet: Fl
 
 @pytest.mark.parametrize("queue", ["", "default"])
 def test_what_is_in_hand_does_not_begin_while_all_or_its_queue_is_suspended(fleet: Fleet, queue: str) -> None:
-    warm(fleet)
+    fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     fleet.stage.call(job_calls.suspend(queue=queue))
@@ -99,7 +88,7 @@ def test_what_is_in_hand_does_not_begin_while_all_or_its_queue_is_suspended(flee
 
 
 def test_a_warm_shutdown_gives_back_what_has_not_begun(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGTERM)
@@ -111,7 +100,7 @@ def test_a_warm_shutdown_gives_back_what_has_not_begun(fleet: Fleet) -> None:
 
 
 def test_a_second_signal_gives_all_back(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGTERM)
@@ -123,7 +112,7 @@ def test_a_second_signal_gives_all_back(fleet: Fleet) -> None:
 
 
 def test_jobs_in_hand_of_a_killed_runner_run_elsewhere(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGKILL)
@@ -134,7 +123,7 @@ def test_jobs_in_hand_of_a_killed_runner_run_elsewhere(fleet: Fleet) -> None:
 
 
 def test_a_job_that_kills_its_runner_again_and_again_takes_no_other_with_it(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(kills_runner=True))
     for number in range(1, 4):
         runner.wait()
@@ -148,7 +137,7 @@ def test_a_job_that_kills_its_runner_again_and_again_takes_no_other_with_it(flee
 
 
 def test_a_runner_that_stood_still_past_its_lease_begins_nothing_that_it_has_lost(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     fleet.start("two", recycle=50)
     fleet.stage.call(job_calls.suspend(runner="two"))
     at_once(fleet, Script(until=fleet.gate()))
@@ -163,7 +152,7 @@ def test_a_runner_that_stood_still_past_its_lease_begins_nothing_that_it_has_los
 
 
 def test_after_an_outage_what_was_in_hand_runs(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     at_once(fleet, Script(until=fleet.gate()))
     fleet.started("first")
     fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")

@@ -21,6 +21,7 @@ from tests.integration.jobs.stage import Stage, claim, die, end, ending
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
 from worker_runtime.protocol import job_calls, job_keys
 from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.valkey import Command
 
 FLEET = job_keys.FLEET
 HOUR = 3600.0
@@ -57,6 +58,9 @@ class Machine(RuleBasedStateMachine):
         #: Runners that have not claimed since they joined: they do so without being told.
         self.fresh = {runner.identity.runner_id for runner in self.runners}
         self.held: list[tuple[JobQueue, ClaimedJob]] = []
+        #: Claims that wait for a ring; and the runners that were told since what they have in hand.
+        self.behind: dict[JobQueue, tuple[int, Command]] = {}
+        self.told: set[JobQueue] = set()
         self.stale: list[tuple[JobQueue, ClaimedJob]] = []
 
     @rule(wanted=st.lists(WANTED, min_size=1, max_size=6))
@@ -89,17 +93,40 @@ class Machine(RuleBasedStateMachine):
         assert taken == []
 
     @rule(which=st.integers(0, 1))
-    def claim_behind_a_ring(self, which: int) -> None:
+    def wait_for_a_ring(self, which: int) -> None:
+        """With a claim behind it, which runs whenever the ring comes."""
         runner = self.runners[which]
-        number, command = runner.claim_later(",".join(NAMES))
+        if runner not in self.behind:
+            self.behind[runner] = runner.claim_later(",".join(NAMES))
+
+    @precondition(lambda self: self.behind)
+    @rule(data=st.data())
+    def ring(self, data: st.DataObject) -> None:
+        runner = data.draw(st.sampled_from(list(self.behind)))
+        number, command = self.behind.pop(runner)
         claims = runner.claimed(number, runner.client.execute(*command))
+        if runner in self.told:
+            self.told.discard(runner)
+            assert claims is None
+            return
         assert claims is not None
+        if runner not in self.runners:
+            assert (claims.status, claims.jobs) == ("lost", [])
+            return
         expected = self.model.expected()
         if expected is None or not self.model.plain(expected):
             assert claims.jobs == []
             return
         [job] = claims.jobs
         self._took(runner, job, expected)
+
+    @rule(which=st.integers(0, 1))
+    def ask_what_is_in_hand(self, which: int) -> None:
+        runner = self.runners[which]
+        found = {(job.job_id, job.fence) for job in runner.held() or []}
+        assert found == {(job.job_id, job.fence) for holder, job in self.held if holder is runner}
+        if runner in self.behind:
+            self.told.add(runner)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

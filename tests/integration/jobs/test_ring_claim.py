@@ -11,7 +11,6 @@ import pytest
 
 from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
 from tests.integration.jobs.stage import Stage, claim, end, ids
-from tests.integration.jobs.test_hands import warm
 from tests.integration.worker.wire import Wire
 from worker_runtime.jobs.queue import Claims, JobQueue
 from worker_runtime.protocol import job_calls
@@ -88,8 +87,7 @@ def test_it_takes_nothing_once_its_runner_was_told_what_it_holds(stage: Stage, s
 
 def test_a_reply_is_not_read_once_its_job_was_found_in_hand(stage: Stage, sleeper: Sleeper) -> None:
     stage.enqueue("j", idempotent=True)
-    [found] = eventually(sleeper.queue.held, "the job in hand")
-    assert found.job_id == "j"
+    assert ids(sleeper.queue.held() or []) == ["j"]
     assert sleeper.woken() is None
 
 
@@ -119,7 +117,7 @@ class Rung:
 
 @pytest.fixture
 def rung(fleet: Fleet) -> Rung:
-    runner = warm(fleet)
+    runner = fleet.warm()
     for number in range(50):  # on a slow host even these jobs are not always brief
         job_id = f"j{number}"
         asleep(fleet, runner)
@@ -143,7 +141,7 @@ def test_whom_a_ring_wakes_has_the_job_already(fleet: Fleet, rung: Rung) -> None
 
 
 def test_a_job_that_must_not_run_twice_is_not_taken_by_who_stands_still(fleet: Fleet) -> None:
-    asleep(fleet, warm(fleet))
+    asleep(fleet, fleet.warm())
     fleet.add("j")
     eventually(lambda: waiting(fleet) == 1, "the ring")
     assert fleet.stage.field("j", "state") == "waiting"
@@ -162,12 +160,13 @@ def test_after_all_its_connections_broke_it_runs_what_it_was_rung_for(fleet: Fle
 def test_a_job_whose_ring_is_lost_with_its_claim_is_found_in_hand(fleet: Fleet) -> None:
     parts = urlsplit(fleet.stage.url)
     with Wire((parts.hostname or "", parts.port or 0)) as wire:
-        runner = warm(fleet, valkey_url=wire.url)
+        runner = fleet.warm(valkey_url=wire.url)
         eventually(lambda: waiting(fleet) == 2, "a runner that waits")
         wire.about, wire.lose = b":bell", 1
         fleet.add("j", idempotent=True)
         assert ran_once(fleet, "j")
         assert wire.lose == 0
+        assert runner.logged("job_queue_reached")  # it asked what it had in hand
         assert fleet.result("j").attempt == 1
         fleet.add("next", idempotent=True)
         assert ran_once(fleet, "next")
@@ -200,8 +199,26 @@ def test_who_stands_still_past_its_lease_does_not_begin_what_it_was_rung_for(
     assert len(fleet.ledger(rung.job_id)) == 1
 
 
+def test_a_job_that_is_cancelled_before_it_is_found_in_hand_does_not_run(fleet: Fleet) -> None:
+    parts = urlsplit(fleet.stage.url)
+    with Wire((parts.hostname or "", parts.port or 0)) as wire:
+        runner = fleet.warm(valkey_url=wire.url)
+        for number in range(50):  # as above
+            job_id = f"j{number}"
+            asleep(fleet, runner)
+            wire.about, wire.lose = b":bell", 1
+            fleet.add(job_id, idempotent=True)
+            eventually(lambda: wire.lose == 0, "the ring")
+            cancelled = fleet.stage.call(job_calls.cancel(job_id))
+            runner.send(signal.SIGCONT)
+            if cancelled == "asked":
+                break
+        assert fleet.result(job_id).status == JobStatus.CANCELLED
+        assert fleet.ledger(job_id) == []
+
+
 def test_after_a_flush_a_ring_brings_a_job_again(fleet: Fleet) -> None:
-    runner = warm(fleet)
+    runner = fleet.warm()
     asleep(fleet, runner)
     fleet.stage.client.execute("FLUSHALL")
     fleet.add("j", idempotent=True)

@@ -13,8 +13,8 @@
 --         and what is due it leaves to them
 --
 -- Returns {'jobs' or 'empty' or 'suspended' or 'stale' or 'lost', ms until a delayed job is due or -1,
--- {id, job, fence, attempt, crashes, ms that it waited since it was due, 1 if its type has a limit}, …}. 'lost': the runner is no longer
--- registered.
+-- {id, job, fence, attempt, crashes, ms that it waited since it was due, 1 if its type has a limit}, …}.
+-- 'lost': the runner is no longer registered.
 open(KEYS[1])
 local reply = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6],
   tonumber(ARGV[7]), ARGV[8], ARGV[9] == '1')

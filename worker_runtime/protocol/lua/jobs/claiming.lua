@@ -6,7 +6,8 @@
 -- A type may have a rate for each of its rate keys (GCRA): a job that comes too early is given its own time,
 -- once, and waits for it among the delayed ones, so that it is not looked at again before.
 --
--- Ahead, for a runner whose hands are full, only plain jobs are taken, and none behind one that is not plain.
+-- Ahead, for a runner whose hands are full or that a ring wakes, only plain jobs are taken, and none behind one that
+-- is not plain.
 -- Plain are those of a brief type without limits or rate, which may run twice, belong to no group and have seen no
 -- crash: so nobody waits for their end, and who dies with them again and again has none of them in hand.
 
@@ -135,7 +136,8 @@ local function claim(runner, number, node, want, others, queues, ahead, brief, b
   if suspended then reply[1] = 'suspended' end
   if put_off > 0 then reply[2] = put_off >= MOST_PUT_OFF and 0 or promote(now) end
   local busy = reply[1] == 'jobs' or redis.call('EXISTS', P .. 'held:' .. runner) == 1
-  redis.call('HSET', entry, 'number', behind and seen[1] or number, 'state', busy and 'busy' or suspended and 'suspended' or 'idle')
+  local state = busy and 'busy' or suspended and 'suspended' or 'idle'
+  redis.call('HSET', entry, 'number', behind and seen[1] or number, 'state', state)
   -- One ring wakes one runner; with work left for others, the next one is woken.
   if reply[1] == 'jobs' and others then
     for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end

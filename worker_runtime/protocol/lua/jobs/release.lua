@@ -27,7 +27,9 @@ for at = 2, #ARGV, 2 do
     if redis.call('ZSCORE', P .. 'ready', job[2]) then
       redis.call('ZINCRBY', P .. 'ready', turn, job[2])
     else
-      redis.call('HINCRBYFLOAT', META, 'pass:' .. job[2], turn)
+      -- Not HINCRBYFLOAT: with a weight of 0 it is infinite, which that refuses.
+      local pass = 'pass:' .. job[2]
+      redis.call('HSET', META, pass, (redis.call('HGET', META, pass) or 0) + turn)
     end
     place_now(id, now)
   end
