@@ -105,6 +105,11 @@ class Listener:
         if self._wait():
             self._on_connect()
 
+    def hear(self) -> None:
+        """Takes what has come by now."""
+        if self._keys and self._registered is not None:
+            self._readable()
+
     def close(self) -> None:
         """Ends waiting and connection."""
         self._keys = ()

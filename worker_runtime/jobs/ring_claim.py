@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from worker_runtime.jobs.crew import Crew
+from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.registration import Registration
 from worker_runtime.valkey import Command, ValkeyFailed
 
 
 class RingClaim:
-    """What a `Listener` sends behind its BLPOP. `served` is called when that has brought a job."""
+    """What a `Listener` sends behind its BLPOP. `served` gets what that has brought."""
 
-    def __init__(self, crew: Crew, desk: Registration, served: Callable[[], None]) -> None:
+    def __init__(self, crew: Crew, desk: Registration, served: Callable[[list[ClaimedJob]], None]) -> None:
         self._crew = crew
         self._desk = desk
         self._served = served
@@ -46,9 +47,7 @@ class RingClaim:
             return False
         if not claims.jobs or not self._desk.assure(self._crew.stopping):
             return False
-        for claimed in claims.jobs:
-            self._crew.take_in(claimed)
-        self._served()
+        self._served(claims.jobs)
         return True
 
     def broken(self) -> None:

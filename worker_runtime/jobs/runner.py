@@ -50,6 +50,8 @@ class Runner:
         self._mail = self._listener(self._told)
         self._ends = self._crew.ends
         self._ahead = self._crew.ahead
+        #: What rings bring while the jobs of another claim are taken in.
+        self._brought: list[ClaimedJob] | None = None
         #: Something may wait for this runner.
         self._hungry = True
         self._leave_by: float | None = None
@@ -185,8 +187,8 @@ class Runner:
         self._desk.note_due(claims.due)
         if claims.jobs and not self._desk.assure(self._crew.stopping):
             return  # what is still ours is found again
-        for claimed in claims.jobs:
-            self._crew.take_in(claimed)
+        if claims.jobs:
+            self._take_in(claims.jobs)
         if self._last_look:
             self._last_look = False
             if not claims.jobs and not self._desk.work_to_come and not self._desk.suspended:
@@ -198,6 +200,16 @@ class Runner:
             self._bell.listen(self._desk.queue.bells())
         if not self._mail.waiting:
             self._mail.listen([self._desk.queue.mail()])
+
+    def _take_in(self, jobs: list[ClaimedJob]) -> None:
+        """With what a ring has brought by now: what was claimed first begins first."""
+        brought: list[ClaimedJob] = []
+        self._brought = brought
+        self._bell.hear()
+        self._brought = None
+        if self._desk.up:  # else they are not its own any more, or found again
+            for claimed in sorted([*jobs, *brought], key=lambda one: one.fence):
+                self._crew.take_in(claimed)
 
     def _found(self, held: list[ClaimedJob]) -> None:
         """Jobs that were claimed, but the reply was lost."""
@@ -217,14 +229,20 @@ class Runner:
 
     # --- what comes in ----------------------------------------------------------------------------
 
-    def _served(self) -> None:
+    def _served(self, jobs: list[ClaimedJob]) -> None:
         """The ring has brought a job: there may be more of them."""
         self._hungry = True
+        if self._brought is None:
+            for claimed in jobs:
+                self._crew.take_in(claimed)
+        else:
+            self._brought += jobs
 
     def _rung(self, _element: bytes) -> None:
         if self._crew.room() > 0:
             self._hungry = True
-            self._turn()  # before all else: somebody waits for this job
+            if self._brought is None:
+                self._turn()  # before all else: somebody waits for this job
         else:
             self._pass_on()
 
