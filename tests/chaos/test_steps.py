@@ -131,20 +131,21 @@ class Play:
         same processes, and then, for one, a sweeper queues what the API would have."""
         for attempt in range(ATTEMPTS):
             mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
-            trap, order_id, placed = self._begin(trader, step, mine)
+            trap, order_id, placed = self._begin(trader, step, mine, attempt)
             scene = Scene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
             self._traps.disarm(trap)
             if scene.sprung:
                 break
         return scene
 
-    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, Placed | None]:
+    def _begin(self, trader: Trader, step: Step, mine: Mine, attempt: int) -> tuple[Trap, str, Placed | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
             placed = self._until_told(trader, mine.symbol, step.quantity)
             return trap, placed.order_id, placed
         if step.way is Way.FILLED_LATER:
-            later = Behaviour(fill=FillMode.DELAYED, fill_delay_ms=2000)
+            # Its trap needs the order's id: it is set once an answer tells it, which other kills hold up.
+            later = Behaviour(fill=FillMode.DELAYED, fill_delay_ms=2000 * (attempt + 1))
             self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, later))
             placed = self._until_told(trader, mine.symbol, step.quantity)
             mine = replace(mine, order_id=uuid.UUID(placed.order_id))
