@@ -166,13 +166,10 @@ _RECORDER = (
         "before a fill is written",
         *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.BEFORE, _filled),
     ),
+    # That statement is its own transaction, unless the batch tells of workers, too.
     _step(
-        "before a fill is committed",
-        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.BEFORE, _filled, _commit),
-    ),
-    _step(
-        "after a fill is committed, before it is acknowledged",
-        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.AFTER, _filled, _commit),
+        "after a fill is written, before it is acknowledged",
+        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.AFTER, _filled),
     ),
 )
 

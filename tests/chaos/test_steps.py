@@ -131,29 +131,36 @@ class Play:
         same processes, and then, for one, a sweeper queues what the API would have."""
         for attempt in range(ATTEMPTS):
             mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
-            trap, order_id, placed = self._begin(trader, step, mine, attempt)
+            trap, order_id, placed = self._begin(trader, step, mine)
             scene = Scene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
             self._traps.disarm(trap)
             if scene.sprung:
                 break
         return scene
 
-    def _begin(self, trader: Trader, step: Step, mine: Mine, attempt: int) -> tuple[Trap, str, Placed | None]:
+    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, Placed | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
             placed = self._until_told(trader, mine.symbol, step.quantity)
             return trap, placed.order_id, placed
         if step.way is Way.FILLED_LATER:
-            # Its trap needs the order's id: it is set once an answer tells it, which other kills hold up.
-            later = Behaviour(fill=FillMode.DELAYED, fill_delay_ms=2000 * (attempt + 1))
-            self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, later))
-            placed = self._until_told(trader, mine.symbol, step.quantity)
-            mine = replace(mine, order_id=uuid.UUID(placed.order_id))
-            return self._traps.arm(step.trap(mine)), placed.order_id, placed
+            return self._filled_later(trader, mine, step)
         if step.way in (Way.CANCELLED, Way.REPLACED):
             return self._changed(trader, mine, step)
         trap, order_id = asyncio.run(self._left(trader, mine, step))
         return trap, str(order_id), None
+
+    def _filled_later(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, Placed]:
+        """Filled by hand once its trap is set, which needs the order's id; and what came before is written,
+        which beside another order's fill would be taken for its own."""
+        by_hand = Behaviour(fill=FillMode.MANUAL)
+        self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, by_hand))
+        placed = self._until_told(trader, mine.symbol, step.quantity)
+        until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
+        [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
+        trap = self._traps.arm(step.trap(replace(mine, order_id=uuid.UUID(placed.order_id))))
+        self._house.exchange(lambda admin: admin.fill(listed.broker_order_id))
+        return trap, placed.order_id, placed
 
     def _changed(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, Placed]:
         """The trap is set once the order works; in the end its client takes it back in any case."""
