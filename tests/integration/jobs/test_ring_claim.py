@@ -217,7 +217,7 @@ def test_a_job_that_is_cancelled_before_it_is_found_in_hand_does_not_run(fleet: 
         assert fleet.ledger(job_id) == []
 
 
-def test_after_a_flush_a_ring_brings_a_job_again(fleet: Fleet) -> None:
+def test_a_runner_that_waited_through_a_flush_runs_the_next_job(fleet: Fleet) -> None:
     runner = fleet.warm()
     asleep(fleet, runner)
     fleet.stage.client.execute("FLUSHALL")
