@@ -1,0 +1,17 @@
+"""The tables of the first release. The SQL stands beside this file, with a blank line between statements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    for statement in Path(__file__).with_suffix(".sql").read_text(encoding="utf-8").split("\n\n"):
+        op.execute(statement)
