@@ -7,13 +7,11 @@ import multiprocessing
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from api import log, problems
-from api.direct import DirectOrders
 from api.middleware import RequestFrame
 from api.routes import (
     attention,
@@ -55,19 +53,6 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 """
 
 
-#: Layers that FastAPI puts around those of the application. `RequestFrame`, the outermost of these, answers
-#: every error and limits the body itself, so nothing is left for them to do. Any other one stays.
-_REDUNDANT = frozenset({"ServerErrorMiddleware", "ExceptionTelemetryMiddleware", "AppBodyLimitMiddleware"})
-
-
-class _Api(FastAPI):
-    def build_middleware_stack(self) -> ASGIApp:
-        layer = super().build_middleware_stack()
-        while type(layer).__name__ in _REDUNDANT:
-            layer = cast(Any, layer).app
-        return layer
-
-
 def create_app(settings: Settings) -> FastAPI:
     """The application. Its clients are created when it starts, and closed when it stops."""
 
@@ -78,7 +63,7 @@ def create_app(settings: Settings) -> FastAPI:
             with on_stop(services.streams.end):
                 yield
 
-    app = _Api(
+    app = FastAPI(
         title="Berth",
         version=version("berth"),
         description=DESCRIPTION,
@@ -90,8 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     problems.install(app)
-    app.add_middleware(DirectOrders)
-    app.add_middleware(RequestFrame)  # the one added last is around all others
+    app.add_middleware(RequestFrame)
     for routes in (
         users,
         credentials,

@@ -8,7 +8,7 @@ from uuid import UUID
 from fastapi import APIRouter, Query, Response
 
 from api import problems
-from api.auth import Caller, Principal, require_user
+from api.auth import Caller, require_user
 from api.errors import (
     BodyTooLarge,
     ClientOrderIdReused,
@@ -21,7 +21,6 @@ from api.problems import ProblemError
 from api.routes.services import InServices
 from api.schemas.fields import UserIdInPath
 from api.schemas.orders import Order, OrderWithTimeline, PlaceOrder
-from api.services.container import Services
 from api.services.orders import UNSETTLED
 from infra.database.orders import OrderNotFound
 from worker_runtime.protocol import errors
@@ -86,13 +85,6 @@ async def place_order(
     and `expired` are final, so take a new client order id to try again; with any other state repeat the
     same request to learn the outcome. A repeat never places a second order.
     """
-    return await placed(services, caller, user_id, body, wait)
-
-
-async def placed(
-    services: Services, caller: Principal, user_id: str, body: PlaceOrder, wait: float | None = None
-) -> Response:
-    """The answer to an order that fits its schema. Raises the problems of `place_order`."""
     require_user(caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
     found = await services.placing.place(user_id, body, seconds, f"key:{caller.key_id}")

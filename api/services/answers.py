@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -40,30 +41,6 @@ class _Pending:
     user_id: str
     future: asyncio.Future[Answer]
     waiters: int = 0
-
-
-class _Expected:
-    """A class: a generator as a context takes three times as long, and each order waits for it."""
-
-    def __init__(self, pending: dict[str, _Pending], user_id: str, request_id: str) -> None:
-        self._all = pending
-        self._user_id = user_id
-        self._request_id = request_id
-
-    def __enter__(self) -> asyncio.Future[Answer]:
-        pending = self._all.get(self._request_id)
-        if pending is None:
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            pending = self._all[self._request_id] = _Pending(self._user_id, future)
-        pending.waiters += 1
-        self._pending = pending
-        return pending.future
-
-    def __exit__(self, *raised: object) -> None:
-        self._pending.waiters -= 1
-        if not self._pending.waiters:
-            self._pending.future.cancel()
-            self._all.pop(self._request_id, None)
 
 
 @dataclass(eq=False)
@@ -116,10 +93,21 @@ class AnswerListener:
             pending.future.cancel()
         self._pending.clear()
 
-    def expect(self, user_id: str, request_id: str) -> _Expected:
-        """A context with the future of one answer. It is shared by all who expect it, and forgotten with the
-        last."""
-        return _Expected(self._pending, user_id, request_id)
+    @contextmanager
+    def expect(self, user_id: str, request_id: str) -> Iterator[asyncio.Future[Answer]]:
+        """Yields the future of one answer. All who expect it share it, and the last one forgets it."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            pending = _Pending(user_id, asyncio.get_running_loop().create_future())
+            self._pending[request_id] = pending
+        pending.waiters += 1
+        try:
+            yield pending.future
+        finally:
+            pending.waiters -= 1
+            if not pending.waiters:
+                pending.future.cancel()
+                self._pending.pop(request_id, None)
 
     async def read(self, user_id: str, request_id: str) -> Answer | None:
         """The answer that stands in the response key, if any; resolves whoever waits for it."""

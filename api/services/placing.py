@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -15,7 +16,6 @@ from api.services.answers import AnswerListener
 from api.services.checks import Checks
 from api.services.flights import Flight, Flights
 from api.services.orders import OrderBook, failure_of, view_of
-from infra import tasks
 from infra.database import orders, trading_limits
 from infra.database.engine import Database
 from infra.database.models import Order as Row
@@ -165,7 +165,7 @@ class OrderPlacing:
 
     async def _fly(self, flight: Flight, wait: float) -> Placed:
         task = self._flights.join(flight)
-        await tasks.done_within(task, wait)
+        await asyncio.wait({task}, timeout=wait)
         new = flight.first
         if not task.done():
             return Placed(flight.order, new=new)

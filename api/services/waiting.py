@@ -9,7 +9,6 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from api.services.answers import AnswerListener
-from infra import tasks
 from infra.request_queue import Queued, RequestQueue
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Answer
@@ -42,7 +41,7 @@ class Waiting:
                 error = await self._started(user_id, answer, left)
                 if error is not None:
                     return error
-            await tasks.done_within(answer, min(look, max(0.0, until - time.monotonic())))
+            await asyncio.wait({answer}, timeout=min(look, max(0.0, until - time.monotonic())))
             look = min(look * 2, LOOK_PERIOD)
             if not answer.done():
                 looks += 1

@@ -14,14 +14,13 @@ import pytest
 from sqlalchemy import Float, String, bindparam, text
 
 from infra.database import orders, users
-from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.engine import Database, DatabaseUnavailable, SingleStatement
 from infra.database.models import Order
-from infra.database.single import Single
 from tests.integration.database.test_database import new_order, put_account
 from worker_runtime.protocol.errors import UnknownAccount
 
-_ECHO = Single(text("select :said as said").bindparams(bindparam("said", type_=String)))
-_SLEEP = Single(text("select pg_sleep(:seconds)").bindparams(bindparam("seconds", type_=Float)))
+_ECHO = SingleStatement(text("select :said as said").bindparams(bindparam("said", type_=String)))
+_SLEEP = SingleStatement(text("select pg_sleep(:seconds)").bindparams(bindparam("seconds", type_=Float)))
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     migrated_database: str,
 ) -> None:
     database = Database(migrated_database, pool_size=1)
-    backend = Single(text("select pg_backend_pid() as pid"))
+    backend = SingleStatement(text("select pg_backend_pid() as pid"))
     before = await database.row(backend, {})
     with pytest.raises(asyncpg.DataError, match="expected str"):  # by asyncpg, which cannot encode it
         await database.row(_ECHO, {"said": 1})
@@ -168,7 +167,7 @@ async def test_what_a_url_tells_sqlalchemy_is_heard_here_too(migrated_database: 
     options = "prepared_statement_cache_size=0&command_timeout=3&timeout=4"
     database = Database(f"{migrated_database}?{options}", pool_size=1)
     assert await said(database, "word") == "word"
-    prepared = Single(text("select count(*) as kept from pg_prepared_statements"))
+    prepared = SingleStatement(text("select count(*) as kept from pg_prepared_statements"))
     row = await database.row(prepared, {})
     assert row is not None
     assert row["kept"] == 0
