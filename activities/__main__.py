@@ -8,14 +8,15 @@ import sys
 
 import structlog
 
-from activities import log, orchestrator
+from activities.orchestrator import process as orchestrator
+from activities.orchestrator import runtime
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 
 def main() -> int:
     settings = Settings()
-    log.configure(settings.log_level)
+    runtime.configure_log(settings.log_level)
     gc.collect()
     gc.freeze()  # modules stay for good: no collection has to look at them again
     try:

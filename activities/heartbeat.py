@@ -19,7 +19,7 @@ class Heartbeat:
         self._beating = asyncio.create_task(self._beat())
 
     async def __aexit__(self, *_: object) -> None:
-        await tasks.end(self._beating)
+        await tasks.cancel_tasks(self._beating)
 
     async def _beat(self) -> None:
         while True:

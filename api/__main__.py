@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uvicorn
 
-from api import log
+from api.http import log
 from infra.settings import Settings
 
 #: Seconds that requests under way get when the API stops; an order waits for at most 30.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from worker_runtime.protocol.limits import Allowance, BrokerLimits
+from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each.
 _SECRETS = Path("/run/secrets")

@@ -9,7 +9,7 @@ from typing import Any
 AGAIN = 0.1
 
 
-async def end(*tasks: asyncio.Task[Any] | None) -> None:
+async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancels tasks and returns when all have ended; what they raised is dropped.
 
     Cancels more than once: redis-py sends through `asyncio.wait_for`, which in Python 3.11 drops a

@@ -19,11 +19,11 @@ import hypothesis
 import pytest
 from redis.asyncio import Redis
 
-from infra import valkey
-from infra.exchange.hours import half_a_day_off
+from infra.exchange.hours import time_half_a_day_away
 from infra.images.worker import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
+from infra.valkey import client as valkey
 from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
 from tests.databases import MigratedDatabases
 from tests.stacks import all_stacks
@@ -66,7 +66,7 @@ def no_new_day() -> Iterator[None]:
 
     Else an order of a minute before midnight in Taipei is on no list any more, and a person has to decide.
     """
-    begins = half_a_day_off(time.time_ns() // 1_000_000)
+    begins = time_half_a_day_away(time.time_ns() // 1_000_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BERTH_EXCHANGE_DAY_BEGINS", begins.isoformat("minutes"))
         patch.setenv("BERTH_MORNING_AT", "")
@@ -99,7 +99,7 @@ def valkey_server(server_directory: Path) -> Iterator[ValkeyServer]:
 @pytest.fixture
 async def valkey_client(valkey_server: ValkeyServer) -> AsyncIterator[Redis]:
     """A client of an empty Valkey."""
-    client = valkey.connect(valkey_server.url)
+    client = valkey.connect_valkey(valkey_server.url)
     await client.flushall()
     yield client
     await client.aclose()

@@ -6,11 +6,10 @@ import sys
 from collections.abc import Callable
 
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
-from worker_runtime.config import BadConfig, read
-from worker_runtime.log import Log
-from worker_runtime.protocol.exit_codes import ExitCode
-from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.zygote import Zygote
+from worker_runtime.process.config import BadConfig, read_config
+from worker_runtime.process.log import Log
+from worker_runtime.process.zygote import Zygote
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 
 def load_brokers(config: WorkerConfig) -> BrokerFactory:
@@ -32,7 +31,7 @@ def load_brokers(config: WorkerConfig) -> BrokerFactory:
 def main(load: Callable[[WorkerConfig], BrokerFactory] = load_brokers) -> ExitCode:
     """Reads the configuration and becomes the zygote; returns the worker's exit code."""
     try:
-        config = read()
+        config = read_config()
     except BadConfig as error:
         Log().error("bad_config", reason=error.detail)
         return ExitCode.BAD_CONFIG

@@ -4,6 +4,12 @@ A call that failed raises a `FailureError`: `ActivityError` around the cause for
 cause itself for a local one. Activities are named by strings: this room must not import theirs. All of
 them are safe to run twice. Durations are seconds. No call retries for ever: what a time limit ends, the
 workflow's state shows.
+
+The activity calls of a rollout; the rules are those of `calls.py`.
+
+The activity calls of the morning; the rules are those of `calls.py`.
+
+The activity calls of the daily statements; the rules are those of `calls.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +21,12 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import maintenance_messages as mm
-    from workflows import messages as m
-    from workflows import order_messages as om
-    from workflows import pool_messages as pm
+    from workflows.maintenance import messages as mm
     from workflows.names import BULK_QUEUE, LAUNCH_QUEUE, LIFECYCLE_QUEUE, ORDERS_QUEUE
-    from workflows.user_worker_state import STOP_TIMEOUT
+    from workflows.order import messages as om
+    from workflows.user_worker import messages as m
+    from workflows.user_worker.state import STOP_TIMEOUT
+    from workflows.worker_pool import messages as pm
 
 #: An activity that stopped heartbeating is started again elsewhere after this long. Each of ours beats
 #: once a second, and the orchestrator passes on every second beat: a host may stand still for three seconds.
@@ -351,3 +357,157 @@ def cause(error: FailureError) -> str:
         root = root.__cause__
     kind = root.type if isinstance(root, ApplicationError) and root.type else type(root).__name__
     return f"{kind}: {root}"[:200]
+
+
+with workflow.unsafe.imports_passed_through():
+    from workflows.names import BULK_QUEUE
+    from workflows.rollout import messages as rm
+
+
+async def look_at_release(request: rm.LookAtRelease) -> rm.ReleaseLook:
+    """An update of the pool's workflow, a listing of the launcher and a page of Valkey."""
+    result: rm.ReleaseLook = await workflow.execute_activity(
+        "look_at_release",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=rm.ReleaseLook,
+        start_to_close_timeout=timedelta(seconds=20),
+        schedule_to_close_timeout=timedelta(seconds=60),
+        retry_policy=_TWICE,
+        summary=f"how many workers are of version {request.release.version or 'of the settings'}?",
+    )
+    return result
+
+
+async def retire_workers(request: rm.RetireWorkers) -> int:
+    """Some stops beside each other, each with the grace of a logout. A repeat ends the same workers."""
+    result: int = await workflow.execute_activity(
+        "retire_workers",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=int,
+        start_to_close_timeout=timedelta(seconds=60),
+        schedule_to_close_timeout=timedelta(seconds=130),
+        heartbeat_timeout=timedelta(seconds=10),
+        retry_policy=_TWICE,
+        summary=f"end {request.count} free workers of other versions",
+    )
+    return result
+
+
+async def ask_to_move(request: rm.AskToMove) -> int:
+    """A signal a user, some at a time."""
+    result: int = await workflow.execute_activity(
+        "ask_to_move",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=int,
+        start_to_close_timeout=timedelta(seconds=60),
+        schedule_to_close_timeout=timedelta(seconds=130),
+        heartbeat_timeout=timedelta(seconds=10),
+        retry_policy=_TWICE,
+        summary="ask the users of other versions to move",
+    )
+    return result
+
+
+async def tell_rollout(request: rm.TellRollout) -> None:
+    """One row of the audit trail."""
+    await workflow.execute_activity(
+        "tell_rollout",
+        request,
+        task_queue=BULK_QUEUE,
+        start_to_close_timeout=timedelta(seconds=15),
+        schedule_to_close_timeout=timedelta(hours=1),
+        retry_policy=_SLOWLY,
+        summary=f"the rollout {request.event}",
+    )
+
+
+with workflow.unsafe.imports_passed_through():
+    from workflows.morning import messages as mo
+    from workflows.names import BULK_QUEUE
+
+
+async def plan_morning(request: mo.PlanMorning) -> mo.MorningPlan:
+    """One count over the orders' index: seconds for millions of orders."""
+    result: mo.MorningPlan = await workflow.execute_activity(
+        "plan_morning",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=mo.MorningPlan,
+        start_to_close_timeout=timedelta(seconds=30),
+        schedule_to_close_timeout=timedelta(minutes=30),
+        retry_policy=_PATIENTLY,
+        summary="is it a trading day, and who traded of late?",
+    )
+    return result
+
+
+async def recent_users(request: mo.RecentUsers) -> list[str]:
+    """One page of an index."""
+    result: list[str] = await workflow.execute_activity(
+        "recent_users",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=list[str],
+        start_to_close_timeout=timedelta(seconds=30),
+        schedule_to_close_timeout=timedelta(minutes=30),
+        retry_policy=_PATIENTLY,
+        summary=f"users after {request.after!r}",
+    )
+    return result
+
+
+async def connect_user(request: mo.ConnectUser) -> mo.Connected:
+    """A claim and a login: the caller's own limit is 50 s with the default settings."""
+    result: mo.Connected = await workflow.execute_activity(
+        "connect_user",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=mo.Connected,
+        start_to_close_timeout=timedelta(seconds=180),
+        schedule_to_close_timeout=timedelta(seconds=240),
+        # It beats once a second.
+        heartbeat_timeout=timedelta(seconds=10),
+        retry_policy=_ONCE,
+        summary=f"connect user {request.user_id}",
+    )
+    return result
+
+
+with workflow.unsafe.imports_passed_through():
+    from workflows.names import BULK_QUEUE
+    from workflows.reports import messages as sm
+
+
+async def plan_statements(request: sm.PlanStatements) -> sm.StatementsPlan:
+    """One count over a table with a row for each user at the most."""
+    result: sm.StatementsPlan = await workflow.execute_activity(
+        "plan_statements",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=sm.StatementsPlan,
+        start_to_close_timeout=timedelta(seconds=30),
+        schedule_to_close_timeout=timedelta(hours=12),
+        retry_policy=_SLOWLY,
+        summary="which day, and was it a trading day?",
+    )
+    return result
+
+
+async def enqueue_statements(request: sm.EnqueueStatements) -> sm.StatementsPage:
+    """One page of users: a look into the orders and a job for each, some ms a user."""
+    result: sm.StatementsPage = await workflow.execute_activity(
+        "enqueue_statements",
+        request,
+        task_queue=BULK_QUEUE,
+        result_type=sm.StatementsPage,
+        start_to_close_timeout=timedelta(minutes=5),
+        schedule_to_close_timeout=timedelta(hours=12),
+        # It beats once a second.
+        heartbeat_timeout=timedelta(seconds=30),
+        retry_policy=_SLOWLY,
+        summary=f"users after {request.after!r}",
+    )
+    return result

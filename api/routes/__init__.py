@@ -1,1 +1,0 @@
-"""One file a resource; each route checks who calls, and leaves the work to a service."""

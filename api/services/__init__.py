@@ -1,1 +1,0 @@
-"""The work behind the routes. Services know nothing of HTTP."""

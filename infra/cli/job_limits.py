@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.operating import Data, Json, KeyFile, Reason, Url, as_json, with_api
+from infra.cli.options import Data, Json, KeyFile, Reason, Url, as_json, with_api
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -100,7 +100,7 @@ def _put(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from infra.cli.worker_tables import console, empty_table, plain
+    from infra.cli.tables import console, empty_table, plain
 
     out = console()
     table = empty_table(out, "type", "running", "limit", "per node", "per second", "burst")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from infra.cli import job_limits
-from infra.cli.operating import as_json
+from infra.cli.options import as_json
 
 if TYPE_CHECKING:
-    from infra.job_view import JobViewer
+    from infra.jobs.view import JobInspector
 
 app = typer.Typer(
     help="Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage.",
@@ -47,17 +47,17 @@ def _address(url: str | None) -> str:
     return url or f"redis://{HOST}:{LocalSettings().valkey_port}/0"
 
 
-def _with(url: str | None, user: str | None, action: Callable[[JobViewer], int]) -> NoReturn:
+def _with(url: str | None, user: str | None, action: Callable[[JobInspector], int]) -> NoReturn:
     """Runs `action` and ends with its exit code; 1 with one sentence on standard error when it fails."""
     from redis.exceptions import RedisError
 
-    from infra.job_view import JobViewer
-    from worker_runtime.protocol import job_keys
+    from infra.jobs.view import JobInspector
+    from worker_runtime.jobs.protocol import keys as job_keys
     from worker_runtime.protocol.errors import BerthError
 
-    tag = job_keys.FLEET if user is None else job_keys.of_user(user)
+    tag = job_keys.FLEET_TAG if user is None else job_keys.user_tag(user)
     try:
-        with JobViewer(_address(url), tag) as jobs:
+        with JobInspector(_address(url), tag) as jobs:
             code = action(jobs)
     except (RedisError, OSError, ValueError) as error:
         typer.echo(
@@ -84,15 +84,15 @@ def _show(
     user: str | None,
     watch: bool,
     json: bool,
-    look: Callable[[JobViewer], Any],
+    look: Callable[[JobInspector], Any],
     draw: Callable[[Any, Any], Any],
 ) -> NoReturn:
     """Shows what `look` sees, once or again and again. `draw` makes a table of it."""
 
-    def action(jobs: JobViewer) -> int:
+    def action(jobs: JobInspector) -> int:
         from rich.live import Live
 
-        from infra.cli import job_tables
+        from infra.cli import tables as job_tables
 
         out = job_tables.console()
         if not watch:
@@ -130,37 +130,37 @@ def info(
     valkey: Valkey = None,
 ) -> None:
     """Everything at a glance: queues, what waits, runs, is delayed, has failed."""
-    from infra.cli import job_tables
+    from infra.cli import tables as job_tables
 
     _show(
         *(valkey, user, watch, json),
         look=lambda jobs: jobs.board(),
-        draw=lambda out, board: job_tables.board(out, board, workers=workers),
+        draw=lambda out, board: job_tables.job_board(out, board, workers=workers),
     )
 
 
 @app.command()
 def queues(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
     """Queues with work and suspended ones: how many wait, by type."""
-    from infra.cli import job_tables
+    from infra.cli import tables as job_tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().queues, job_tables.queues)
+    _show(valkey, user, watch, json, lambda jobs: jobs.board().queues, job_tables.queue_table)
 
 
 @app.command()
 def running(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
     """What runs: since when, where, and how far it is."""
-    from infra.cli import job_tables
+    from infra.cli import tables as job_tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().running, job_tables.running)
+    _show(valkey, user, watch, json, lambda jobs: jobs.board().running, job_tables.running_table)
 
 
 @app.command()
 def workers(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
     """The runners: state, queues, jobs in hand, and when they last gave a sign of life."""
-    from infra.cli import job_tables
+    from infra.cli import tables as job_tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().runners, job_tables.runners)
+    _show(valkey, user, watch, json, lambda jobs: jobs.board().runners, job_tables.runner_table)
 
 
 @app.command()
@@ -176,13 +176,13 @@ def failed(
     """The failed queue; `berth jobs show JOB` has the traceback."""
     from itertools import islice
 
-    from infra.cli import job_tables
-    from infra.job_view import matching
+    from infra.cli import tables as job_tables
+    from infra.jobs.view import matching
 
     _show(
         *(valkey, user, False, json),
         look=lambda jobs: list(islice(matching(jobs.failed(), queue=queue, name=type_, code=code), limit)),
-        draw=job_tables.failed,
+        draw=job_tables.failed_table,
     )
 
 
@@ -195,8 +195,8 @@ def show(
 ) -> None:
     """One job: state, progress, how it ended, its traceback and what it wrote."""
 
-    def action(jobs: JobViewer) -> int:
-        from infra.cli import job_tables
+    def action(jobs: JobInspector) -> int:
+        from infra.cli import tables as job_tables
 
         found = jobs.job(job)
         if found is None:
@@ -205,7 +205,7 @@ def show(
         if json:
             as_json(_plain(found))
         else:
-            job_tables.job(job_tables.console(), found)
+            job_tables.job_table(job_tables.console(), found)
         return 0
 
     _with(valkey, user, action)
@@ -227,8 +227,8 @@ def requeue(
     if sum(chosen) != 1:
         raise typer.BadParameter("name jobs, or say --all, or filter by --queue, --type and --code")
 
-    def action(jobs: JobViewer) -> int:
-        from infra.job_view import matching
+    def action(jobs: JobInspector) -> int:
+        from infra.jobs.view import matching
 
         fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
         # Taken down first: what goes back may fail again before the end of the list.
@@ -251,7 +251,7 @@ def cancel(
     valkey: Valkey = None,
 ) -> None:
     """Cancel a job: at once if it waits; if it runs, its process is ended. A failed one is forgotten."""
-    from worker_runtime.protocol import job_calls
+    from worker_runtime.jobs.protocol import calls as job_calls
 
     told = {
         "cancelled": "cancelled",
@@ -260,7 +260,7 @@ def cancel(
         "unknown": "there is no such job, or it has ended",
     }
 
-    def action(jobs: JobViewer) -> int:
+    def action(jobs: JobInspector) -> int:
         reply = jobs.run(job_calls.cancel(job, jobs.tag))
         became = reply.decode() if isinstance(reply, bytes) else str(reply)
         if json:
@@ -280,8 +280,8 @@ def _switch(resumed: bool, queue: str, runner: str, user: str | None, url: str |
     if queue and runner:
         raise typer.BadParameter("a queue or a runner, not both")
 
-    def action(jobs: JobViewer) -> int:
-        from worker_runtime.protocol import job_calls
+    def action(jobs: JobInspector) -> int:
+        from worker_runtime.jobs.protocol import calls as job_calls
 
         call = job_calls.resume if resumed else job_calls.suspend
         changed = jobs.run(call(queue=queue, runner=runner, tag=jobs.tag))
@@ -335,8 +335,8 @@ def worker(
     """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills them."""
     import json
 
-    from infra import job_fleet
-    from worker_runtime.protocol import job_keys
+    from infra.jobs import fleet
+    from worker_runtime.jobs.protocol import keys as job_keys
 
     more = {} if config is None else _private(config)
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
@@ -344,7 +344,7 @@ def worker(
         "name": name or socket.gethostname(),
         "node": socket.gethostname(),
         "valkey_url": _address(valkey),
-        "tag": job_keys.FLEET if user is None else job_keys.of_user(user),
+        "tag": job_keys.FLEET_TAG if user is None else job_keys.user_tag(user),
         "queues": served or ["*"],
         "slots": slots,
         "recycle": recycle,
@@ -352,7 +352,7 @@ def worker(
         **more,
     }
     try:
-        job_fleet.become(json.dumps(document).encode())
+        fleet.exec_runner(json.dumps(document).encode())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -365,7 +365,7 @@ def _private(config: Path) -> dict[str, Any]:
     from worker_runtime.protocol.errors import BerthError
 
     try:
-        found = json.loads(key_file.read(config, private=True))
+        found = json.loads(key_file.read_key_file(config, private=True))
     except BerthError as error:
         raise typer.BadParameter(error.detail) from None
     except ValueError as error:

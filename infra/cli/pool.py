@@ -1,23 +1,162 @@
-"""`berth pool …`: pools of free workers, seen and steered through the REST API with an operator's key."""
+"""`berth pool rollout …`: a pool is brought to another version of the worker, through the REST API.
+
+`berth pool …`: pools of free workers, seen and steered through the REST API with an operator's key.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from infra.cli import rollout
-from infra.cli.operating import Data, Json, KeyFile, Pool, Reason, Url, as_json, pool_path, with_api
+from infra.cli.options import Data, Json, KeyFile, Pool, Reason, Url, as_json, pool_path, with_api
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
+
+
+rollout_app = typer.Typer(
+    help="Bring a pool to another version of the worker, and back (docs/rollout.md).", no_args_is_help=True
+)
+
+#: Seconds between two looks of `--watch`.
+WATCH_PERIOD = 2.0
+
+
+def _rollout_path(pool: str, rest: str = "") -> str:
+    return pool_path(pool, f"/rollout{rest}")
+
+
+@rollout_app.command()
+def start(
+    version: Annotated[
+        str, typer.Option(help="What the new workers report; '': what the orchestrator's settings say.")
+    ],
+    pool: Pool = "default",
+    image: Annotated[
+        str, typer.Option(help="Container image, or task definition on ECS; left out: the settings'.")
+    ] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Then users move, quiet or not; usually 8 hours."),
+    ] = None,
+    quiet: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Without an order, until a user is quiet; usually 300."),
+    ] = None,
+    proof: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="How long it waits for a first user served; usually 120."
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
+    reason: Reason = "requested",
+    json: Json = False,
+    data: Data = Path(".berth"),
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Begin one: free workers first, make before break; users when they are quiet. It goes back by itself."""
+
+    def action(api: OperatorApi) -> int:
+        shown = api.post(
+            _rollout_path(pool),
+            version=version,
+            image=image,
+            batch=batch,
+            deadline_seconds=deadline,
+            quiet_seconds=quiet,
+            proof_seconds=proof,
+            reason=reason,
+        ).body
+        return _watch_rollout(api, pool, json) if watch else _show_rollout(shown, json)
+
+    with_api(data, url, key_file, action)
+
+
+@rollout_app.command("status")
+def rollout_status(
+    pool: Pool = "default",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay until it ends; exit code 1 if it was rolled back.")
+    ] = False,
+    json: Json = False,
+    data: Data = Path(".berth"),
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """How far the pool's rollout is, or how the last one ended."""
+
+    def action(api: OperatorApi) -> int:
+        return _watch_rollout(api, pool, json) if watch else _show_rollout(api.get(_rollout_path(pool)), json)
+
+    with_api(data, url, key_file, action)
+
+
+@rollout_app.command()
+def abort(
+    pool: Pool = "default",
+    reason: Reason = "requested",
+    json: Json = False,
+    data: Data = Path(".berth"),
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Take it back: what the pool had before is put back in the same way."""
+
+    def action(api: OperatorApi) -> int:
+        reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
+        if json:
+            as_json(reply.body)
+        else:
+            typer.echo(f"the rollout of pool {pool} is taken back")
+        return 0
+
+    with_api(data, url, key_file, action)
+
+
+def _show_rollout(shown: dict[str, Any], json: bool) -> int:
+    from infra.cli import tables as pool_tables
+
+    if json:
+        as_json(shown)
+    else:
+        out = pool_tables.console()
+        out.print(pool_tables.rollout_table(shown))
+    return 0
+
+
+def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> int:
+    """Redrawn in place on a terminal; a pipe gets the end only."""
+    from rich.live import Live
+
+    from infra.cli import tables as pool_tables
+
+    out = pool_tables.console()
+    shown = api.get(_rollout_path(pool))
+    if out.is_terminal and not json:
+        with Live(pool_tables.rollout_table(shown), console=out) as live:
+            while not shown["ended"]:
+                time.sleep(WATCH_PERIOD)
+                shown = api.get(_rollout_path(pool))
+                live.update(pool_tables.rollout_table(shown))
+    else:
+        while not shown["ended"]:
+            time.sleep(WATCH_PERIOD)
+            shown = api.get(_rollout_path(pool))
+        _show_rollout(shown, json)
+    return 0 if shown["phase"] == "done" else 1
+
 
 app = typer.Typer(
     help="Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.",
     no_args_is_help=True,
 )
-app.add_typer(rollout.app, name="rollout")
+app.add_typer(rollout_app, name="rollout")
 
 
 @app.command()
@@ -31,13 +170,13 @@ def status(
     """What the pool has and wants, and how its launches fare."""
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import pool_tables
+        from infra.cli import tables as pool_tables
 
         shown = api.get(pool_path(pool))
         if json:
             as_json(shown)
         else:
-            pool_tables.status(pool_tables.console(), shown)
+            pool_tables.show_pool(pool_tables.console(), shown)
         return 0
 
     with_api(data, url, key_file, action)
@@ -54,10 +193,10 @@ def explain(
     """Why the pool wants so many workers, when that changes, and what keeps it from having them."""
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import pool_tables
+        from infra.cli import tables as pool_tables
 
         shown = api.get(pool_path(pool))
-        sentences = pool_tables.explained(shown)
+        sentences = pool_tables.explain_pool(shown)
         if json:
             as_json({"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences})
         else:
@@ -169,7 +308,7 @@ def set_policy(
             changes[name] = None
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import pool_tables
+        from infra.cli import tables as pool_tables
 
         before = api.get(pool_path(pool))
         # With the revision that was read: of two who change it at once, one is told so.
@@ -178,7 +317,7 @@ def set_policy(
         if json:
             as_json(shown)
         else:
-            pool_tables.status(pool_tables.console(), shown)
+            pool_tables.show_pool(pool_tables.console(), shown)
         return 0
 
     with_api(data, url, key_file, action)

@@ -21,12 +21,12 @@ from worker_runtime.protocol.errors import BerthError
 #: Seconds to connect, and for an answer beyond what a call itself may wait.
 CONNECT, ANSWER = 5.0, 10.0
 #: Seconds without a byte after which a stream counts as lost; the API sends a sign of life every 15 s.
-SILENCE = 45.0
+STREAM_SILENCE = 45.0
 #: Seconds before a lost stream is opened again.
 AGAIN = 1.0
 
 
-class Refused(BerthError):
+class ApiRefused(BerthError):
     """The API did not do it."""
 
     code = "REFUSED"
@@ -44,7 +44,7 @@ class NoApi(BerthError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ApiAddress:
     """Where the API is, and the file that holds the key for it."""
 
     url: str
@@ -55,7 +55,7 @@ class Place:
     def key(self) -> str:
         """Raises `NoApi`, or `KeyFileExposed` for a file that others can read."""
         try:
-            text = key_file.read(self.key_path, private=True).decode("ascii").strip()
+            text = key_file.read_key_file(self.key_path, private=True).decode("ascii").strip()
         except KeyFileMissing:
             raise NoApi(f"{self.key_path} is missing or cannot be read") from None
         except (UnicodeDecodeError, OSError):
@@ -65,12 +65,12 @@ class Place:
         return text
 
 
-def place(data: Path, url: str | None, key_path: Path | None) -> Place:
+def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
     """What the options say, else the running `berth up` of the data folder. Raises `NoApi`."""
     if url is not None and key_path is not None:
         if not url.startswith(("http://", "https://")):
             raise NoApi(f"{url} is no address of an API; it begins with http:// or https://")
-        return Place(url.rstrip("/"), key_path)
+        return ApiAddress(url.rstrip("/"), key_path)
     folder = DataFolder(data)
     found = folder.api_url()
     if found is None:
@@ -78,11 +78,11 @@ def place(data: Path, url: str | None, key_path: Path | None) -> Place:
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"
         )
-    return Place(found, folder.keys / "admin.key", " (is `berth up` well? look at its output)")
+    return ApiAddress(found, folder.keys / "admin.key", " (is `berth up` well? look at its output)")
 
 
 @dataclass(frozen=True)
-class Reply:
+class ApiReply:
     """A successful answer. `done` is False for 202: the API goes on with it."""
 
     done: bool
@@ -90,21 +90,21 @@ class Reply:
 
 
 class OperatorApi:
-    """Use it as a context manager. Every method raises `Refused` with a sentence for people."""
+    """Use it as a context manager. Every method raises `ApiRefused` with a sentence for people."""
 
-    def __init__(self, place: Place, *, again: float = AGAIN) -> None:
+    def __init__(self, find_api: ApiAddress, *, again: float = AGAIN) -> None:
         """`again`: seconds before a lost stream is opened again. Raises `NoApi`, `KeyFileExposed`."""
-        self._place = place
+        self._place = find_api
         self._again = again
         try:
             self._http = httpx.Client(
-                base_url=f"{place.url}/v1",
-                headers={"X-API-Key": place.key()},
+                base_url=f"{find_api.url}/v1",
+                headers={"X-API-Key": find_api.key()},
                 timeout=httpx.Timeout(ANSWER, connect=CONNECT),
                 trust_env=False,  # no proxy of the environment gets to see the key
             )
         except httpx.InvalidURL as error:
-            raise NoApi(f"{place.url} is no address: {error}") from None
+            raise NoApi(f"{find_api.url} is no address: {error}") from None
 
     def get(self, path: str, **query: Any) -> Any:
         return self._call("GET", path, query=query).body
@@ -123,13 +123,13 @@ class OperatorApi:
                 break
         return found, bool(cursor)
 
-    def post(self, path: str, *, wait: float | None = None, **given: Any) -> Reply:
+    def post(self, path: str, *, wait: float | None = None, **given: Any) -> ApiReply:
         """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
         body = {name: value for name, value in given.items() if value is not None}
         query = {} if wait is None else {"wait": wait}
         return self._call("POST", path, query=query, body=body, patience=wait or 0.0)
 
-    def put(self, path: str, body: dict[str, Any]) -> Reply:
+    def put(self, path: str, body: dict[str, Any]) -> ApiReply:
         return self._call("PUT", path, query={}, body=body)
 
     def _call(
@@ -140,7 +140,7 @@ class OperatorApi:
         query: dict[str, Any],
         body: Any = None,
         patience: float = 0.0,
-    ) -> Reply:
+    ) -> ApiReply:
         given = {name: value for name, value in query.items() if value is not None}
         timeout = httpx.Timeout(ANSWER + patience, connect=CONNECT)
         try:
@@ -149,14 +149,14 @@ class OperatorApi:
             raise self._unreachable(error) from None
         self._check(answer)
         try:
-            return Reply(answer.status_code != 202, answer.json())
+            return ApiReply(answer.status_code != 202, answer.json())
         except ValueError:
-            raise Refused(f"what answers at {self._place.url} is no API of Berth") from None
+            raise ApiRefused(f"what answers at {self._place.url} is no API of Berth") from None
 
     def events(self, path: str, after: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and data of each event behind the id `after`, for ever; a lost stream is opened again.
 
-        Raises `Refused` when it cannot be opened the first time, or is refused later.
+        Raises `ApiRefused` when it cannot be opened the first time, or is refused later.
         """
         opened = False
         while True:
@@ -165,7 +165,7 @@ class OperatorApi:
                     "GET",
                     path,
                     headers={"Last-Event-ID": str(after)},
-                    timeout=httpx.Timeout(SILENCE, connect=CONNECT),
+                    timeout=httpx.Timeout(STREAM_SILENCE, connect=CONNECT),
                 ) as answer:
                     if answer.status_code >= 400:
                         answer.read()
@@ -177,28 +177,28 @@ class OperatorApi:
             except httpx.HTTPError as error:
                 if not opened:
                     raise self._unreachable(error) from None
-            except Refused as refused:
+            except ApiRefused as refused:
                 if not opened or refused.status < 500:
                     raise
             time.sleep(self._again)
 
-    def _unreachable(self, error: httpx.HTTPError) -> Refused:
+    def _unreachable(self, error: httpx.HTTPError) -> ApiRefused:
         if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-            return Refused(f"the API at {self._place.url} did not answer in time")
-        return Refused(f"no API answers at {self._place.url}{self._place.hint}")
+            return ApiRefused(f"the API at {self._place.url} did not answer in time")
+        return ApiRefused(f"no API answers at {self._place.url}{self._place.hint}")
 
     def _check(self, answer: httpx.Response) -> None:
         if answer.is_success:
             return
         if answer.status_code == 401:
-            raise Refused(f"the API does not know the key in {self._place.key_path}", 401)
+            raise ApiRefused(f"the API does not know the key in {self._place.key_path}", 401)
         try:
             problem = answer.json()
             sentence = f"{problem['code']}: {problem.get('detail') or problem['title']}"
             told = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
         except (ValueError, KeyError, TypeError, IndexError):
             sentence, told = f"{self._place.url} answered {answer.status_code}", []
-        raise Refused("; ".join([sentence, *told]), answer.status_code)
+        raise ApiRefused("; ".join([sentence, *told]), answer.status_code)
 
     def __enter__(self) -> Self:
         return self

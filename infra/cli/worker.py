@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from infra.cli.operating import Data, Json, KeyFile, Reason, Url, as_json, with_api
+from infra.cli.options import Data, Json, KeyFile, Reason, Url, as_json, with_api
 
 if TYPE_CHECKING:
-    from infra.cli.rest import OperatorApi, Reply
+    from infra.cli.rest import ApiReply, OperatorApi
 
 app = typer.Typer(
     help="Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, 2 usage.",
@@ -38,13 +38,13 @@ def list_workers(
     """Users whose worker runs, or waits to. From an index that is a moment behind."""
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import worker_tables
+        from infra.cli import tables as worker_tables
 
         rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
         if json:
             as_json(rows)
         else:
-            worker_tables.fleet(worker_tables.console(), rows, more=more)
+            worker_tables.show_workers(worker_tables.console(), rows, more=more)
         return 0
 
     with_api(data, url, key_file, action)
@@ -57,20 +57,20 @@ def show(
     """One user's worker: its own mark, and what its workflow says."""
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import worker_tables
+        from infra.cli import tables as worker_tables
         from infra.cli.rest import user_path
 
         shown = api.get(user_path(user))
         if json:
             as_json(shown)
         else:
-            worker_tables.worker(worker_tables.console(), shown)
+            worker_tables.show_worker(worker_tables.console(), shown)
         return 0
 
     with_api(data, url, key_file, action)
 
 
-def _told(reply: Reply, done: str, told: str, *, wait: float, json: bool) -> int:
+def _tell_outcome(reply: ApiReply, done: str, told: str, *, wait: float, json: bool) -> int:
     """Says what came of it. Not done within `wait` is no success, when somebody wanted to wait."""
     if json:
         as_json(reply.body)
@@ -104,7 +104,7 @@ def start(
         reply = api.post(user_path(user, "/start"), reason=reason, wait=wait)
         body = reply.body
         done = f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch {body.get('epoch')}"
-        return _told(reply, done, f"the worker of {user} is asked to start", wait=wait, json=json)
+        return _tell_outcome(reply, done, f"the worker of {user} is asked to start", wait=wait, json=json)
 
     with_api(data, url, key_file, action)
 
@@ -113,7 +113,7 @@ def _signal(
     path: str, told: str, reason: str, json: bool, data: Path, url: str | None, key_file: Path | None
 ) -> NoReturn:
     def action(api: OperatorApi) -> int:
-        return _told(api.post(path, reason=reason), told, told, wait=0.0, json=json)
+        return _tell_outcome(api.post(path, reason=reason), told, told, wait=0.0, json=json)
 
     with_api(data, url, key_file, action)
 
@@ -164,11 +164,11 @@ def reload_credentials(
 
     def action(api: OperatorApi) -> int:
         from infra.cli.rest import user_path
-        from infra.cli.worker_tables import plain
+        from infra.cli.tables import plain
 
         reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
         done = f"{user}: {plain(reply.body.get('detail'))}"
-        return _told(reply, done, f"the worker of {user} is told to reload", wait=wait, json=json)
+        return _tell_outcome(reply, done, f"the worker of {user} is told to reload", wait=wait, json=json)
 
     with_api(data, url, key_file, action)
 
@@ -189,7 +189,7 @@ def timeline(
     """The worker's changes of state: the last ones, or those behind an id; oldest first."""
 
     def action(api: OperatorApi) -> int:
-        from infra.cli import worker_tables
+        from infra.cli import tables as worker_tables
         from infra.cli.rest import user_path
 
         past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
@@ -198,14 +198,14 @@ def timeline(
             if json:
                 as_json(past["transitions"])
             else:
-                worker_tables.timeline(out, past["transitions"])
+                worker_tables.show_timeline(out, past["transitions"])
             return 0
 
         def tell(row: dict[str, Any]) -> None:
             if json:
                 as_json(row, line=True)
             else:
-                worker_tables.change(out, row)
+                worker_tables.show_transition(out, row)
             sys.stdout.flush()
 
         for row in past["transitions"]:

@@ -10,7 +10,15 @@ from __future__ import annotations
 import socket
 import sys
 
-from infra.node.protocol import GRACE_MAX, KILL_CONFIRM, MAX_LINE, Refused, Reply, StopAll, Stopped
+from infra.node.protocol import (
+    GRACE_MAX,
+    KILL_CONFIRM,
+    MAX_LINE,
+    NodeRefused,
+    NodeReply,
+    StopAllTasks,
+    TasksStopped,
+)
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import decode, encode
 
@@ -20,12 +28,12 @@ def drain(path: str) -> int:
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(GRACE_MAX + KILL_CONFIRM)
         link.connect(path)
-        link.sendall(encode(StopAll(reason="the node's container stops")) + b"\n")
+        link.sendall(encode(StopAllTasks(reason="the node's container stops")) + b"\n")
         with link.makefile("rb") as lines:
-            reply: Reply = decode(lines.readline(MAX_LINE), Reply)
-    if isinstance(reply, Stopped):
+            reply: NodeReply = decode(lines.readline(MAX_LINE), NodeReply)
+    if isinstance(reply, TasksStopped):
         return reply.count
-    raise BerthError(f"{reply.code}: {reply.detail}" if isinstance(reply, Refused) else "an odd answer")
+    raise BerthError(f"{reply.code}: {reply.detail}" if isinstance(reply, NodeRefused) else "an odd answer")
 
 
 def main(arguments: list[str]) -> int:

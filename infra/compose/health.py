@@ -48,7 +48,7 @@ def unix(path: str) -> bool:
         return True
 
 
-async def polls(address: str, namespace: str, queue: str, host: str) -> bool:
+async def is_polling(address: str, namespace: str, queue: str, host: str) -> bool:
     """Whether a worker of `host` has polled `queue` for workflow tasks lately."""
     from temporalio.api.enums.v1 import TaskQueueType
     from temporalio.api.taskqueue.v1 import TaskQueue
@@ -78,22 +78,22 @@ def poller(queue: str) -> bool:
 
     settings = Settings()
     return asyncio.run(
-        polls(settings.temporal_address, settings.temporal_namespace, queue, socket.gethostname())
+        is_polling(settings.temporal_address, settings.temporal_namespace, queue, socket.gethostname())
     )
 
 
-def registered(url: str, name: str, host: str, within: float) -> bool:
+def is_registered(url: str, name: str, host: str, within: float) -> bool:
     """Whether a job runner of `host` was seen in the last `within` seconds, by Valkey's clock."""
     from redis import Redis
     from redis.exceptions import RedisError
 
-    from worker_runtime.protocol import job_keys
+    from worker_runtime.jobs.protocol import keys as job_keys
 
     client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
     try:
         now = client.time()[0]
-        for one in client.hkeys(job_keys.beats(job_keys.FLEET)):
-            key = job_keys.runner(job_keys.FLEET, one.decode())
+        for one in client.hkeys(job_keys.beats(job_keys.FLEET_TAG)):
+            key = job_keys.runner(job_keys.FLEET_TAG, one.decode())
             found, node, seen_at = client.hmget(key, ["name", "node", "seen_at"])
             if (found, node) == (name.encode(), host.encode()) and now - int(seen_at) / 1000 < within:
                 return True
@@ -110,7 +110,7 @@ def runner(name: str) -> bool:
     settings = Settings()
     # It renews three times in a lease; on a busy machine later.
     within = 2 * settings.jobs_lease + TIMEOUT
-    return registered(settings.valkey_url, name, socket.gethostname(), within)
+    return is_registered(settings.valkey_url, name, socket.gethostname(), within)
 
 
 CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller, "runner": runner}

@@ -11,9 +11,8 @@ import secrets
 import sys
 
 from infra.database.migrate import migrate
-from infra.local import keyring
 from infra.settings import Settings
-from infra.vault import key_file
+from infra.vault import key_file, keyring
 from worker_runtime.protocol.errors import BerthError
 
 #: Random bytes.
@@ -22,10 +21,10 @@ _WEBHOOK_KEY = 48
 
 def prepare(settings: Settings) -> None:
     """Raises `BerthError` or OSError."""
-    keyring.init(settings)
+    keyring.create_missing_keys(settings)
     for path in settings.webhook_key_files[:1]:  # the present one; those before it are an operator's
         if not path.exists():
-            key_file.write(path, f"{secrets.token_urlsafe(_WEBHOOK_KEY)}\n".encode(), private=True)
+            key_file.write_key_file(path, f"{secrets.token_urlsafe(_WEBHOOK_KEY)}\n".encode(), private=True)
     asyncio.run(migrate(settings.database_url))
     keyring.ensure_admin_key(settings.master_key_file.with_name("admin.key"), settings.database_url)
 

@@ -12,7 +12,7 @@ from infra.database.models import BrokerAccount, StoredCredentials
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encrypted:
+class EncryptedCredentials:
     """Credentials as they are stored: AES-256-GCM under a data key, which the master key wraps."""
 
     ciphertext: bytes
@@ -22,17 +22,17 @@ class Encrypted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class EncryptedAccount:
     user_id: str
     account_id: str
     broker: str
     broker_type: str
     simulation: bool
     version: int
-    encrypted: Encrypted
+    encrypted: EncryptedCredentials
 
 
-async def put(
+async def put_account(
     session: AsyncSession,
     *,
     user_id: str,
@@ -40,7 +40,7 @@ async def put(
     broker: str,
     broker_type: str,
     simulation: bool,
-    encrypted: Encrypted,
+    encrypted: EncryptedCredentials,
 ) -> int:
     """Stores an account with new credentials; returns their version, which grows by one each time."""
     account = insert(BrokerAccount).values(
@@ -68,12 +68,12 @@ async def put(
     return int(version or 0)
 
 
-async def exists(session: AsyncSession, user_id: str, account_id: str) -> bool:
+async def account_exists(session: AsyncSession, user_id: str, account_id: str) -> bool:
     """Whether the user has this account, with or without credentials."""
     return await session.get(BrokerAccount, (user_id, account_id)) is not None
 
 
-def stored_of(user_id: str) -> Select[BrokerAccount, StoredCredentials]:
+def select_accounts(user_id: str) -> Select[BrokerAccount, StoredCredentials]:
     """Selects the rows of all accounts of a user that have credentials, by account id."""
     return (
         select(BrokerAccount, StoredCredentials)
@@ -87,16 +87,16 @@ def stored_of(user_id: str) -> Select[BrokerAccount, StoredCredentials]:
     )
 
 
-def account_of(account: BrokerAccount, stored: StoredCredentials) -> Account:
+def account_from_rows(account: BrokerAccount, stored: StoredCredentials) -> EncryptedAccount:
     """The account that the two rows describe."""
-    return Account(
+    return EncryptedAccount(
         user_id=account.user_id,
         account_id=account.account_id,
         broker=account.broker,
         broker_type=account.broker_type,
         simulation=account.simulation,
         version=stored.version,
-        encrypted=Encrypted(
+        encrypted=EncryptedCredentials(
             ciphertext=stored.ciphertext,
             nonce=stored.nonce,
             wrapped_key=stored.wrapped_key,
@@ -105,7 +105,7 @@ def account_of(account: BrokerAccount, stored: StoredCredentials) -> Account:
     )
 
 
-async def of_user(session: AsyncSession, user_id: str) -> list[Account]:
+async def accounts_of_user(session: AsyncSession, user_id: str) -> list[EncryptedAccount]:
     """All accounts of a user that have credentials, by account id."""
-    rows = await session.execute(stored_of(user_id))
-    return [account_of(account, stored) for account, stored in rows]
+    rows = await session.execute(select_accounts(user_id))
+    return [account_from_rows(account, stored) for account, stored in rows]

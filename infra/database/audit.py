@@ -10,17 +10,17 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from infra.database.models import AuditEntry
 
 
-def append(session: AsyncSession, *, actor: str, action: str, subject: str, **data: Any) -> None:
+def append_entry(session: AsyncSession, *, actor: str, action: str, subject: str, **data: Any) -> None:
     """Adds an entry to the running transaction. `data` is shown to people: no secret in it."""
     session.add(AuditEntry(actor=actor, action=action, subject=subject, data=data))
 
 
-async def append_once(
+async def append_entry_once(
     session: AsyncSession, *, actor: str, action: str, subject: str, id: str, **data: Any
 ) -> None:
-    """Like `append`, for work that may be repeated: a second entry with the same `id` is not added."""
+    """Like `append_entry`, for work that may be repeated: a second entry with the same `id` is not added."""
     known = select(AuditEntry.id).where(
         AuditEntry.subject == subject, AuditEntry.action == action, AuditEntry.data["id"].astext == id
     )
     if await session.scalar(known.limit(1)) is None:
-        append(session, actor=actor, action=action, subject=subject, id=id, **data)
+        append_entry(session, actor=actor, action=action, subject=subject, id=id, **data)

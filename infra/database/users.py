@@ -1,12 +1,26 @@
-"""Users."""
+"""Users.
+
+API keys: shown once, stored as a hash.
+
+Where users' daily statements go: an e-mail address, a URL, or both.
+"""
 
 from __future__ import annotations
 
-from sqlalchemy import select
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+from sqlalchemy import ColumnElement, false, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.models import User
+from infra.database import audit
+from infra.database.models import ApiKey, User
+from infra.database.trading.models import StatementAddress
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -22,7 +36,7 @@ class UserNotFound(BerthError):
     code = "USER_NOT_FOUND"
 
 
-async def create(session: AsyncSession, user_id: str) -> User:
+async def create_user(session: AsyncSession, user_id: str) -> User:
     """Raises `UserExists`."""
     made: User | None = await session.scalar(
         insert(User).values(id=user_id).on_conflict_do_nothing().returning(User)
@@ -32,9 +46,102 @@ async def create(session: AsyncSession, user_id: str) -> User:
     return made
 
 
-async def get(session: AsyncSession, user_id: str) -> User:
+async def get_user(session: AsyncSession, user_id: str) -> User:
     """Raises `UserNotFound`."""
     user = await session.scalar(select(User).where(User.id == user_id))
     if user is None:
         raise UserNotFound(f"there is no user {user_id}")
     return user
+
+
+Role = Literal["user", "operator", "admin"]
+
+
+@dataclass(frozen=True)
+class NewApiKey:
+    id: uuid.UUID
+    #: The key itself, in clear; nobody can read it again.
+    token: str
+
+    def __repr__(self) -> str:
+        return f"NewKey(id={self.id})"
+
+
+def hash_token(token: str) -> str:
+    return sha256(token.encode()).hexdigest()
+
+
+async def create_api_key(session: AsyncSession, role: Role, user_id: str | None = None) -> NewApiKey:
+    """A new key; `user_id` is needed for the role `user`."""
+    new = NewApiKey(uuid.uuid4(), f"berth_{secrets.token_urlsafe(32)}")
+    session.add(
+        ApiKey(id=new.id, key_hash=hash_token(new.token), prefix=new.token[:12], role=role, user_id=user_id)
+    )
+    await session.flush()
+    return new
+
+
+async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
+    """The key that this token is, unless it is unknown or revoked."""
+    return await session.scalar(
+        select(ApiKey).where(ApiKey.key_hash == hash_token(token), ApiKey.revoked_at.is_(None))
+    )
+
+
+async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> None:
+    await session.execute(
+        update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=func.now())
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementAddresses:
+    """Of one user; None: not there."""
+
+    email: str | None = None
+    webhook_url: str | None = None
+
+
+async def get_addresses(session: AsyncSession, user_id: str) -> StatementAddresses:
+    row = await session.get(StatementAddress, user_id)
+    return (
+        StatementAddresses()
+        if row is None
+        else StatementAddresses(email=row.email, webhook_url=row.webhook_url)
+    )
+
+
+async def put_addresses(
+    session: AsyncSession, user_id: str, addresses: StatementAddresses, *, actor: str
+) -> None:
+    """Sets both addresses of a user, who exists."""
+    values = {"email": addresses.email, "webhook_url": addresses.webhook_url}
+    row = insert(StatementAddress).values(user_id=user_id, **values)
+    changed = {**values, "updated_at": func.clock_timestamp()}
+    await session.execute(row.on_conflict_do_update(index_elements=["user_id"], set_=changed))
+    audit.append_entry(session, actor=actor, action="statements.set", subject=f"user:{user_id}", **values)
+
+
+def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
+    """Has an address of one of these kinds."""
+    columns = ((StatementAddress.email, email), (StatementAddress.webhook_url, webhook))
+    return or_(false(), *(column.is_not(None) for column, wanted in columns if wanted))
+
+
+async def count_addresses(session: AsyncSession, *, email: bool, webhook: bool) -> int:
+    """Users with an address of one of these kinds."""
+    there = _has_address(email=email, webhook=webhook)
+    return int(await session.scalar(select(func.count()).select_from(StatementAddress).where(there)) or 0)
+
+
+async def addresses_after(
+    session: AsyncSession, *, email: bool, webhook: bool, after: str, limit: int
+) -> Sequence[StatementAddress]:
+    """The next `limit` of them behind the user `after`, in order of their ids."""
+    rows = (
+        select(StatementAddress)
+        .where(_has_address(email=email, webhook=webhook), StatementAddress.user_id > after)
+        .order_by(StatementAddress.user_id)
+        .limit(limit)
+    )
+    return (await session.scalars(rows)).all()

@@ -1,23 +1,109 @@
-"""`python -m infra.exchange --port P --admin-port Q --ledger FILE`."""
+"""The exchange as a process: sessions on one port, admin calls on another, one event loop for both.
+
+`python -m infra.exchange --port P --admin-port Q --ledger FILE`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import logging
+import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+import uvicorn
 from pydantic import ValidationError
 
-from infra.exchange.limits import Limits
-from infra.exchange.market import Walk
-from infra.exchange.server import ExchangeOptions, serve
+from infra.exchange.admin import create_admin
+from infra.exchange.connection import ExchangeConnection
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeLimits
+from infra.exchange.market import PriceWalk
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """What `python -m infra.exchange` takes."""
+
+    host: str
+    port: int
+    admin_port: int
+    ledger: Path
+    seed: int = 1
+    limits: ExchangeLimits = field(default_factory=ExchangeLimits)
+    walk: PriceWalk = field(default_factory=PriceWalk)
+    day_closes: time | None = None
+    day_begins: time = time()
+
+
+class _AdminServer(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again and end the process before it has cleaned up."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_exchange(options: ExchangeOptions) -> None:
+    """Runs until SIGTERM or SIGINT. Raises `LedgerInUse`, or OSError if a port is taken."""
+    ledger = ExchangeLedger(options.ledger)
+    try:
+        # Bound here, because uvicorn ends the process by itself when it cannot bind.
+        with socket.create_server((options.host, options.admin_port), backlog=128) as admin_socket:
+            await _serve_bound(options, ledger, admin_socket)
+    finally:
+        ledger.close()
+
+
+async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_socket: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    exchange = PaperExchange(
+        ledger,
+        loop.call_later,
+        seed=options.seed,
+        limits=options.limits,
+        walk=options.walk,
+        day_closes=options.day_closes,
+        day_begins=options.day_begins,
+    )
+    admin = _AdminServer(
+        uvicorn.Config(
+            create_admin(exchange),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
+    )
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, setattr, admin, "should_exit", True)
+    links: set[ExchangeConnection] = set()
+    sessions = await loop.create_server(
+        lambda: ExchangeConnection(exchange, links), options.host, options.port
+    )
+    _log.info(
+        "exchange.started", port=options.port, admin_port=options.admin_port, ledger=str(options.ledger)
+    )
+    try:
+        await admin.serve(sockets=[admin_socket])
+    finally:
+        sessions.close()
+        for link in list(links):
+            link.end("the exchange is shutting down", abrupt=False)
+        _log.info("exchange.stopped")
 
 
 def _options(settings: Settings) -> ExchangeOptions:
@@ -39,12 +125,15 @@ def _options(settings: Settings) -> ExchangeOptions:
     person.add_argument("--orders-per-10s", type=int, default=settings.exchange_orders_per_10s)
     person.add_argument("--queries-per-5s", type=int, default=settings.exchange_queries_per_5s)
     parser.add_argument(
-        "--session-life", type=float, default=Limits().session_life_s, help="seconds until a token expires"
+        "--session-life",
+        type=float,
+        default=ExchangeLimits().session_life_s,
+        help="seconds until a token expires",
     )
     parser.add_argument(
         "--walk-ms", type=int, default=0, help="prices move by themselves this often; 0: they stand still"
     )
-    parser.add_argument("--walk-step", type=float, default=Walk().step, help="largest move, as a share")
+    parser.add_argument("--walk-step", type=float, default=PriceWalk().step, help="largest move, as a share")
     parser.add_argument(
         "--day-closes", type=time.fromisoformat, help="HH:MM in Taipei, when orders that rest expire"
     )
@@ -56,14 +145,14 @@ def _options(settings: Settings) -> ExchangeOptions:
     )
     given = parser.parse_args()
     try:
-        limits = Limits(
+        limits = ExchangeLimits(
             connections_per_person=given.connections_per_person,
             logins_per_day=given.logins_per_day,
             orders=given.orders_per_10s,
             queries=given.queries_per_5s,
             session_life_s=given.session_life,
         )
-        walk = Walk(seed=given.seed, every_ms=given.walk_ms, step=given.walk_step)
+        walk = PriceWalk(seed=given.seed, every_ms=given.walk_ms, step=given.walk_step)
     except ValidationError as error:
         parser.error("; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors()))
     return ExchangeOptions(
@@ -96,7 +185,7 @@ def main() -> int:
     )
     log = structlog.get_logger()
     try:
-        asyncio.run(serve(options))
+        asyncio.run(serve_exchange(options))
     except BerthError as error:
         log.error("exchange.failed", code=error.code, detail=error.detail)
         return 1

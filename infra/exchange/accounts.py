@@ -8,11 +8,9 @@ from hashlib import blake2b
 
 import structlog
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.faults import FaultPoint
-from infra.exchange.ledger import Ledger
+from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan, FaultPoint, FaultSchedule
+from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import AccountRegistration
-from infra.exchange.schedule import EVERYONE, FaultPlan, FaultSchedule
 from worker_runtime.protocol.errors import LoginRejected, UnknownAccount
 from worker_runtime.protocol.exchange import Login
 
@@ -20,20 +18,20 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class ExchangeAccount:
     key_hash: bytes
     person_id: str
     behaviour: Behaviour
 
 
-class Accounts:
+class ExchangeAccounts:
     """All accounts, read from the ledger at the start and written through to it."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: ExchangeLedger) -> None:
         self._ledger = ledger
         self.schedule = FaultSchedule(ledger)
         self._accounts = {
-            name: Account(
+            name: ExchangeAccount(
                 key_hash=key_hash, person_id=person_id, behaviour=Behaviour.model_validate_json(behaviour)
             )
             for name, key_hash, person_id, behaviour in ledger.accounts()
@@ -46,7 +44,7 @@ class Accounts:
     def register(self, registration: AccountRegistration) -> None:
         """Adds an account, or replaces its keys; its behaviour stays. Only a hash of the keys is kept."""
         known = self._accounts.get(registration.account)
-        account = Account(
+        account = ExchangeAccount(
             key_hash=_key_hash(registration.account, registration.api_key, registration.secret_key),
             person_id=registration.person_id or registration.account,
             behaviour=known.behaviour if known else Behaviour(),
@@ -72,14 +70,14 @@ class Accounts:
         self._save(name, replace(self._account(name), behaviour=behaviour))
 
     def fault_plan(self, name: str) -> FaultPlan:
-        """Raises `UnknownAccount`, unless it is that of `EVERYONE`."""
-        if name != EVERYONE:
+        """Raises `UnknownAccount`, unless it is that of `ALL_ACCOUNTS`."""
+        if name != ALL_ACCOUNTS:
             self._account(name)
         return self.schedule.get(name)
 
     def set_fault_plan(self, name: str, plan: FaultPlan) -> None:
-        """Raises `UnknownAccount`, unless it is for `EVERYONE`."""
-        if name != EVERYONE:
+        """Raises `UnknownAccount`, unless it is for `ALL_ACCOUNTS`."""
+        if name != ALL_ACCOUNTS:
             self._account(name)
         self.schedule.set(name, plan)
 
@@ -108,13 +106,13 @@ class Accounts:
             self.set_behaviour(name, left)
         return True
 
-    def _account(self, name: str) -> Account:
+    def _account(self, name: str) -> ExchangeAccount:
         try:
             return self._accounts[name]
         except KeyError:
             raise UnknownAccount(f"the exchange has no account {name}") from None
 
-    def _save(self, name: str, account: Account) -> None:
+    def _save(self, name: str, account: ExchangeAccount) -> None:
         self._ledger.save_account(
             name, account.key_hash, account.person_id, account.behaviour.model_dump_json()
         )

@@ -12,75 +12,74 @@ from fastapi import FastAPI, Path, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.exchange import Exchange
-from infra.exchange.hours import Maintenance
-from infra.exchange.limits import Limits, Owner
-from infra.exchange.market import Walk
+from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.hours import ExchangeMaintenance
+from infra.exchange.limits import ExchangeLimits, LimitOwner
+from infra.exchange.market import PriceWalk
 from infra.exchange.records import (
     AccountRegistration,
-    Health,
+    ExchangeHealth,
     Incident,
     IncidentKind,
     LedgerOrder,
     LedgerSession,
-    OwnerKind,
+    LimitOwnerKind,
 )
-from infra.exchange.schedule import EVERYONE, FaultPlan
 from worker_runtime.protocol.errors import BerthError, OrderRejected, UnknownAccount
 
-_STATUS = {UnknownAccount: 404, OrderRejected: 409}
+_STATUS_BY_ERROR = {UnknownAccount: 404, OrderRejected: 409}
 
-Account = Annotated[str, Path(min_length=1, max_length=64)]
+AccountName = Annotated[str, Path(min_length=1, max_length=64)]
 
 
-class _Body(BaseModel):
+class _AdminModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Price(_Body):
+class SymbolPrice(_AdminModel):
     price: Decimal = Field(gt=0, le=10_000_000, allow_inf_nan=False)
 
 
-class FillByHand(_Body):
+class ManualFillRequest(_AdminModel):
     """Both may be left out: all of the rest, at the market's price."""
 
     quantity: int | None = Field(default=None, ge=1)
     price: Decimal | None = Field(default=None, gt=0, le=10_000_000, allow_inf_nan=False)
 
 
-class CancelByExchange(_Body):
+class ExchangeCancelRequest(_AdminModel):
     reason: str = "cancelled by the exchange"
 
 
-class EndSessions(_Body):
+class EndSessionsRequest(_AdminModel):
     reason: str = "ended by the exchange"
     #: Without a word to the client, as when a line is cut.
     abrupt: bool = False
 
 
-class Ended(_Body):
+class EndedSessions(_AdminModel):
     sessions: int
 
 
-class Expired(_Body):
+class ExpiredOrders(_AdminModel):
     orders: int
 
 
-class Lift(_Body):
+class LiftBanRequest(_AdminModel):
     """Who is forgiven."""
 
-    owner_kind: OwnerKind
+    owner_kind: LimitOwnerKind
     owner: str = Field(max_length=64)
 
 
-def create_admin(exchange: Exchange) -> FastAPI:
+def create_admin(exchange: PaperExchange) -> FastAPI:
     """The app; its handlers run in the exchange's own loop, so that they see and change it directly."""
     app = FastAPI(title="Berth paper exchange: admin", version="1")
 
     @app.exception_handler(BerthError)
     async def refuse(request: Request, error: BerthError) -> JSONResponse:
-        status = _STATUS.get(type(error), 400)
+        status = _STATUS_BY_ERROR.get(type(error), 400)
         return JSONResponse({"code": error.code, "detail": error.detail}, status_code=status)
 
     @app.post("/accounts", status_code=204)
@@ -88,40 +87,40 @@ def create_admin(exchange: Exchange) -> FastAPI:
         exchange.accounts.register(registration)
 
     @app.put("/accounts/{account}/behaviour", status_code=204)
-    async def set_behaviour(account: Account, behaviour: Behaviour) -> None:
+    async def set_behaviour(account: AccountName, behaviour: Behaviour) -> None:
         exchange.set_behaviour(account, behaviour)
 
     @app.get("/accounts/{account}/behaviour")
-    async def get_behaviour(account: Account) -> Behaviour:
+    async def get_behaviour(account: AccountName) -> Behaviour:
         return exchange.accounts.behaviour(account)
 
     @app.post("/accounts/{account}/end-sessions")
-    async def end_sessions(account: Account, body: EndSessions) -> Ended:
-        return Ended(sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt))
+    async def end_sessions(account: AccountName, body: EndSessionsRequest) -> EndedSessions:
+        return EndedSessions(sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt))
 
     @app.put("/accounts/{account}/fault-plan", status_code=204)
-    async def set_fault_plan(account: Account, plan: FaultPlan) -> None:
+    async def set_fault_plan(account: AccountName, plan: FaultPlan) -> None:
         exchange.accounts.set_fault_plan(account, plan)
 
     @app.get("/accounts/{account}/fault-plan")
-    async def get_fault_plan(account: Account) -> FaultPlan:
+    async def get_fault_plan(account: AccountName) -> FaultPlan:
         return exchange.accounts.fault_plan(account)
 
     @app.put("/fault-plan", status_code=204)
     async def set_fault_plan_of_everyone(plan: FaultPlan) -> None:
         """For all accounts that have no plan of their own."""
-        exchange.accounts.set_fault_plan(EVERYONE, plan)
+        exchange.accounts.set_fault_plan(ALL_ACCOUNTS, plan)
 
     @app.get("/fault-plan")
     async def get_fault_plan_of_everyone() -> FaultPlan:
-        return exchange.accounts.fault_plan(EVERYONE)
+        return exchange.accounts.fault_plan(ALL_ACCOUNTS)
 
     @app.put("/limits", status_code=204)
-    async def set_limits(limits: Limits) -> None:
+    async def set_limits(limits: ExchangeLimits) -> None:
         exchange.sessions.set_limits(limits)
 
     @app.get("/limits")
-    async def get_limits() -> Limits:
+    async def get_limits() -> ExchangeLimits:
         return exchange.sessions.limits
 
     @app.get("/incidents")
@@ -132,16 +131,16 @@ def create_admin(exchange: Exchange) -> FastAPI:
         return exchange.ledger.incidents(kind=kind, owner=owner, since_ms=since_ms)
 
     @app.post("/incidents/lift", status_code=204)
-    async def lift(body: Lift) -> None:
+    async def lift(body: LiftBanRequest) -> None:
         """Ends the ban and the suspension of a person or an address."""
-        exchange.sessions.limiter.lift(Owner(body.owner_kind, body.owner))
+        exchange.sessions.limiter.lift(LimitOwner(body.owner_kind, body.owner))
 
     @app.post("/maintenance", status_code=204)
-    async def announce_maintenance(window: Maintenance) -> None:
+    async def announce_maintenance(window: ExchangeMaintenance) -> None:
         exchange.sessions.maintenance.announce(window)
 
     @app.get("/maintenance")
-    async def get_maintenance() -> tuple[Maintenance, ...]:
+    async def get_maintenance() -> tuple[ExchangeMaintenance, ...]:
         return exchange.sessions.maintenance.windows
 
     @app.delete("/maintenance", status_code=204)
@@ -150,32 +149,32 @@ def create_admin(exchange: Exchange) -> FastAPI:
         exchange.sessions.maintenance.call_off()
 
     @app.post("/day/close")
-    async def close_day() -> Expired:
+    async def close_day() -> ExpiredOrders:
         """Ends the trading day: all orders that rest expire."""
-        return Expired(orders=exchange.close_day())
+        return ExpiredOrders(orders=exchange.close_day())
 
     @app.put("/market/walk", status_code=204)
-    async def set_walk(walk: Walk) -> None:
+    async def set_walk(walk: PriceWalk) -> None:
         exchange.market.set_walk(walk)
 
     @app.get("/market/walk")
-    async def get_walk() -> Walk:
+    async def get_walk() -> PriceWalk:
         return exchange.market.walk
 
     @app.post("/symbols/{symbol}/price", status_code=204)
-    async def set_price(symbol: str, body: Price) -> None:
+    async def set_price(symbol: str, body: SymbolPrice) -> None:
         exchange.market.set_price(symbol, body.price)
 
     @app.get("/symbols/{symbol}/price")
-    async def get_price(symbol: str) -> Price:
-        return Price(price=exchange.market.price(symbol))
+    async def get_price(symbol: str) -> SymbolPrice:
+        return SymbolPrice(price=exchange.market.price(symbol))
 
     @app.post("/orders/{broker_order_id}/fill")
-    async def fill_order(broker_order_id: str, body: FillByHand) -> LedgerOrder:
+    async def fill_order(broker_order_id: str, body: ManualFillRequest) -> LedgerOrder:
         return exchange.fill_by_hand(broker_order_id, body.quantity, body.price)
 
     @app.post("/orders/{broker_order_id}/cancel")
-    async def cancel_order(broker_order_id: str, body: CancelByExchange) -> LedgerOrder:
+    async def cancel_order(broker_order_id: str, body: ExchangeCancelRequest) -> LedgerOrder:
         return exchange.cancel(broker_order_id, body.reason)
 
     @app.get("/ledger")
@@ -188,7 +187,9 @@ def create_admin(exchange: Exchange) -> FastAPI:
         return exchange.ledger.sessions(account, open)
 
     @app.get("/healthz")
-    async def healthz() -> Health:
-        return Health(status="ok", connections=len(exchange.sessions), orders=exchange.ledger.count_orders())
+    async def healthz() -> ExchangeHealth:
+        return ExchangeHealth(
+            status="ok", connections=len(exchange.sessions), orders=exchange.ledger.count_orders()
+        )
 
     return app

@@ -1,12 +1,60 @@
-"""How the exchange treats one account: one frozen struct, set by an admin call."""
+"""The named points at which the exchange misbehaves on purpose.
+
+A fault is one member here and one `strikes(…)` at the place in `exchange.py` or `link.py` where it happens.
+Faults combine: `lost_ack` with `lost_event` leaves the client without any word of an order that was taken.
+
+How the exchange treats one account: one frozen struct, set by an admin call.
+
+Random faults that can be repeated: a seed and a rate for each fault point.
+
+Whether a fault strikes depends on the seed, the account, the fault point and how often this account has come
+to this point since the plan was set; not on time, nor on what other accounts do. A restart of the exchange
+begins another, equally repeatable stretch of the same plan.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from hashlib import blake2b
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.exchange.faults import FaultPoint
+from infra.exchange.ledger import ExchangeLedger
+
+
+class FaultPoint(StrEnum):
+    #: The connection breaks when an order arrives; the order is not taken.
+    LOST_REQUEST = "lost_request"
+    #: The order is taken; its answer is never sent.
+    LOST_ACK = "lost_ack"
+    #: The order is taken; its answer comes `late_ack_ms` later, after its fills.
+    LATE_ACK = "late_ack"
+    #: The order is taken; then the connection breaks, before the answer.
+    DROP_BEFORE_ACK = "drop_before_ack"
+    #: A cancel or replacement does not arrive: nothing happens, and it is never answered.
+    LOST_CHANGE = "lost_change"
+    #: A cancel or replacement is done; its answer is never sent.
+    LOST_CHANGE_ACK = "lost_change_ack"
+    #: A cancel or replacement is done; then the connection breaks, before the answer.
+    DROP_IN_CHANGE = "drop_in_change"
+    #: A question for orders, positions or money is never answered.
+    LOST_QUERY = "lost_query"
+    #: The connection breaks at a question for orders, positions or money.
+    DROP_IN_QUERY = "drop_in_query"
+    #: Each fill is reported twice: another event, the same fill id.
+    DUPLICATE_FILL = "duplicate_fill"
+    #: Events about an order are never sent.
+    LOST_EVENT = "lost_event"
+    #: An event comes `late_event_ms` later: others overtake it.
+    LATE_EVENT = "late_event"
+    #: All events of the account are lost for `event_gap_ms`; then they go on.
+    EVENT_GAP = "event_gap"
+    #: Pings are not answered: the session looks alive and is not.
+    LOST_PONG = "lost_pong"
+    #: A login is neither answered nor refused.
+    LOST_LOGIN = "lost_login"
+
 
 #: How often a fault strikes when it shall strike until it is taken away.
 ALWAYS = -1
@@ -69,3 +117,65 @@ class Behaviour(BaseModel):
             return self
         faults = {**self.faults, point: left - 1}
         return self.model_copy(update={"faults": {p: n for p, n in faults.items() if n}})
+
+
+#: The scope of the plan for all accounts that have none of their own.
+ALL_ACCOUNTS = ""
+_FAULT_PLAN_SETTING = "fault plan "
+_DRAW_SPACE = 2**64
+
+
+class FaultPlan(BaseModel):
+    """`rates`: fault point → share of the calls at which it strikes, 0 to 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 1
+    rates: dict[FaultPoint, Annotated[float, Field(ge=0.0, le=1.0)]] = Field(default_factory=dict)
+
+
+class _StoredFaultPlan(BaseModel):
+    plan: FaultPlan
+    #: Which start of the exchange it was set in.
+    start: int
+
+
+def seeded_draw(*of: object) -> float:
+    """A number from 0 up to 1 that looks random and is always the same for the same arguments."""
+    text = "\x1f".join(map(str, of)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) / _DRAW_SPACE
+
+
+class FaultSchedule:
+    """The plans in force; they outlive a restart."""
+
+    def __init__(self, ledger: ExchangeLedger) -> None:
+        self._ledger = ledger
+        kept = ledger.settings_like(_FAULT_PLAN_SETTING)
+        self._plans = {name: _StoredFaultPlan.model_validate_json(value) for name, value in kept.items()}
+        self._visits: dict[tuple[str, FaultPoint], int] = {}
+        #: Whether any plan can strike at all.
+        self.active = any(kept.plan.rates for kept in self._plans.values())
+
+    def set(self, scope: str, plan: FaultPlan) -> None:
+        """Sets the plan of one account, or of `ALL_ACCOUNTS`; its counts begin at the beginning."""
+        kept = _StoredFaultPlan(plan=plan, start=self._ledger.start)
+        self._ledger.save_setting(_FAULT_PLAN_SETTING + scope, kept.model_dump_json())
+        self._plans[scope] = kept
+        self.active = any(kept.plan.rates for kept in self._plans.values())
+        for key in [key for key in self._visits if scope in (ALL_ACCOUNTS, key[0])]:
+            del self._visits[key]
+
+    def get(self, scope: str) -> FaultPlan:
+        kept = self._plans.get(scope)
+        return kept.plan if kept else FaultPlan()
+
+    def strikes(self, account: str, point: FaultPoint) -> bool:
+        """Whether the plan lets a fault strike at this visit of the account to this point."""
+        kept = self._plans.get(account) or self._plans.get(ALL_ACCOUNTS)
+        if kept is None or not (rate := kept.plan.rates.get(point, 0.0)):
+            return False
+        visit = self._visits.get((account, point), 0)
+        self._visits[account, point] = visit + 1
+        stretch = self._ledger.start - kept.start
+        return seeded_draw(kept.plan.seed, stretch, account, point.value, visit) < rate

@@ -1,23 +1,36 @@
-"""A client of the exchange's admin API, for tests, the CLI and benchmarks."""
+"""A client of the exchange's admin API, for tests, the CLI and benchmarks.
+
+The exchange as a child process, for the local stack, benchmarks and tests.
+"""
 
 from __future__ import annotations
 
 import ssl
+import sys
 import time
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 from pydantic import TypeAdapter
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.hours import Maintenance
-from infra.exchange.limits import Limits
-from infra.exchange.market import Walk
-from infra.exchange.records import Health, Incident, IncidentKind, LedgerOrder, LedgerSession, OwnerKind
-from infra.exchange.schedule import FaultPlan
+from infra.exchange.behaviour import Behaviour, FaultPlan
+from infra.exchange.hours import ExchangeMaintenance
+from infra.exchange.limits import ExchangeLimits
+from infra.exchange.market import PriceWalk
+from infra.exchange.records import (
+    ExchangeHealth,
+    Incident,
+    IncidentKind,
+    LedgerOrder,
+    LedgerSession,
+    LimitOwnerKind,
+)
+from infra.local.servers import HOST, Server, accepts, free_port
 from worker_runtime.protocol.errors import BerthError, from_code
 
 _ORDERS = TypeAdapter(list[LedgerOrder])
@@ -26,7 +39,7 @@ _INCIDENTS = TypeAdapter(list[Incident])
 
 
 @cache
-def _authorities() -> ssl.SSLContext:
+def _certificate_authorities() -> ssl.SSLContext:
     """Made once: a client that makes its own takes 23 ms to read the certificates, also for http."""
     return httpx.create_ssl_context(trust_env=False)
 
@@ -45,7 +58,9 @@ class ExchangeAdmin:
     """
 
     def __init__(self, url: str, *, timeout: float = 5.0) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False, verify=_authorities())
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=timeout, trust_env=False, verify=_certificate_authorities()
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,11 +128,11 @@ class ExchangeAdmin:
         path = "/fault-plan" if account is None else f"/accounts/{account}/fault-plan"
         await self._call("PUT", path, json=plan.model_dump(mode="json"))
 
-    async def limits(self) -> Limits:
-        return Limits.model_validate(await self._call("GET", "/limits"))
+    async def limits(self) -> ExchangeLimits:
+        return ExchangeLimits.model_validate(await self._call("GET", "/limits"))
 
-    async def set_limits(self, limits: Limits) -> None:
-        """Replaces all limits: `Limits()` are the real broker's."""
+    async def set_limits(self, limits: ExchangeLimits) -> None:
+        """Replaces all limits: `ExchangeLimits()` are the real broker's."""
         await self._call("PUT", "/limits", json=limits.model_dump(mode="json"))
 
     async def incidents(
@@ -127,18 +142,20 @@ class ExchangeAdmin:
         given = _given(kind=kind, owner=owner, since_ms=None if since_ms is None else str(since_ms))
         return _INCIDENTS.validate_python(await self._call("GET", "/incidents", params=given))
 
-    async def lift(self, owner_kind: OwnerKind, owner: str) -> None:
+    async def lift(self, owner_kind: LimitOwnerKind, owner: str) -> None:
         """Ends the ban and the suspension of a person or an address."""
         await self._call("POST", "/incidents/lift", json={"owner_kind": owner_kind, "owner": owner})
 
-    async def announce_maintenance(self, window: Maintenance) -> None:
+    async def announce_maintenance(self, window: ExchangeMaintenance) -> None:
         await self._call("POST", "/maintenance", json=window.model_dump(mode="json"))
 
     async def begin_maintenance(self, seconds: float, *, ends_sessions: bool = True) -> None:
         """At once, for so long."""
         now = time.time_ns() // 1_000_000
         end = now + int(seconds * 1000)
-        await self.announce_maintenance(Maintenance(begin_ms=now, end_ms=end, ends_sessions=ends_sessions))
+        await self.announce_maintenance(
+            ExchangeMaintenance(begin_ms=now, end_ms=end, ends_sessions=ends_sessions)
+        )
 
     async def end_maintenance(self) -> None:
         """Also forgets the windows to come."""
@@ -148,12 +165,12 @@ class ExchangeAdmin:
         """Ends the trading day; returns how many orders expired."""
         return int((await self._call("POST", "/day/close"))["orders"])
 
-    async def set_walk(self, walk: Walk) -> None:
-        """Lets prices move by themselves; `Walk()` makes them stand still."""
+    async def set_walk(self, walk: PriceWalk) -> None:
+        """Lets prices move by themselves; `PriceWalk()` makes them stand still."""
         await self._call("PUT", "/market/walk", json=walk.model_dump(mode="json"))
 
-    async def health(self) -> Health:
-        return Health.model_validate(await self._call("GET", "/healthz"))
+    async def health(self) -> ExchangeHealth:
+        return ExchangeHealth.model_validate(await self._call("GET", "/healthz"))
 
     async def _call(self, method: str, path: str, **how: Any) -> Any:
         try:
@@ -172,3 +189,38 @@ class ExchangeAdmin:
 
 def _given(**params: str | bool | None) -> dict[str, str | bool]:
     return {name: value for name, value in params.items() if value not in (None, "")}
+
+
+class ExchangeServer(Server):
+    """A paper exchange of its own; `stop(SIGKILL)` makes it a crash, `start()` starts it again."""
+
+    name = "exchange"
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        admin_port: int | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`options` are further words of its command line, such as `--orders-per-10s 5000`."""
+        super().__init__(directory, port)
+        self.admin_port = admin_port or free_port()
+        self.options = tuple(options)
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self.admin_port}"
+
+    def command(self) -> Sequence[str]:
+        words = [sys.executable, "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
+        words += ["--admin-port", str(self.admin_port), "--ledger", str(self.directory / "ledger.db")]
+        return [*words, *self.options]
+
+    def answers(self) -> bool:
+        return accepts(self.port) and accepts(self.admin_port)

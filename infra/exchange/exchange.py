@@ -15,20 +15,22 @@ import msgspec
 import structlog
 
 from infra.exchange import matching
-from infra.exchange.accounts import Accounts
-from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.book import Book
+from infra.exchange.accounts import ExchangeAccounts
+from infra.exchange.behaviour import Behaviour, FillMode, seeded_draw
 from infra.exchange.hours import day_begins_ms, last_close_ms, next_close_ms
-from infra.exchange.ledger import Ledger
-from infra.exchange.limits import Limits
-from infra.exchange.listing import as_of
-from infra.exchange.market import Market, Walk
-from infra.exchange.matching import Match, Terms
-from infra.exchange.positions import balance, positions
-from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
-from infra.exchange.schedule import draw
-from infra.exchange.sessions import Sessions
-from infra.exchange.tape import Tape
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeLimits
+from infra.exchange.market import ExchangeMarket, PriceWalk
+from infra.exchange.matching import MatchResult, OrderTerms, RestingOrders
+from infra.exchange.records import (
+    LedgerFill,
+    LedgerOrder,
+    LedgerSession,
+    account_balance,
+    net_positions,
+    order_as_of,
+)
+from infra.exchange.sessions import ExchangeSessions, OrderEventFeed
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.exchange import (
     Balance,
@@ -46,7 +48,7 @@ _log = structlog.get_logger()
 _ON_TIMER = frozenset({FillMode.DELAYED, FillMode.GRADUAL})
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class TakenOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order that the exchange took, and what it has to tell about it: in the answer, and after it."""
 
     order: LedgerOrder
@@ -55,14 +57,14 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Calls something later: seconds, what. `loop.call_later` in the server.
-Later = Callable[[float, Callable[[], None]], object]
+CallLater = Callable[[float, Callable[[], None]], object]
 
 
 def _now_ms() -> int:
     return time_ns() // 1_000_000
 
 
-class Exchange:
+class PaperExchange:
     """All state; `ledger` is its durable half. The caller closes the ledger.
 
     `limits` and `walk` hold unless an admin call has set others. At `day_closes` (time of day in Taipei)
@@ -72,21 +74,21 @@ class Exchange:
 
     def __init__(
         self,
-        ledger: Ledger,
-        later: Later,
+        ledger: ExchangeLedger,
+        later: CallLater,
         *,
         seed: int = 1,
-        limits: Limits | None = None,
-        walk: Walk | None = None,
+        limits: ExchangeLimits | None = None,
+        walk: PriceWalk | None = None,
         day_closes: time | None = None,
         day_begins: time = time(),
         now: Callable[[], int] = _now_ms,
     ) -> None:
         self.ledger = ledger
-        self.accounts = Accounts(ledger)
-        self.sessions = Sessions(ledger, self.accounts, later, now, limits or Limits())
-        self.market = Market(ledger, later, self._price_moved, seed=seed, walk=walk or Walk())
-        self.tape = Tape(self.accounts, self.sessions.deliver, later, now)
+        self.accounts = ExchangeAccounts(ledger)
+        self.sessions = ExchangeSessions(ledger, self.accounts, later, now, limits or ExchangeLimits())
+        self.market = ExchangeMarket(ledger, later, self._price_moved, seed=seed, walk=walk or PriceWalk())
+        self.tape = OrderEventFeed(self.accounts, self.sessions.deliver, later, now)
         self._later = later
         self._now = now
         self._day_begins = day_begins
@@ -96,7 +98,7 @@ class Exchange:
         #: Which timer of a resting order is the one that counts.
         self._timers: dict[str, int] = {}
         self._timer_numbers = count()
-        self._book = Book(ledger.resting_orders())
+        self._book = RestingOrders(ledger.resting_orders())
         if day_closes is not None:
             # The exchange may have been down at the time itself.
             self.close_day(before_ms=last_close_ms(now(), day_closes))
@@ -117,7 +119,7 @@ class Exchange:
         """The end of the trading day: what rests (from before that time) expires; returns how many."""
         ending = [o for o in self._book.all() if before_ms is None or o.received_ms < before_ms]
         for order in ending:
-            self._apply(order, Match(state=OrderState.EXPIRED, reason="the trading day ended"), None)
+            self._apply(order, MatchResult(state=OrderState.EXPIRED, reason="the trading day ended"), None)
         _log.info("exchange.day_closed", expired=len(ending))
         return len(ending)
 
@@ -128,7 +130,7 @@ class Exchange:
         if not 1 <= quantity <= order.remaining:
             raise OrderRejected(f"{order.remaining} lots of {broker_order_id} are open")
         done = quantity == order.remaining
-        found = Match(state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity)
+        found = MatchResult(state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity)
         return self._apply(order, found, price or self.market.price(order.symbol))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
@@ -136,7 +138,7 @@ class Exchange:
         order = self._resting_order(broker_order_id)
         if account is not None and order.account != account:
             raise OrderRejected(f"no open order {broker_order_id}")
-        return self._apply(order, Match(state=OrderState.CANCELLED, reason=reason), None)
+        return self._apply(order, MatchResult(state=OrderState.CANCELLED, reason=reason), None)
 
     def replace(self, account: str, request: Replace) -> LedgerOrder:
         """Changes a resting order, which keeps its fills; raises `OrderRejected` if that cannot be.
@@ -156,20 +158,20 @@ class Exchange:
         state, reason = order.state, None
         if not order.remaining:
             state, reason = OrderState.CANCELLED, "the rest was taken back by the client"
-        changed = self._apply(order, Match(state=state, reason=reason), None)
+        changed = self._apply(order, MatchResult(state=state, reason=reason), None)
         if not changed.final:
             self._rematch(changed)
         return self.ledger.order(order.broker_order_id) or changed
 
     # --- orders ---------------------------------------------------------------------------------------
 
-    def place(self, session: LedgerSession, request: Place) -> Taken:
+    def place(self, session: LedgerSession, request: Place) -> TakenOrder:
         """Takes one order: once this returns it is in the ledger, whoever is killed next.
 
         Raises `OrderRejected` for what is no order at all (nothing is written). An order that this
         account's behaviour rejects is in the ledger with state rejected.
         """
-        terms = Terms(
+        terms = OrderTerms(
             symbol=request.symbol,
             side=request.side,
             quantity=request.quantity,
@@ -211,7 +213,7 @@ class Exchange:
         # A plain acceptance is told by the answer alone.
         sent = order.as_sent()
         events = () if order.state is OrderState.SUBMITTED else self.tape.events_of(sent, sent.fills)
-        return Taken(order=order, sent=sent, events=events)
+        return TakenOrder(order=order, sent=sent, events=events)
 
     def orders(self, account: str) -> list[LedgerOrder]:
         """The account's orders of this trading day, and older ones that still rest."""
@@ -236,42 +238,42 @@ class Exchange:
         )
 
     def positions(self, account: str) -> list[Position]:
-        return positions(self._as_shown(account, self.ledger.orders(account)))
+        return net_positions(self._as_shown(account, self.ledger.orders(account)))
 
     def balance(self, account: str) -> Balance:
         """What the account's fills left of its first money; what its resting purchases need is not free."""
-        return balance(self._as_shown(account, self.ledger.orders(account)))
+        return account_balance(self._as_shown(account, self.ledger.orders(account)))
 
     # --- inside ---------------------------------------------------------------------------------------
 
     def _today_ms(self) -> int:
         return day_begins_ms(self._now(), self._day_begins)
 
-    def _first_match(self, account: str, terms: Terms, behaviour: Behaviour) -> Match:
+    def _first_match(self, account: str, terms: OrderTerms, behaviour: Behaviour) -> MatchResult:
         if behaviour.reject_next:
             self.accounts.set_behaviour(account, behaviour.without_one_rejection())
-            return Match(state=OrderState.REJECTED, reason=behaviour.reject_reason)
+            return MatchResult(state=OrderState.REJECTED, reason=behaviour.reject_reason)
         if behaviour.reject_rate and self._luck(account) < behaviour.reject_rate:
-            return Match(state=OrderState.REJECTED, reason=behaviour.reject_reason)
+            return MatchResult(state=OrderState.REJECTED, reason=behaviour.reject_reason)
         match behaviour.fill:
             case FillMode.IMMEDIATE:
-                return matching.match(terms, 0, self.market.price(terms.symbol), behaviour.liquidity)
+                return matching.match_order(terms, 0, self.market.price(terms.symbol), behaviour.liquidity)
             case FillMode.NEVER:
-                return matching.match(terms, 0, None, None)
+                return matching.match_order(terms, 0, None, None)
             case FillMode.DELAYED | FillMode.GRADUAL | FillMode.MANUAL:
-                return Match(state=OrderState.SUBMITTED)
+                return MatchResult(state=OrderState.SUBMITTED)
 
     def _luck(self, account: str) -> float:
         """The same for the same seed and the same number of orders of this account."""
         tried = self._tried[account] = self._tried.get(account, 0) + 1
-        return draw(self._seed, self.ledger.start, account, "reject", tried)
+        return seeded_draw(self._seed, self.ledger.start, account, "reject", tried)
 
     def _as_shown(self, account: str, orders: list[LedgerOrder]) -> list[LedgerOrder]:
         lag = self.accounts.behaviour(account).listing_lag_ms
         if not lag:
             return orders
         then = self._now() - lag
-        return [old for order in orders if (old := as_of(order, then)) is not None]
+        return [old for order in orders if (old := order_as_of(order, then)) is not None]
 
     def _price_moved(self, symbol: str) -> None:
         for order in self._book.of_symbol(symbol):
@@ -311,7 +313,7 @@ class Exchange:
         behaviour = self.accounts.behaviour(order.account)
         if behaviour.fill is not FillMode.IMMEDIATE and behaviour.fill not in _ON_TIMER:
             return  # changed while the order waited
-        terms = Terms(
+        terms = OrderTerms(
             symbol=order.symbol,
             side=order.side,
             quantity=order.quantity,
@@ -320,16 +322,16 @@ class Exchange:
             time_in_force=order.time_in_force,
         )
         market = self.market.price(order.symbol)
-        found = matching.match(terms, order.filled, market, behaviour.liquidity)
+        found = matching.match_order(terms, order.filled, market, behaviour.liquidity)
         if behaviour.fill is FillMode.GRADUAL and found.quantity > behaviour.lots_per_fill:
-            found = Match(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)
+            found = MatchResult(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)
         if found.state is order.state and not found.quantity:
             return
         changed = self._apply(order, found, market)
         if found.quantity and behaviour.fill is FillMode.GRADUAL and not changed.final:
             self._settle_later(broker_order_id, behaviour)
 
-    def _apply(self, order: LedgerOrder, found: Match, price: Decimal | None) -> LedgerOrder:
+    def _apply(self, order: LedgerOrder, found: MatchResult, price: Decimal | None) -> LedgerOrder:
         now = self._now()
         new = self._fills(found.quantity, price or Decimal(0), now)
         changed = order.model_copy(

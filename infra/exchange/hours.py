@@ -8,15 +8,15 @@ from datetime import datetime, time, timedelta
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from infra.exchange.ledger import Ledger
+from infra.exchange.ledger import ExchangeLedger
 from infra.market.calendar import TAIPEI
 from worker_runtime.protocol.errors import BrokerMaintenance
 
-_SETTING = "maintenance"
+_MAINTENANCE_SETTING = "maintenance"
 _log = structlog.get_logger()
 
 
-class Maintenance(BaseModel):
+class ExchangeMaintenance(BaseModel):
     """A time in which logins, orders and queries are refused; pings are answered."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,7 +27,7 @@ class Maintenance(BaseModel):
     ends_sessions: bool = True
 
 
-_WINDOWS = TypeAdapter(tuple[Maintenance, ...])
+_WINDOWS = TypeAdapter(tuple[ExchangeMaintenance, ...])
 
 
 def day_begins_ms(at_ms: int, begins: time = time()) -> int:
@@ -35,7 +35,7 @@ def day_begins_ms(at_ms: int, begins: time = time()) -> int:
     return last_close_ms(at_ms, begins)
 
 
-def half_a_day_off(at_ms: int) -> time:
+def time_half_a_day_away(at_ms: int) -> time:
     """The time of day in Taipei that is farthest from this moment: a day that begins then begins neither
     shortly before nor in the next hours."""
     at = datetime.fromtimestamp(at_ms / 1000, TAIPEI) + timedelta(hours=12)
@@ -59,7 +59,7 @@ class MaintenancePlan:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: ExchangeLedger,
         later: Callable[[float, Callable[[], None]], object],
         now: Callable[[], int],
         begins: Callable[[], None],
@@ -68,12 +68,12 @@ class MaintenancePlan:
         self._later = later
         self._now = now
         self._begins = begins
-        self.windows = _WINDOWS.validate_json(ledger.setting(_SETTING) or "[]")
+        self.windows = _WINDOWS.validate_json(ledger.setting(_MAINTENANCE_SETTING) or "[]")
         for window in self.windows:
             if window.begin_ms > now():
                 self._wait_for(window)
 
-    def announce(self, window: Maintenance) -> None:
+    def announce(self, window: ExchangeMaintenance) -> None:
         """It begins at its time, or now if that has passed."""
         self._save((*(one for one in self.windows if one.end_ms > self._now()), window))
         self._wait_for(window)
@@ -91,7 +91,7 @@ class MaintenancePlan:
             if window.begin_ms <= now < window.end_ms:
                 raise BrokerMaintenance(f"maintenance for {(window.end_ms - now) / 1000:.0f} s more")
 
-    def _wait_for(self, window: Maintenance) -> None:
+    def _wait_for(self, window: ExchangeMaintenance) -> None:
         if not window.ends_sessions:
             return
 
@@ -105,6 +105,6 @@ class MaintenancePlan:
         else:
             begin()
 
-    def _save(self, windows: Sequence[Maintenance]) -> None:
+    def _save(self, windows: Sequence[ExchangeMaintenance]) -> None:
         self.windows = tuple(windows)
-        self._ledger.save_setting(_SETTING, _WINDOWS.dump_json(self.windows).decode())
+        self._ledger.save_setting(_MAINTENANCE_SETTING, _WINDOWS.dump_json(self.windows).decode())

@@ -21,7 +21,7 @@ from infra.exchange.records import (
     LedgerFill,
     LedgerOrder,
     LedgerSession,
-    OwnerKind,
+    LimitOwnerKind,
 )
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
@@ -89,7 +89,7 @@ class LedgerDamaged(BerthError):
     code = "LEDGER_DAMAGED"
 
 
-class _Transaction:
+class _LedgerTransaction:
     """Commits at its end, unless an error ends it."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -102,7 +102,7 @@ class _Transaction:
         self._db.execute("COMMIT" if kind is None else "ROLLBACK")
 
 
-class Ledger:
+class ExchangeLedger:
     """One open ledger file. Each method commits before it returns, unless it runs inside `transaction`."""
 
     def __init__(self, path: Path) -> None:
@@ -138,9 +138,9 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    def transaction(self) -> _Transaction:
+    def transaction(self) -> _LedgerTransaction:
         """All or nothing; nothing else may run in between, since it shares the connection."""
-        return _Transaction(self._db)
+        return _LedgerTransaction(self._db)
 
     # --- ids: in order, and never used again after a restart -------------------------------------------
 
@@ -214,9 +214,9 @@ class Ledger:
         names = _SESSION_COLUMNS.split(", ")
         return [LedgerSession.model_validate(dict(zip(names, row, strict=True))) for row in rows]
 
-    def count_sessions(self, owner_kind: OwnerKind, owner: str, since_ms: int) -> int:
+    def count_sessions(self, owner_kind: LimitOwnerKind, owner: str, since_ms: int) -> int:
         """Logins of a person, or through an address, since then."""
-        column = "person_id" if owner_kind is OwnerKind.PERSON else "address"
+        column = "person_id" if owner_kind is LimitOwnerKind.PERSON else "address"
         query = f"SELECT count(*) FROM sessions WHERE {column} = ? AND opened_ms >= ?"  # noqa: S608
         return int(self._db.execute(query, (owner, since_ms)).fetchone()[0])
 

@@ -18,14 +18,14 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.exchange.hours import day_begins_ms
-from infra.exchange.ledger import Ledger
-from infra.exchange.records import Incident, IncidentKind, OwnerKind
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.records import Incident, IncidentKind, LimitOwnerKind
 from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected, RateLimited
 
 _log = structlog.get_logger()
 
 
-class Call(StrEnum):
+class ExchangeCallKind(StrEnum):
     """What is counted."""
 
     LOGIN = "logins"
@@ -35,7 +35,7 @@ class Call(StrEnum):
     QUERY = "queries"
 
 
-class Limits(BaseModel):
+class ExchangeLimits(BaseModel):
     """All numbers; those of an address are off (None), because the broker publishes none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,21 +55,21 @@ class Limits(BaseModel):
     #: Seconds; a session ends after it, as Shioaji's tokens do after a day.
     session_life_s: float = Field(default=86_400.0, gt=0)
 
-    def of(self, owner: OwnerKind, call: Call) -> int | None:
-        if owner is OwnerKind.PERSON:
+    def of(self, owner: LimitOwnerKind, call: ExchangeCallKind) -> int | None:
+        if owner is LimitOwnerKind.PERSON:
             return {
-                Call.LOGIN: self.logins_per_day,
-                Call.ORDER: self.orders,
-                Call.QUERY: self.queries,
+                ExchangeCallKind.LOGIN: self.logins_per_day,
+                ExchangeCallKind.ORDER: self.orders,
+                ExchangeCallKind.QUERY: self.queries,
             }[call]
         return {
-            Call.LOGIN: self.address_logins_per_day,
-            Call.ORDER: self.address_orders,
-            Call.QUERY: self.address_queries,
+            ExchangeCallKind.LOGIN: self.address_logins_per_day,
+            ExchangeCallKind.ORDER: self.address_orders,
+            ExchangeCallKind.QUERY: self.address_queries,
         }[call]
 
 
-class Quota:
+class CallQuota:
     """So many calls in a span of seconds, for each owner of one kind."""
 
     def __init__(self, limit: int | None, span: float) -> None:
@@ -96,31 +96,35 @@ class Quota:
         self._calls.pop(owner, None)
 
 
-class Owner(NamedTuple):
+class LimitOwner(NamedTuple):
     """Whose calls are counted together."""
 
-    kind: OwnerKind
+    kind: LimitOwnerKind
     name: str
 
 
-class Limiter:
+class ExchangeLimiter:
     """Counts calls, bans and suspends. `now` gives Unix milliseconds.
 
     `suspended` is called with each newly suspended owner, so that its sessions can be ended.
     """
 
     def __init__(
-        self, ledger: Ledger, limits: Limits, now: Callable[[], int], suspended: Callable[[Owner], None]
+        self,
+        ledger: ExchangeLedger,
+        limits: ExchangeLimits,
+        now: Callable[[], int],
+        suspended: Callable[[LimitOwner], None],
     ) -> None:
         self._ledger = ledger
         self._now = now
         self._tell_suspended = suspended
         self.limits = limits
         #: Unix milliseconds at which a ban ends.
-        self._bans: dict[Owner, int] = {}
-        self._suspended: set[Owner] = set()
+        self._bans: dict[LimitOwner, int] = {}
+        self._suspended: set[LimitOwner] = set()
         for incident in ledger.incidents():
-            owner = Owner(incident.owner_kind, incident.owner)
+            owner = LimitOwner(incident.owner_kind, incident.owner)
             if incident.kind is IncidentKind.BANNED and incident.until_ms is not None:
                 self._bans[owner] = incident.until_ms
             elif incident.kind is IncidentKind.SUSPENDED:
@@ -131,14 +135,14 @@ class Limiter:
     def admit_login(self, person: str, address: str, account: str) -> None:
         """Counts nothing: the ledger's sessions are the count. Raises `LoginLimited` or `LoginRejected`."""
         for owner in _owners(person, address):
-            self._check_standing(owner, Call.LOGIN, account)
+            self._check_standing(owner, ExchangeCallKind.LOGIN, account)
         begins = day_begins_ms(self._now())
         for owner in _owners(person, address):
-            limit = self.limits.of(owner.kind, Call.LOGIN)
+            limit = self.limits.of(owner.kind, ExchangeCallKind.LOGIN)
             if limit is not None and self._ledger.count_sessions(owner.kind, owner.name, begins) >= limit:
-                self._ban(owner, Call.LOGIN, account, address, f"{limit} logins a day")
+                self._ban(owner, ExchangeCallKind.LOGIN, account, address, f"{limit} logins a day")
 
-    def admit(self, call: Call, person: str, address: str, account: str) -> None:
+    def admit(self, call: ExchangeCallKind, person: str, address: str, account: str) -> None:
         """Counts one order or query. Raises `RateLimited`; the call must not be executed then."""
         if self._bans or self._suspended:
             for owner in _owners(person, address):
@@ -146,70 +150,75 @@ class Limiter:
         now = self._now()
         of_person, of_address = self._quotas[call]
         if not of_person.take(person, now):
-            self._exceeded(Owner(OwnerKind.PERSON, person), call, account, address, of_person)
+            self._exceeded(LimitOwner(LimitOwnerKind.PERSON, person), call, account, address, of_person)
         if not of_address.take(address, now):
-            self._exceeded(Owner(OwnerKind.ADDRESS, address), call, account, address, of_address)
+            self._exceeded(LimitOwner(LimitOwnerKind.ADDRESS, address), call, account, address, of_address)
 
-    def refuse(self, owner: Owner, cause: str, account: str, detail: str) -> None:
+    def refuse(self, owner: LimitOwner, cause: str, account: str, detail: str) -> None:
         """Writes down that a call was refused."""
         self._note(IncidentKind.REFUSED, owner, cause, account, detail)
 
-    def lift(self, owner: Owner) -> None:
+    def lift(self, owner: LimitOwner) -> None:
         """An operator of the broker forgives: ban and suspension end, and earlier bans count no more."""
         self._forgive(owner)
         self._note(IncidentKind.LIFTED, owner, "operator", "", "lifted by an operator of the exchange")
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ExchangeLimits:
         return self._limits
 
     @limits.setter
-    def limits(self, limits: Limits) -> None:
+    def limits(self, limits: ExchangeLimits) -> None:
         """New windows begin empty."""
         self._limits = limits
         self._quotas = {
             call: (
-                Quota(limits.of(OwnerKind.PERSON, call), span),
-                Quota(limits.of(OwnerKind.ADDRESS, call), span),
+                CallQuota(limits.of(LimitOwnerKind.PERSON, call), span),
+                CallQuota(limits.of(LimitOwnerKind.ADDRESS, call), span),
             )
-            for call, span in ((Call.ORDER, limits.orders_window_s), (Call.QUERY, limits.queries_window_s))
+            for call, span in (
+                (ExchangeCallKind.ORDER, limits.orders_window_s),
+                (ExchangeCallKind.QUERY, limits.queries_window_s),
+            )
         }
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _check_standing(self, owner: Owner, call: Call, account: str) -> None:
+    def _check_standing(self, owner: LimitOwner, call: ExchangeCallKind, account: str) -> None:
         """Raises if the owner is suspended or banned."""
         error: BerthError
         if owner in self._suspended:
             detail = f"the {owner.kind.value} is suspended; the broker has to lift it"
-            error = LoginRejected(detail) if call is Call.LOGIN else RateLimited(detail)
+            error = LoginRejected(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
         elif (left := self._bans.get(owner, 0) - self._now()) > 0:
             detail = f"the {owner.kind.value} is banned for {left / 1000:.0f} s more"
-            error = LoginLimited(detail) if call is Call.LOGIN else RateLimited(detail)
+            error = LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
         else:
             self._bans.pop(owner, None)
             return
         self._note(IncidentKind.REFUSED, owner, call.value, account, detail)
         raise error
 
-    def _exceeded(self, owner: Owner, call: Call, account: str, address: str, quota: Quota) -> None:
+    def _exceeded(
+        self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, quota: CallQuota
+    ) -> None:
         self._ban(owner, call, account, address, f"{quota.limit} {call.value} in {quota.span:g} s")
 
-    def _ban(self, owner: Owner, call: Call, account: str, address: str, what: str) -> None:
+    def _ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, what: str) -> None:
         """Refuses the call that was too much, and bans; always raises."""
         until = self._now() + int(self.limits.ban_s * 1000)
         self._bans[owner] = until
         self._note(IncidentKind.BANNED, owner, call.value, account, f"more than {what}", until)
         if self._bans_today(owner) >= self.limits.suspend_after:
             # The fact that makes one user dangerous for all behind the same address.
-            for suspended in dict.fromkeys((owner, Owner(OwnerKind.ADDRESS, address))):
+            for suspended in dict.fromkeys((owner, LimitOwner(LimitOwnerKind.ADDRESS, address))):
                 self._suspended.add(suspended)
                 self._note(IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again")
                 self._tell_suspended(suspended)
         detail = f"more than {what}: banned for {self.limits.ban_s:g} s"
-        raise LoginLimited(detail) if call is Call.LOGIN else RateLimited(detail)
+        raise LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
 
-    def _bans_today(self, owner: Owner) -> int:
+    def _bans_today(self, owner: LimitOwner) -> int:
         count = 0
         for incident in self._ledger.incidents(owner=owner.name, since_ms=day_begins_ms(self._now())):
             if incident.owner_kind is owner.kind:
@@ -218,16 +227,16 @@ class Limiter:
                     count = 0
         return count
 
-    def _forgive(self, owner: Owner) -> None:
+    def _forgive(self, owner: LimitOwner) -> None:
         self._bans.pop(owner, None)
         self._suspended.discard(owner)
         for of_person, of_address in self._quotas.values():
-            (of_person if owner.kind is OwnerKind.PERSON else of_address).forget(owner.name)
+            (of_person if owner.kind is LimitOwnerKind.PERSON else of_address).forget(owner.name)
 
     def _note(
         self,
         kind: IncidentKind,
-        owner: Owner,
+        owner: LimitOwner,
         cause: str,
         account: str,
         detail: str,
@@ -248,5 +257,5 @@ class Limiter:
         )
 
 
-def _owners(person: str, address: str) -> tuple[Owner, Owner]:
-    return Owner(OwnerKind.PERSON, person), Owner(OwnerKind.ADDRESS, address)
+def _owners(person: str, address: str) -> tuple[LimitOwner, LimitOwner]:
+    return LimitOwner(LimitOwnerKind.PERSON, person), LimitOwner(LimitOwnerKind.ADDRESS, address)

@@ -8,10 +8,10 @@ from decimal import Decimal
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.exchange import matching
-from infra.exchange.ledger import Ledger
-from infra.exchange.schedule import draw
+from infra.exchange.behaviour import seeded_draw
+from infra.exchange.ledger import ExchangeLedger
 
-_SETTING = "walk"
+_WALK_SETTING = "walk"
 _TICK = 0.01
 #: A limit order may have no higher price.
 _HIGHEST = 10_000_000.0
@@ -19,7 +19,7 @@ _HIGHEST = 10_000_000.0
 _REACH = 0.1
 
 
-class Walk(BaseModel):
+class PriceWalk(BaseModel):
     """How prices move by themselves: all that anyone has asked for, each by at most `step` at a time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,17 +31,17 @@ class Walk(BaseModel):
     step: float = Field(default=0.001, gt=0, le=0.1)
 
 
-class Market:
+class ExchangeMarket:
     """`moved` is called after the price of a symbol has changed. The ledger keeps prices and the walk."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: ExchangeLedger,
         later: Callable[[float, Callable[[], None]], object],
         moved: Callable[[str], None],
         *,
         seed: int,
-        walk: Walk,
+        walk: PriceWalk,
     ) -> None:
         self._ledger = ledger
         self._later = later
@@ -49,8 +49,8 @@ class Market:
         self._seed = seed
         self._prices = ledger.prices()
         self._anchors: dict[str, float] = {}
-        kept = ledger.setting(_SETTING)
-        self.walk = Walk.model_validate_json(kept) if kept else walk
+        kept = ledger.setting(_WALK_SETTING)
+        self.walk = PriceWalk.model_validate_json(kept) if kept else walk
         self._steps = 0
         self._round = 0
         self._wait()
@@ -67,9 +67,9 @@ class Market:
         self._prices[symbol] = price
         self._moved(symbol)
 
-    def set_walk(self, walk: Walk) -> None:
+    def set_walk(self, walk: PriceWalk) -> None:
         """A new walk begins at today's prices; the same seed and prices give the same moves."""
-        self._ledger.save_setting(_SETTING, walk.model_dump_json())
+        self._ledger.save_setting(_WALK_SETTING, walk.model_dump_json())
         self.walk = walk
         self._anchors.clear()
         self._steps = 0
@@ -93,7 +93,7 @@ class Market:
         moved = {}
         for symbol, price in ((symbol, float(price)) for symbol, price in self._prices.items()):
             anchor = self._anchors.setdefault(symbol, price)
-            luck = draw(self.walk.seed, self._ledger.start, symbol, self._steps)
+            luck = seeded_draw(self.walk.seed, self._ledger.start, symbol, self._steps)
             wanted = price * (1 + (2 * luck - 1) * self.walk.step)
             kept = min(max(wanted, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
             moved[symbol] = Decimal(f"{max(kept, _TICK):.2f}")

@@ -2,16 +2,20 @@
 
 The market has one price a symbol. Whoever crosses it trades at the market's price, as in continuous
 trading where the resting side sets the price.
+
+The orders that rest, found by id, account or symbol: a price moves often, and few orders are in it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from zlib import crc32
 
 import msgspec
 
+from infra.exchange.records import LedgerOrder
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 #: Lots; above it an order is refused as a slip of the finger.
@@ -24,7 +28,7 @@ _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an order that decides its match."""
 
     symbol: str
@@ -36,7 +40,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tag: str = ""
 
 
-class Match(msgspec.Struct, frozen=True, kw_only=True):
+class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the open rest of an order now. `quantity` is what is filled, in lots."""
 
     state: OrderState
@@ -49,7 +53,7 @@ def first_price(symbol: str, seed: int) -> Decimal:
     return Decimal(1000 + crc32(f"{seed}:{symbol}".encode()) % 99_000) / 100
 
 
-def refusal(terms: Terms) -> str | None:
+def refusal(terms: OrderTerms) -> str | None:
     """Why the exchange refuses such an order at all; None if it does not."""
     if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
         return "unknown symbol"
@@ -74,14 +78,14 @@ def is_price(price: Decimal | None) -> bool:
     return price is not None and price.is_finite() and 0 < price <= _MAX_PRICE
 
 
-def crosses(terms: Terms, market: Decimal) -> bool:
+def crosses(terms: OrderTerms, market: Decimal) -> bool:
     """Whether the order can trade at the market's price."""
     if terms.price_type is PriceType.MARKET or terms.price is None:
         return True
     return terms.price >= market if terms.side is Side.BUY else terms.price <= market
 
 
-def match(terms: Terms, filled: int, market: Decimal | None, liquidity: int | None) -> Match:
+def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidity: int | None) -> MatchResult:
     """What becomes of an order with `filled` lots done, on a market with `liquidity` lots (None: any).
 
     `market` None means that nobody is on the other side. Market orders never rest: what finds no other
@@ -92,10 +96,49 @@ def match(terms: Terms, filled: int, market: Decimal | None, liquidity: int | No
     if market is None or not crosses(terms, market):
         available = 0
     if terms.time_in_force is TimeInForce.FOK and available < rest:
-        return Match(state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once")
+        return MatchResult(state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once")
     if available == rest:
-        return Match(state=OrderState.FILLED, quantity=rest)
+        return MatchResult(state=OrderState.FILLED, quantity=rest)
     if terms.time_in_force is TimeInForce.IOC or terms.price_type is PriceType.MARKET:
-        return Match(state=OrderState.CANCELLED, quantity=available, reason="the rest found no other side")
+        return MatchResult(
+            state=OrderState.CANCELLED, quantity=available, reason="the rest found no other side"
+        )
     state = OrderState.PART_FILLED if filled + available else OrderState.SUBMITTED
-    return Match(state=state, quantity=available)
+    return MatchResult(state=state, quantity=available)
+
+
+class RestingOrders:
+    """What is not final. Orders are frozen: `put` replaces the one with the same id, in its old place."""
+
+    def __init__(self, orders: Iterable[LedgerOrder]) -> None:
+        self._orders: dict[str, LedgerOrder] = {}
+        self._by_account: dict[str, dict[str, None]] = {}
+        self._by_symbol: dict[str, dict[str, None]] = {}
+        for order in orders:
+            self.put(order)
+
+    def put(self, order: LedgerOrder) -> None:
+        self._orders[order.broker_order_id] = order
+        self._by_account.setdefault(order.account, {})[order.broker_order_id] = None
+        self._by_symbol.setdefault(order.symbol, {})[order.broker_order_id] = None
+
+    def remove(self, order: LedgerOrder) -> None:
+        if self._orders.pop(order.broker_order_id, None) is None:
+            return
+        for index, key in ((self._by_account, order.account), (self._by_symbol, order.symbol)):
+            del index[key][order.broker_order_id]
+            if not index[key]:
+                del index[key]
+
+    def get(self, broker_order_id: str) -> LedgerOrder | None:
+        return self._orders.get(broker_order_id)
+
+    def all(self) -> list[LedgerOrder]:
+        """Oldest first, as the others are."""
+        return list(self._orders.values())
+
+    def of_account(self, account: str) -> list[LedgerOrder]:
+        return [self._orders[found] for found in self._by_account.get(account, ())]
+
+    def of_symbol(self, symbol: str) -> list[LedgerOrder]:
+        return [self._orders[found] for found in self._by_symbol.get(symbol, ())]

@@ -1,13 +1,19 @@
-"""What the exchange keeps, as its admin API shows it. Times are Unix milliseconds, quantities are lots."""
+"""What the exchange keeps, as its admin API shows it. Times are Unix milliseconds, quantities are lots.
+
+Orders as they were a while ago: what a broker shows whose listings lag behind its events.
+
+Positions and money, computed from the fills: the ledger is the only truth.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from decimal import Decimal
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Fill,
@@ -18,11 +24,11 @@ from worker_runtime.protocol.messages import (
 )
 
 
-class Record(BaseModel):
+class LedgerRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class AccountRegistration(Record):
+class AccountRegistration(LedgerRecord):
     """An account and the keys that open it. Registering it again replaces its keys."""
 
     account: str = Field(min_length=1, max_length=64)
@@ -32,7 +38,7 @@ class AccountRegistration(Record):
     person_id: str = Field(default="", max_length=64)
 
 
-class LedgerFill(Record):
+class LedgerFill(LedgerRecord):
     fill_id: str
     quantity: int
     price: Decimal
@@ -42,7 +48,7 @@ class LedgerFill(Record):
         return Fill(fill_id=self.fill_id, quantity=self.quantity, price=self.price, at_ms=self.at_ms)
 
 
-class LedgerOrder(Record):
+class LedgerOrder(LedgerRecord):
     """One order that the exchange took, exactly once for each `place` that reached it."""
 
     broker_order_id: str
@@ -93,7 +99,7 @@ class LedgerOrder(Record):
         )
 
 
-class LedgerSession(Record):
+class LedgerSession(LedgerRecord):
     session_id: str
     account: str
     person_id: str
@@ -105,7 +111,7 @@ class LedgerSession(Record):
     address: str = ""
 
 
-class OwnerKind(StrEnum):
+class LimitOwnerKind(StrEnum):
     """Whose calls are counted together."""
 
     PERSON = "person"
@@ -122,12 +128,12 @@ class IncidentKind(StrEnum):
     LIFTED = "lifted"
 
 
-class Incident(Record):
+class Incident(LedgerRecord):
     """Something that a good client never causes; `cause` is what was counted, such as `orders`."""
 
     at_ms: int
     kind: IncidentKind
-    owner_kind: OwnerKind
+    owner_kind: LimitOwnerKind
     owner: str
     #: Whose call it was.
     account: str
@@ -136,9 +142,63 @@ class Incident(Record):
     until_ms: int | None = None
 
 
-class Health(Record):
+class ExchangeHealth(LedgerRecord):
     """`connections` counts logged-in sessions."""
 
     status: str
     connections: int
     orders: int
+
+
+def order_as_of(order: LedgerOrder, at_ms: int) -> LedgerOrder | None:
+    """The order as it stood at a time; None if it was not there yet.
+
+    A changed price or quantity is shown at once: the ledger keeps no history of them.
+    """
+    if order.received_ms > at_ms:
+        return None
+    if order.updated_ms <= at_ms:
+        return order
+    fills = tuple(fill for fill in order.fills if fill.at_ms <= at_ms)
+    done = sum(fill.quantity for fill in fills)
+    state = OrderState.PART_FILLED if done else OrderState.SUBMITTED
+    return order.model_copy(update={"state": state, "reason": None, "fills": fills})
+
+
+_CENT = Decimal("0.0001")
+#: What every account begins with.
+INITIAL_CASH = Decimal(100_000_000)
+
+
+def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
+    """Open positions of the given orders' fills, by symbol; flat ones are left out.
+
+    The average price is that of the fills which opened or enlarged the position; reducing keeps it.
+    """
+    held: dict[str, tuple[int, Decimal]] = {}
+    fills = [(fill, order) for order in orders for fill in order.fills]
+    for fill, order in sorted(fills, key=lambda pair: (pair[0].at_ms, pair[0].fill_id)):
+        quantity, average = held.get(order.symbol, (0, Decimal(0)))
+        change = fill.quantity if order.side is Side.BUY else -fill.quantity
+        after = quantity + change
+        if quantity * change >= 0:  # opens or enlarges
+            average = (average * abs(quantity) + fill.price * abs(change)) / abs(after)
+        elif quantity * after < 0:  # turned round: the rest was opened by this fill
+            average = fill.price
+        held[order.symbol] = (after, average)
+    return [
+        Position(symbol=symbol, quantity=quantity, average_price=average.quantize(_CENT))
+        for symbol, (quantity, average) in sorted(held.items())
+        if quantity
+    ]
+
+
+def account_balance(orders: Iterable[LedgerOrder]) -> Balance:
+    """Money after the given orders' fills. A lot is worth its price: the exchange knows no contract sizes."""
+    cash, bound = INITIAL_CASH, Decimal(0)
+    for order in orders:
+        sign = -1 if order.side is Side.BUY else 1
+        cash += sum((sign * fill.quantity * fill.price for fill in order.fills), Decimal(0))
+        if order.side is Side.BUY and not order.final and order.price is not None:
+            bound += order.remaining * order.price
+    return Balance(currency="TWD", cash=cash, available=cash - bound)

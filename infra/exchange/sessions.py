@@ -1,25 +1,98 @@
-"""Sessions: who is logged in, how long, and what the exchange refuses them."""
+"""The stream of order events to the sessions of an account, with the faults that it may have.
+
+Sessions: who is logged in, how long, and what the exchange refuses them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import structlog
 
-from infra.exchange.accounts import Accounts
+from infra.exchange.accounts import ExchangeAccounts
+from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.hours import MaintenancePlan
-from infra.exchange.ledger import Ledger
-from infra.exchange.limits import Call, Limiter, Limits, Owner
-from infra.exchange.records import LedgerSession, OwnerKind
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeCallKind, ExchangeLimiter, ExchangeLimits, LimitOwner
+from infra.exchange.records import LedgerSession, LimitOwnerKind
 from worker_runtime.protocol.errors import LoginLimited
-from worker_runtime.protocol.exchange import Login, OrderChanged
+from worker_runtime.protocol.exchange import ExchangeOrder, Login, OrderChanged
+from worker_runtime.protocol.messages import Fill
 
-_SETTING = "limits"
+
+class OrderEventFeed:
+    """Makes events and sends them; `deliver` brings one event to every session of an account."""
+
+    def __init__(
+        self,
+        accounts: ExchangeAccounts,
+        deliver: Callable[[str, OrderChanged], None],
+        later: Callable[[float, Callable[[], None]], object],
+        now: Callable[[], int],
+    ) -> None:
+        self._accounts = accounts
+        self._deliver = deliver
+        self._later = later
+        self._now = now
+        # Event ids of different starts of the exchange must differ.
+        self._boot = secrets.token_hex(4)
+        self._events = 0
+        #: Until when (Unix milliseconds) the events of an account are lost.
+        self._gaps: dict[str, int] = {}
+
+    def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[OrderChanged, ...]:
+        """One event for each fill, or one for the change of state when there is none."""
+        if not fills:
+            return (OrderChanged(event_id=self._new_event_id(), order=order),)
+        return tuple(OrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills)
+
+    def publish(self, account: str, events: tuple[OrderChanged, ...]) -> None:
+        """Sends events to every session of the account."""
+        if not events:
+            return
+        behaviour = self._accounts.behaviour(account)
+        for event in events:
+            if self._lost(account, behaviour):
+                continue
+            if behaviour.events_without_tag:
+                untagged = msgspec.structs.replace(event.order, tag="")
+                event = msgspec.structs.replace(event, order=untagged)
+            copies = [event]
+            if event.fill is not None and self._accounts.strikes(account, FaultPoint.DUPLICATE_FILL):
+                copies.append(msgspec.structs.replace(event, event_id=self._new_event_id()))
+            late = self._accounts.strikes(account, FaultPoint.LATE_EVENT)
+            for copy in copies:
+                if late:
+                    self._deliver_later(account, copy, behaviour.late_event_ms)
+                else:
+                    self._deliver(account, copy)
+
+    def _lost(self, account: str, behaviour: Behaviour) -> bool:
+        if account in self._gaps:
+            if self._now() < self._gaps[account]:
+                return True
+            del self._gaps[account]
+        if self._accounts.strikes(account, FaultPoint.EVENT_GAP):
+            self._gaps[account] = self._now() + behaviour.event_gap_ms
+            return True
+        return self._accounts.strikes(account, FaultPoint.LOST_EVENT)
+
+    def _deliver_later(self, account: str, event: OrderChanged, milliseconds: int) -> None:
+        self._later(milliseconds / 1000, lambda: self._deliver(account, event))
+
+    def _new_event_id(self) -> str:
+        self._events += 1
+        return f"{self._boot}-{self._events}"
+
+
+_LIMITS_SETTING = "limits"
 _log = structlog.get_logger()
 
 
-class Listener(Protocol):
+class SessionListener(Protocol):
     """One logged-in connection."""
 
     def deliver(self, event: OrderChanged) -> None: ...
@@ -27,43 +100,43 @@ class Listener(Protocol):
     def end(self, reason: str, *, abrupt: bool) -> None: ...
 
 
-class Sessions:
+class ExchangeSessions:
     """All open sessions. Limits that an admin call has set outlive a restart; else `limits` hold."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        accounts: Accounts,
+        ledger: ExchangeLedger,
+        accounts: ExchangeAccounts,
         later: Callable[[float, Callable[[], None]], object],
         now: Callable[[], int],
-        limits: Limits,
+        limits: ExchangeLimits,
     ) -> None:
         self._ledger = ledger
         self._accounts = accounts
         self._later = later
         self._now = now
-        self._open: dict[str, tuple[LedgerSession, Listener]] = {}
+        self._open: dict[str, tuple[LedgerSession, SessionListener]] = {}
         #: The same sessions by account, because each event looks for those of one.
-        self._listeners: dict[str, dict[str, Listener]] = {}
+        self._listeners: dict[str, dict[str, SessionListener]] = {}
         ledger.close_all_sessions(now(), "the exchange restarted")
-        if kept := ledger.setting(_SETTING):
-            limits = Limits.model_validate_json(kept)
-        self.limiter = Limiter(ledger, limits, now, self._end_suspended)
+        if kept := ledger.setting(_LIMITS_SETTING):
+            limits = ExchangeLimits.model_validate_json(kept)
+        self.limiter = ExchangeLimiter(ledger, limits, now, self._end_suspended)
         self.maintenance = MaintenancePlan(ledger, later, now, self._end_for_maintenance)
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ExchangeLimits:
         return self.limiter.limits
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: ExchangeLimits) -> None:
         """For all calls from now on; the life of an open session stays what it was."""
-        self._ledger.save_setting(_SETTING, limits.model_dump_json())
+        self._ledger.save_setting(_LIMITS_SETTING, limits.model_dump_json())
         self.limiter.limits = limits
 
-    def login(self, request: Login, listener: Listener, address: str = "") -> LedgerSession:
+    def login(self, request: Login, listener: SessionListener, address: str = "") -> LedgerSession:
         """Opens a session; raises `LoginRejected`, `LoginLimited` or `BrokerMaintenance`."""
         self.maintenance.check()
         person_id = self._accounts.check_login(request)
@@ -71,7 +144,9 @@ class Sessions:
         connected = sum(session.person_id == person_id for session, _ in self._open.values())
         if connected >= self.limits.connections_per_person:
             detail = f"{connected} connections are open for this person"
-            self.limiter.refuse(Owner(OwnerKind.PERSON, person_id), "connections", request.account, detail)
+            self.limiter.refuse(
+                LimitOwner(LimitOwnerKind.PERSON, person_id), "connections", request.account, detail
+            )
             raise LoginLimited(detail)
         session = LedgerSession(
             session_id=self._ledger.new_session_id(),
@@ -91,7 +166,7 @@ class Sessions:
         self._later(seconds, lambda: self._expire(session.session_id))
         return session
 
-    def admit(self, session: LedgerSession, call: Call) -> None:
+    def admit(self, session: LedgerSession, call: ExchangeCallKind) -> None:
         """Before each order and query; raises `RateLimited` or `BrokerMaintenance`."""
         self.maintenance.check()
         self.limiter.admit(call, session.person_id, session.address, session.account)
@@ -128,9 +203,11 @@ class Sessions:
             _log.info("exchange.token_expired", session=session_id)
             self._end_all(lambda session: session.session_id == session_id, "the token expired")
 
-    def _end_suspended(self, owner: Owner) -> None:
+    def _end_suspended(self, owner: LimitOwner) -> None:
         def hit(session: LedgerSession) -> bool:
-            return owner.name == (session.person_id if owner.kind is OwnerKind.PERSON else session.address)
+            return owner.name == (
+                session.person_id if owner.kind is LimitOwnerKind.PERSON else session.address
+            )
 
         def end() -> None:
             self._end_all(hit, f"the {owner.kind.value} is suspended")

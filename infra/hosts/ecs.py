@@ -19,8 +19,7 @@ import structlog
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.hosts.port import HostsUnreachable
-from infra.hosts.sizing import Host, HostPlan
+from infra.hosts.scaling import Host, HostPlan, HostsUnreachable
 
 #: What DescribeContainerInstances takes at once.
 PAGE = 100

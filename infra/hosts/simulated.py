@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.hosts.port import HostsUnreachable
-from infra.hosts.sizing import Host, HostKind, HostPlan
+from infra.hosts.scaling import Host, HostKind, HostPlan, HostsUnreachable
 
 #: Seconds until a new host takes workers, from and to (issue 5).
 COLD = (48.0, 63.0)

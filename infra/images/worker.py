@@ -40,7 +40,7 @@ _ROOT_MODE = "755"
 _PATIENCE = 200.0
 #: Built images that the cache keeps, 145 MB each.
 KEPT = 3
-_NEEDED = ("docker", "debootstrap", "apt-get")
+_BUILD_PROGRAMS = ("docker", "debootstrap", "apt-get")
 
 
 class ImageNotBuilt(BerthError):
@@ -55,9 +55,9 @@ class PackagesAbsent(ImageNotBuilt):
     code = "PACKAGES_ABSENT"
 
 
-def why_not() -> str:
+def why_not_buildable() -> str:
     """What is missing on this machine for a build; empty when nothing is."""
-    missing = [name for name in _NEEDED if shutil.which(name) is None]
+    missing = [name for name in _BUILD_PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     return "" if os.geteuid() == 0 else "debootstrap needs root"
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="make the base only, without a daemon")
     parser.add_argument("--extras", nargs="*", default=["shioaji"], help="extras of pyproject.toml")
     options = parser.parse_args()
-    reason = why_not()
+    reason = why_not_buildable()
     try:
         if reason:
             raise ImageNotBuilt(reason)

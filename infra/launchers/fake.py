@@ -8,13 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
-from infra.launchers.port import (
-    LauncherUnreachable,
-    LaunchFailed,
-    LaunchSpec,
-    Task,
-    TaskExit,
-)
+from infra.launchers.port import LauncherUnreachable, LaunchFailed, LaunchSpec, Task, TaskExit
 
 #: Called with each newly launched worker: the place to let it become ready.
 OnLaunch = Callable[[LaunchSpec, Task], Awaitable[None]]

@@ -1,4 +1,9 @@
-"""Launches no faster than the platform allows, and none of the pools waits for all of another's.
+"""So many launches a second, for one process or for all orchestrators together.
+
+A token bucket: so many at once after a rest, so many a second in the long run (Fargate: 100 and 20,
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html).
+
+Launches no faster than the platform allows, and none of the pools waits for all of another's.
 
 When the rate is used up (`launch_rate.py`), those who wait are served in turn, pool by pool; a user who waits
 for a worker of his own takes turns with his pool's refill.
@@ -7,15 +12,81 @@ for a worker of his own takes turns with his pool's refill.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from infra import tasks
-from infra.launchers.launch_rate import LaunchRate
 from infra.launchers.port import Launcher, LaunchFailed, LaunchSpec, Task, TaskExit
+from infra.valkey import client as valkey
+from worker_runtime.protocol import keys, scripts
+
+#: Of a launch: what sums of floating-point numbers lack is not waited for.
+ROUNDING = 1e-9
+
+log = structlog.get_logger()
+
+
+class LaunchRate(Protocol):
+    async def take(self) -> float:
+        """0: a launch may begin, and is counted; else the seconds after which to ask again. Never raises."""
+        ...
+
+
+class OwnRate:
+    """Of one process, which knows of no other's launches."""
+
+    def __init__(self, rate: float, burst: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`rate`: launches a second; `burst`: launches at once, after a rest. `clock` is in seconds."""
+        self._rate = rate
+        self._burst = float(burst)
+        self._clock = clock
+        self._tokens, self._at = self._burst, clock()
+
+    async def take(self) -> float:
+        now = self._clock()
+        self._tokens = min(self._tokens + (now - self._at) * self._rate, self._burst)
+        self._at = now
+        missing = 1.0 - self._tokens
+        if missing > ROUNDING:
+            return missing / self._rate
+        self._tokens -= 1.0
+        return 0.0
+
+
+class SharedRate:
+    """Of all orchestrators at one Valkey. While that is away, each counts by itself."""
+
+    def __init__(self, client: Redis, rate: float, burst: int) -> None:
+        """As `OwnRate`. The caller closes the client."""
+        self._client = client
+        self._interval_us = max(round(1e6 / rate), 1)
+        self._burst = burst
+        self._own = OwnRate(rate, burst)
+        #: The last question had no answer, and that was told.
+        self._alone = False
+
+    async def take(self) -> float:
+        try:
+            wait_us = await valkey.run_script(
+                self._client, scripts.TAKE_LAUNCH, [keys.LAUNCHES], [self._interval_us, self._burst]
+            )
+        except (RedisError, OSError) as error:
+            if not self._alone:
+                log.warning("launches_counted_alone", reason=type(error).__name__)
+            self._alone = True
+            return await self._own.take()
+        self._alone = False
+        return int(wait_us) / 1e6
+
 
 #: Seconds that a launch waits for its turn at the most: nothing was launched then, and it may be tried again.
-PATIENCE = 25.0
+LAUNCH_PATIENCE = 25.0
 
 
 class LaunchLimited(LaunchFailed):
@@ -24,7 +95,7 @@ class LaunchLimited(LaunchFailed):
     code = "LAUNCH_LIMITED"
 
 
-class Turns:
+class LaunchTurns:
     """Who waits for a launch, and whose turn is next."""
 
     def __init__(
@@ -46,7 +117,7 @@ class Turns:
 
     async def close(self) -> None:
         if self._serving is not None:
-            await tasks.end(self._serving)
+            await tasks.cancel_tasks(self._serving)
 
     async def _serve(self) -> None:
         while self._waiting:
@@ -73,7 +144,7 @@ class Turns:
 class LimitedLauncher:
     """Implements `Launcher` by another one, whose launches wait for their turn."""
 
-    def __init__(self, launcher: Launcher, turns: Turns, *, patience: float = PATIENCE) -> None:
+    def __init__(self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE) -> None:
         """Closes `launcher` with itself."""
         self._launcher = launcher
         self._turns = turns

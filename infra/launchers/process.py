@@ -11,12 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from infra.launchers.port import (
-    LauncherUnreachable,
-    LaunchSpec,
-    Task,
-    TaskExit,
-)
+from infra.launchers.port import LauncherUnreachable, LaunchSpec, Task, TaskExit
 from infra.node import protocol
 from infra.node.address import reachable
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_code
@@ -57,27 +52,27 @@ class ProcessLauncher:
         self._position = ""
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        request = protocol.Launch(
+        request = protocol.LaunchTask(
             token=token, config=spec.config, memory_soft=spec.memory_soft, memory_hard=spec.memory_hard
         )
-        return (await self._ask(request, protocol.Launched)).task
+        return (await self._ask(request, protocol.TaskLaunched)).task
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
         grace = self._grace if grace is None else grace
-        request = protocol.Stop(task_id=task_id, reason=reason, grace=grace)
-        await self._ask(request, protocol.Stopped, extra=_longest_stop(grace))
+        request = protocol.StopTask(task_id=task_id, reason=reason, grace=grace)
+        await self._ask(request, protocol.TasksStopped, extra=_longest_stop(grace))
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""
-        request = protocol.StopAll(reason=reason, grace=self._grace)
-        return (await self._ask(request, protocol.Stopped, extra=_longest_stop(self._grace))).count
+        request = protocol.StopAllTasks(reason=reason, grace=self._grace)
+        return (await self._ask(request, protocol.TasksStopped, extra=_longest_stop(self._grace))).count
 
     async def list(self) -> list[Task]:
-        return (await self._ask(protocol.ListTasks(), protocol.Tasks)).tasks
+        return (await self._ask(protocol.ListTasks(), protocol.TaskList)).tasks
 
-    async def ping(self) -> protocol.Pong:
+    async def ping(self) -> protocol.NodeStatus:
         """Who answers: pid, number of workers, memory limits."""
-        return await self._ask(protocol.Ping(), protocol.Pong)
+        return await self._ask(protocol.PingNode(), protocol.NodeStatus)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
         """Ends of workers, at least once each, in order; first those after the position `after`.
@@ -86,12 +81,12 @@ class ProcessLauncher:
         behind the last end whose handling was finished: the next one was asked for.
         """
         log, _, number = (after or self._position).rpartition(":")
-        watch = protocol.Watch(log=log, after=int(number) if number.isdigit() else 0)
+        watch = protocol.WatchExits(log=log, after=int(number) if number.isdigit() else 0)
         async with self._connected() as (reader, writer):
             await self._send(writer, watch)
             while True:
                 reply = await self._receive(reader, self._silence)
-                if isinstance(reply, protocol.Ended):
+                if isinstance(reply, protocol.TaskEnded):
                     position = f"{reply.log}:{reply.number}"
                     yield replace(reply.exit, detail={**reply.exit.detail, "position": position})
                     self._position = position
@@ -129,10 +124,10 @@ class ProcessLauncher:
         except (OSError, TimeoutError) as error:
             raise self._unreachable(error) from None
 
-    async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.Reply:
+    async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.NodeReply:
         try:
             line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
-            return decode(line, protocol.Reply, limit=protocol.MAX_REPLY)
+            return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY)
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
             raise self._unreachable(error) from None
 
@@ -140,8 +135,8 @@ class ProcessLauncher:
         reason = str(error) or type(error).__name__
         return LauncherUnreachable(f"the node at {self._path} does not answer: {reason}")
 
-    def _strange(self, reply: protocol.Reply) -> BerthError:
-        if isinstance(reply, protocol.Refused):
+    def _strange(self, reply: protocol.NodeReply) -> BerthError:
+        if isinstance(reply, protocol.NodeRefused):
             return from_code(reply.code, reply.detail)
         return LauncherUnreachable(f"the node at {self._path} answered {type(reply).__name__}")
 

@@ -1,9 +1,13 @@
-"""Which launcher the settings ask for."""
+"""Which launcher the settings ask for.
+
+Which platform runs the hosts: the one that launches the workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from infra.hosts.scaling import HostScaler
 from infra.launchers.port import Launcher
 from infra.settings import EcsSettings, Settings
 from worker_runtime.protocol.errors import BerthError
@@ -15,20 +19,20 @@ class UnknownLauncher(BerthError):
     code = "UNKNOWN_LAUNCHER"
 
 
-def _process(settings: Settings) -> Launcher:
+def _create_process_launcher(settings: Settings) -> Launcher:
     from infra.launchers.process import ProcessLauncher
 
     return ProcessLauncher(settings.node_socket)
 
 
-def _ecs(_: Settings) -> Launcher:
-    from infra.launchers.ecs_making import create_ecs_launcher
+def _create_ecs_launcher(_: Settings) -> Launcher:
+    from infra.launchers.ecs.launcher import create_ecs_launcher
 
     return create_ecs_launcher(EcsSettings())
 
 
-def _docker(settings: Settings) -> Launcher:
-    from infra.launchers.docker import DockerLauncher
+def _create_docker_launcher(settings: Settings) -> Launcher:
+    from infra.launchers.docker.launcher import DockerLauncher
 
     return DockerLauncher(
         settings.docker_socket,
@@ -40,9 +44,9 @@ def _docker(settings: Settings) -> Launcher:
 
 #: Each maker imports its launcher itself: nobody loads the libraries of one that is not used.
 _MAKERS: dict[str, Callable[[Settings], Launcher]] = {
-    "docker": _docker,
-    "ecs": _ecs,
-    "process": _process,
+    "docker": _create_docker_launcher,
+    "ecs": _create_ecs_launcher,
+    "process": _create_process_launcher,
 }
 
 
@@ -54,3 +58,12 @@ def create_launcher(settings: Settings) -> Launcher:
             f"BERTH_LAUNCHER is {settings.launcher!r}; available: {', '.join(sorted(_MAKERS))}"
         )
     return maker(settings)
+
+
+def create_host_scaler(settings: Settings, ecs: EcsSettings) -> HostScaler | None:
+    """None where hosts are not ours to scale. The caller closes it."""
+    if settings.launcher != "ecs" or not ecs.host_provider:
+        return None
+    from infra.hosts.ecs import EcsHosts
+
+    return EcsHosts(cluster=ecs.cluster, capacity_provider=ecs.host_provider, region=ecs.region or None)

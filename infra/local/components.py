@@ -1,16 +1,21 @@
-"""Our own processes as child processes of the local stack: exchange, node, orchestrator, API."""
+"""Our own processes as child processes of the local stack: exchange, node, orchestrator, API.
+
+The containers of a local stack whose workers Docker runs, for callers without an event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import os
 import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -23,18 +28,22 @@ from infra.node.protocol import (
     KILL_CONFIRM,
     MAX_REPLY,
     ListTasks,
-    Ping,
-    Pong,
-    Reply,
-    Request,
-    StopAll,
-    Stopped,
-    Tasks,
+    NodeReply,
+    NodeRequest,
+    NodeStatus,
+    PingNode,
+    StopAllTasks,
+    TaskList,
+    TasksStopped,
 )
 from infra.settings import Settings
-from worker_runtime.protocol import job_keys
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import decode, encode
+
+if TYPE_CHECKING:
+    from infra.launchers.docker.launcher import DockerLauncher
+
 
 #: Local addresses are never asked through a proxy that the environment names.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -70,7 +79,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-class Component(Server):
+class ChildComponent(Server):
     """`python -m <module>` with all its settings in the environment."""
 
     module = ""
@@ -87,7 +96,7 @@ class Component(Server):
         return environment(self.settings)
 
 
-class Exchange(Component):
+class ExchangeComponent(ChildComponent):
     """The paper exchange: sessions on one port, admin API on another."""
 
     name = "exchange"
@@ -109,7 +118,7 @@ class Exchange(Component):
         return accepts(self.port) and http_ok(f"{self.admin_url}/healthz")
 
 
-class Node(Component):
+class NodeComponent(ChildComponent):
     """Owns the workers, which outlive it: after a restart it adopts them."""
 
     name = "node"
@@ -121,11 +130,11 @@ class Node(Component):
 
     def answers(self) -> bool:
         try:
-            return isinstance(self.ask(Ping(), timeout=1.0), Pong)
+            return isinstance(self.ask(PingNode(), timeout=1.0), NodeStatus)
         except BerthError:
             return False
 
-    def ask(self, request: Request, timeout: float = 10.0) -> Reply:
+    def ask(self, request: NodeRequest, timeout: float = 10.0) -> NodeReply:
         """One request, one reply, within `timeout` seconds. Raises `NodeSilent`."""
         try:
             with reachable(self.settings.node_socket) as path, socket.socket(socket.AF_UNIX) as link:
@@ -133,26 +142,26 @@ class Node(Component):
                 link.connect(path)
                 link.sendall(encode(request) + b"\n")
                 with link.makefile("rb") as lines:
-                    return decode(lines.readline(MAX_REPLY), Reply, limit=MAX_REPLY)
+                    return decode(lines.readline(MAX_REPLY), NodeReply, limit=MAX_REPLY)
         except OSError as error:
             raise NodeSilent(f"node at {self.settings.node_socket}: {error}") from None
 
     def tasks(self) -> list[Task]:
         """The workers that run now."""
         reply = self.ask(ListTasks())
-        if not isinstance(reply, Tasks):
+        if not isinstance(reply, TaskList):
             raise NodeSilent(f"the node answered {reply}")
         return reply.tasks
 
     def stop_all(self, reason: str, grace: float | None = None) -> int:
         """Ends all workers, each within its grace period; returns how many there were."""
-        reply = self.ask(StopAll(reason=reason, grace=grace), timeout=GRACE_MAX + KILL_CONFIRM)
-        if not isinstance(reply, Stopped):
+        reply = self.ask(StopAllTasks(reason=reason, grace=grace), timeout=GRACE_MAX + KILL_CONFIRM)
+        if not isinstance(reply, TasksStopped):
             raise NodeSilent(f"the node could not stop all workers: {reply}")
         return reply.count
 
 
-class Orchestrator(Component):
+class OrchestratorComponent(ChildComponent):
     """Says by a file that its workers poll and the pool's workflow runs. Several have different names."""
 
     name = "orchestrator"
@@ -185,11 +194,11 @@ class Orchestrator(Component):
         return self.ready_file.exists()
 
 
-class JobFleet(Component):
+class JobFleetComponent(ChildComponent):
     """One runner of the fleet's jobs."""
 
     name = "jobs"
-    module = "infra.job_fleet"
+    module = "infra.jobs.fleet"
 
     def ports(self) -> list[tuple[int, str]]:
         return []
@@ -205,12 +214,12 @@ class JobFleet(Component):
     def _registered(self) -> set[bytes]:
         try:
             with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0) as client:
-                return set(client.hkeys(job_keys.beats(job_keys.FLEET)))
+                return set(client.hkeys(job_keys.beats(job_keys.FLEET_TAG)))
         except RedisError:
             return set()
 
 
-class Api(Component):
+class ApiComponent(ChildComponent):
     """Several uvicorn processes on one port."""
 
     name = "api"
@@ -222,3 +231,44 @@ class Api(Component):
 
     def answers(self) -> bool:
         return accepts(self.port) and http_ok(f"{self.url}/v1/readyz")
+
+
+R = TypeVar("R")
+
+
+def fleet_of(folder: Path) -> str:
+    """One folder, one fleet: stacks on the same daemon leave each other's workers alone."""
+    return f"berth-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]}"
+
+
+class WorkerContainers:
+    """Raises `LauncherUnreachable` while the daemon is away."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def tasks(self) -> list[Task]:
+        """The workers that run now."""
+        return self._ask(lambda launcher: launcher.list())
+
+    def stop_all(self, reason: str) -> int:
+        """Ends all workers, each within its grace period; returns how many there were."""
+        return self._ask(lambda launcher: launcher.stop_all(reason))
+
+    def _ask(self, question: Callable[[DockerLauncher], Awaitable[R]]) -> R:
+        own = self._settings
+
+        from infra.launchers.docker.launcher import (
+            DockerLauncher,  # loads aiohttp, which other stacks do without
+        )
+
+        async def asked() -> R:
+            launcher = DockerLauncher(
+                own.docker_socket, image=own.docker_image, network=own.docker_network, fleet=own.docker_fleet
+            )
+            try:
+                return await question(launcher)
+            finally:
+                await launcher.close()
+
+        return asyncio.run(asked())

@@ -16,12 +16,12 @@ from typing import Any
 
 from infra.local.process import Server
 
-_NEEDED = ("dockerd", "containerd", "runc", "docker")
+_DOCKER_PROGRAMS = ("dockerd", "containerd", "runc", "docker")
 
 
-def why_not() -> str:
+def why_no_docker() -> str:
     """Why no daemon can be started here; empty when one can."""
-    missing = [name for name in _NEEDED if shutil.which(name) is None]
+    missing = [name for name in _DOCKER_PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     return "" if os.geteuid() == 0 else "a Docker daemon needs root"
@@ -40,7 +40,7 @@ class _Pinger(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def answers(path: Path) -> bool:
+def docker_answers(path: Path) -> bool:
     """Whether a Docker daemon answers at this socket."""
     link = _Pinger(path)
     try:
@@ -84,7 +84,7 @@ class DockerDaemon(Server):
         ]
 
     def answers(self) -> bool:
-        return answers(self.socket)
+        return docker_answers(self.socket)
 
     def __exit__(self, *how: Any) -> None:
         """Stops it and unmounts what it leaves mounted, so that its folder can be removed."""

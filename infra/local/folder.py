@@ -108,7 +108,7 @@ class DataFolder:
     def _api_note(self) -> Path:
         return self.records / "api.url"
 
-    def note_api(self, url: str) -> None:
+    def record_api_url(self, url: str) -> None:
         """Notes where the API listens, for the commands that talk to it."""
         self._api_note.write_text(url, encoding="utf-8")
 
@@ -159,11 +159,11 @@ class DataFolder:
     def end_leftovers(self) -> list[str]:
         """Ends what an earlier, killed `berth up` left running; returns the names. Never the workers."""
         ended = []
-        for entry in reversed(record.read_all(self.records)):
+        for entry in reversed(record.read_records(self.records)):
             how = signal.SIGINT if entry.name == "postgres" else signal.SIGTERM
             if entry.end(how):
                 ended.append(entry.name)
-            record.forget(self.records, entry.name)
+            record.forget_record(self.records, entry.name)
         return ended
 
     def close(self) -> None:

@@ -7,14 +7,13 @@ Ctrl-C in a terminal reaches only us and we stop it in order.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -25,6 +24,7 @@ import psutil
 
 from infra.local import record
 from infra.local.record import ProcessRecord
+from infra.processes import end_with_parent
 from worker_runtime.protocol.errors import BerthError
 
 HOST = "127.0.0.1"
@@ -40,8 +40,6 @@ _PARTS = 50
 _PART = len(_PORTS) // _PARTS
 _turns = itertools.count()
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 #: PDEATHSIG fires when the *thread* that forked ends, so one thread that lives as long as we do forks all.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
@@ -99,17 +97,6 @@ def listener(port: int) -> str:
     except psutil.Error:
         pass
     return "another process"
-
-
-def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends."""
-
-    def arm() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before prctl took effect
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return arm
 
 
 class Server:
@@ -240,10 +227,10 @@ class Server:
         grace = 2.0 if how == signal.SIGKILL and self.name == "postgres" else 0.2
         left = record.wait_gone(family, grace)
         if left:
-            record.send(left, signal.SIGKILL)
+            record.send_signal(left, signal.SIGKILL)
             record.wait_gone(left, STOP_TIMEOUT)
         if self.records is not None:
-            record.forget(self.records, self.name)
+            record.forget_record(self.records, self.name)
 
     def _family(self, pid: int) -> list[int]:
         """Pids of all it started, also of those whose parent has ended or that left its session."""

@@ -62,7 +62,7 @@ def wait_gone(pids: Iterable[int], timeout: float) -> list[int]:
     return left
 
 
-def send(pids: Iterable[int], how: signal.Signals) -> None:
+def send_signal(pids: Iterable[int], how: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, how)
@@ -111,16 +111,16 @@ class ProcessRecord:
         alive = self.living()
         if not alive:
             return False
-        send(alive[:1] if self.pid in alive else alive, signal.SIGCONT)
-        send([self.pid] if self.pid in alive else alive, how)
+        send_signal(alive[:1] if self.pid in alive else alive, signal.SIGCONT)
+        send_signal([self.pid] if self.pid in alive else alive, how)
         if wait_gone(alive, grace):
             left = self.living()
-            send(left, signal.SIGKILL)
+            send_signal(left, signal.SIGKILL)
             wait_gone(left, grace)
         return True
 
 
-def read_all(folder: Path) -> list[ProcessRecord]:
+def read_records(folder: Path) -> list[ProcessRecord]:
     """The records of a folder; one that cannot be read (a crash while it was written) is skipped."""
     records = []
     for path in sorted(folder.glob("*.json")):
@@ -131,5 +131,5 @@ def read_all(folder: Path) -> list[ProcessRecord]:
     return records
 
 
-def forget(folder: Path, name: str) -> None:
+def forget_record(folder: Path, name: str) -> None:
     (folder / f"{name}.json").unlink(missing_ok=True)

@@ -25,10 +25,10 @@ from infra.local.process import (
     Server,
     ServerFailed,
     accepts,
-    end_with_parent,
     free_port,
     free_ports,
 )
+from infra.processes import end_with_parent
 
 __all__ = [
     "HOST",
@@ -115,8 +115,8 @@ class PostgresServer(Server):
             account = pwd.getpwnam("nobody")
             for path in (self.directory, *self.directory.rglob("*")):
                 os.chown(path, account.pw_uid, account.pw_gid)
-            self._let_others_through(self.directory)
-            self._let_others_through(Path(self._binary("postgres")))
+            self._allow_traversal(self.directory)
+            self._allow_traversal(Path(self._binary("postgres")))
         if not (self.data / "PG_VERSION").exists():
             # A half-made data folder (killed in initdb) has no PG_VERSION worth keeping.
             shutil.rmtree(self.data, ignore_errors=True)
@@ -131,7 +131,7 @@ class PostgresServer(Server):
             making.rename(self.data)
 
     @staticmethod
-    def _let_others_through(path: Path) -> None:
+    def _allow_traversal(path: Path) -> None:
         """Adds the search permission that `nobody` needs on the folders above `path`."""
         for folder in path.absolute().parents:
             mode = folder.stat().st_mode

@@ -17,14 +17,23 @@ from redis import Redis
 
 from infra.database.migrate import migrate
 from infra.launchers.port import LauncherUnreachable, Task
-from infra.local import keyring, steps
-from infra.local.components import Api, Exchange, JobFleet, Node, NodeSilent, Orchestrator
-from infra.local.containers import Containers, fleet_of
+from infra.local import steps
+from infra.local.components import (
+    ApiComponent,
+    ExchangeComponent,
+    JobFleetComponent,
+    NodeComponent,
+    NodeSilent,
+    OrchestratorComponent,
+    WorkerContainers,
+    fleet_of,
+)
 from infra.local.folder import DataFolder
 from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
-from infra.local.steps import OnProgress, Progress, Status, Step
+from infra.local.steps import OnProgress, StartStep, StepProgress, StepStatus
 from infra.settings import LocalSettings, Settings
+from infra.vault import keyring
 from infra.vault.rotation import kept_files
 from worker_runtime.protocol import keys
 
@@ -52,7 +61,7 @@ class LocalStack:
         durable: bool = True,
         orchestrators: int = 1,
         search_attributes: Sequence[str] = SEARCH_ATTRIBUTES,
-        progress: OnProgress = steps.silent,
+        progress: OnProgress = steps.show_nothing,
         **overrides: Any,
     ) -> None:
         self.folder = DataFolder(directory)
@@ -74,18 +83,19 @@ class LocalStack:
             durable=durable,
             search_attributes=search_attributes,
         )
-        self.exchange = Exchange(
+        self.exchange = ExchangeComponent(
             path / "exchange", self.settings, ports.exchange_port, ports.exchange_admin_port
         )
-        self.node = Node(path / "node", self.settings)
+        self.node = NodeComponent(path / "node", self.settings)
         #: None unless Docker runs the workers; the node then has none.
-        self.containers = Containers(self.settings) if self.settings.launcher == "docker" else None
+        self.containers = WorkerContainers(self.settings) if self.settings.launcher == "docker" else None
         self.orchestrators = [
-            Orchestrator(path, self._orchestrator_settings(number)) for number in range(1, orchestrators + 1)
+            OrchestratorComponent(path, self._orchestrator_settings(number))
+            for number in range(1, orchestrators + 1)
         ]
-        self.api = Api(path, self.settings, self.settings.api_port)
+        self.api = ApiComponent(path, self.settings, self.settings.api_port)
         #: One runner of the fleet's jobs, unless the settings want none.
-        self.jobs = [JobFleet(path, self.settings)] if self.settings.jobs_runner else []
+        self.jobs = [JobFleetComponent(path, self.settings)] if self.settings.jobs_runner else []
         #: In the order in which they start.
         self.servers: tuple[Server, ...] = (
             *(self.valkey, self.postgres, self.temporal, self.exchange),
@@ -107,9 +117,9 @@ class LocalStack:
         name = self.settings.orchestrator_name + (f"-{number}" if number > 1 else "")
         return self.settings.model_copy(update={"orchestrator_name": name, **overrides})
 
-    def add_orchestrator(self, **overrides: Any) -> Orchestrator:
+    def add_orchestrator(self, **overrides: Any) -> OrchestratorComponent:
         """One more, not started yet, with fields of `Settings` of its own; it is stopped with the others."""
-        made = Orchestrator(
+        made = OrchestratorComponent(
             self.folder.path, self._orchestrator_settings(len(self.orchestrators) + 1, **overrides)
         )
         self._place(made)
@@ -117,7 +127,7 @@ class LocalStack:
         return made
 
     @property
-    def orchestrator(self) -> Orchestrator:
+    def orchestrator(self) -> OrchestratorComponent:
         """The first one, of which there is always one."""
         return self.orchestrators[0]
 
@@ -148,46 +158,46 @@ class LocalStack:
         try:
             leftovers = self.folder.end_leftovers()
             if leftovers:
-                self._progress(Progress("leftovers", Status.DONE, detail=", ".join(leftovers)))
+                self._progress(StepProgress("leftovers", StepStatus.DONE, detail=", ".join(leftovers)))
             for server in self.servers:  # before anything is started or written
                 server.check_ports()
-            steps.run(self._steps(), self._progress, self._give_up)
-            self.folder.note_api(self.api_url)
+            steps.run_steps(self._steps(), self._progress, self._give_up)
+            self.folder.record_api_url(self.api_url)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[StartStep]:
         ours = ("keys", "database", "valkey", "temporal")
         return [
-            Step("keys", self._make_keys),
+            StartStep("keys", self._make_keys),
             self._server(self.valkey),
             self._server(self.postgres),
             self._server(self.temporal),
             self._server(self.exchange),
-            Step("node", self._start_node),
-            Step("database", self._make_database, ("postgres",)),
+            StartStep("node", self._start_node),
+            StartStep("database", self._make_database, ("postgres",)),
             *(self._server(one, (*ours, "node", "exchange")) for one in self.orchestrators),
             self._server(self.api, ours),
             *(self._server(one, ("valkey",)) for one in self.jobs),
-            Step("pool", self._wait_pool, tuple(one.name for one in self.orchestrators)),
+            StartStep("pool", self._wait_pool, tuple(one.name for one in self.orchestrators)),
         ]
 
     @staticmethod
-    def _server(server: Server, needs: tuple[str, ...] = ()) -> Step:
+    def _server(server: Server, needs: tuple[str, ...] = ()) -> StartStep:
         def action() -> str:
             server.start()
             return f"port {server.port}" if server.ports() else ""
 
-        return Step(server.name, action, needs)
+        return StartStep(server.name, action, needs)
 
     def _give_up(self) -> None:
         for server in self.servers:
             server.abort.set()
 
     def _make_keys(self) -> str:
-        return ", ".join(path.name for path in keyring.init(self.settings))
+        return ", ".join(path.name for path in keyring.create_missing_keys(self.settings))
 
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)
@@ -216,7 +226,7 @@ class LocalStack:
         shown = -1
         while (ready := len(self.ready_workers())) < count:
             if ready != shown:
-                self._progress(Progress("pool", Status.STARTED, detail=f"{ready} of {count} ready"))
+                self._progress(StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready"))
                 shown = ready
             if not any(one.running for one in self.orchestrators):
                 raise ServerFailed(f"orchestrator ended:\n{self.orchestrator.log_tail()}")

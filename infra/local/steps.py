@@ -12,32 +12,32 @@ from infra.local.process import ServerFailed
 from worker_runtime.protocol.errors import BerthError
 
 
-class Status(StrEnum):
+class StepStatus(StrEnum):
     STARTED = "started"
     DONE = "done"
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """One change of one step. `seconds` is what it took (when done or failed)."""
 
     step: str
-    status: Status
+    status: StepStatus
     seconds: float = 0.0
     detail: str = ""
 
 
 #: Called from several threads, with each change.
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[StepProgress], None]
 
 
-def silent(change: Progress) -> None:
+def show_nothing(change: StepProgress) -> None:
     """Shows nothing."""
 
 
 @dataclass(frozen=True)
-class Step:
+class StartStep:
     """`action` blocks until the step is done; what it returns is shown beside it."""
 
     name: str
@@ -45,7 +45,7 @@ class Step:
     needs: tuple[str, ...] = ()
 
 
-def told(name: str, error: Exception) -> BerthError:
+def as_berth_error(name: str, error: Exception) -> BerthError:
     """The same failure in words for a person: a library's error is named with the part it came from."""
     if isinstance(error, BerthError):
         return error
@@ -53,23 +53,23 @@ def told(name: str, error: Exception) -> BerthError:
     return ServerFailed(f"{name}: {type(error).__name__}: {first}")
 
 
-def run(steps: Sequence[Step], progress: OnProgress, give_up: Callable[[], None]) -> None:
+def run_steps(steps: Sequence[StartStep], progress: OnProgress, give_up: Callable[[], None]) -> None:
     """Runs all steps; raises the first failure, after `give_up()` and the end of those under way.
 
-    Whatever a step raises comes as a `BerthError` (see `told`).
+    Whatever a step raises comes as a `BerthError` (see `as_berth_error`).
 
     `give_up` must make running actions return soon; it is also called on Ctrl-C.
     """
     done: set[str] = set()
     waiting = list(steps)
-    running: dict[Future[None], Step] = {}
+    running: dict[Future[None], StartStep] = {}
     failure: BaseException | None = None
     with ThreadPoolExecutor(max_workers=len(steps), thread_name_prefix="berth-step") as threads:
         try:
             while waiting or running:
                 for step in [s for s in waiting if done.issuperset(s.needs)]:
                     waiting.remove(step)
-                    running[threads.submit(_run_one, step, progress)] = step
+                    running[threads.submit(_run_step, step, progress)] = step
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     step = running.pop(future)
@@ -86,14 +86,14 @@ def run(steps: Sequence[Step], progress: OnProgress, give_up: Callable[[], None]
         raise failure
 
 
-def _run_one(step: Step, progress: OnProgress) -> None:
+def _run_step(step: StartStep, progress: OnProgress) -> None:
     started = time.monotonic()
-    progress(Progress(step.name, Status.STARTED))
+    progress(StepProgress(step.name, StepStatus.STARTED))
     try:
         detail = step.action()
     except Exception as error:
-        failure = told(step.name, error)
+        failure = as_berth_error(step.name, error)
         first = failure.detail.partition("\n")[0]
-        progress(Progress(step.name, Status.FAILED, time.monotonic() - started, first))
+        progress(StepProgress(step.name, StepStatus.FAILED, time.monotonic() - started, first))
         raise failure from error
-    progress(Progress(step.name, Status.DONE, time.monotonic() - started, detail))
+    progress(StepProgress(step.name, StepStatus.DONE, time.monotonic() - started, detail))

@@ -92,7 +92,7 @@ class Calendar:
         return self._regular(day) and self.trades_on(day)
 
 
-def load(changes: Path | None = None) -> Calendar:
+def load_calendar(changes: Path | None = None) -> Calendar:
     """The table, with an operator's changes: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`.
 
     Raises `CalendarUnreadable`.

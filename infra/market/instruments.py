@@ -51,7 +51,7 @@ class Instruments:
         return SHARES if _SHARE.fullmatch(symbol) else None
 
 
-def load(path: Path | None = None) -> Instruments:
+def load_instruments(path: Path | None = None) -> Instruments:
     """Of a CSV file with the columns `symbol` and `lot`. Raises `InstrumentsUnreadable`."""
     if path is None:
         return Instruments()

@@ -80,7 +80,9 @@ def _between(first: time, second: time) -> timedelta:
     return datetime.combine(day, second) - datetime.combine(day, first)
 
 
-def holding(windows: Sequence[Window], calendar: Calendar, at: float) -> tuple[int | None, float | None]:
+def current_window(
+    windows: Sequence[Window], calendar: Calendar, at: float
+) -> tuple[int | None, float | None]:
     """Number of the first window that holds at `at` (Unix seconds), and when this changes next.
 
     None for no window; None for no change within `AHEAD` days.

@@ -22,7 +22,7 @@ import structlog
 from infra.node.address import listen, take_lock
 from infra.node.cgroup import LimitsUnavailable, MemoryGroups, find_groups
 from infra.node.keeper import Keeper
-from infra.node.register import Register
+from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from worker_runtime.protocol.errors import BerthError
 
@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _limits(register: Register, parent: Path | None) -> MemoryGroups | None:
+def _limits(register: NodeRegister, parent: Path | None) -> MemoryGroups | None:
     try:
         return find_groups(f"berth-{register.log}", parent)
     except LimitsUnavailable as error:
@@ -74,7 +74,7 @@ async def _serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
     async with contextlib.AsyncExitStack() as closing:
-        register = Register(options.state / "register.db")
+        register = NodeRegister(options.state / "register.db")
         closing.callback(register.close)
         listening = listen(options.socket)
         closing.callback(options.socket.unlink, missing_ok=True)

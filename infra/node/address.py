@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from infra.node.errors import NodeBusy, NodeSocketInvalid
+from infra.node.protocol import NodeBusy, NodeSocketInvalid
 
 #: Bytes that `sockaddr_un` holds, without the closing zero.
 _LONGEST = 107

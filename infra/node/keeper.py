@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import structlog
 
-from infra import tasks
+from infra import processes, tasks
 from infra.launchers.port import LaunchFailed, StopFailed, Task, TaskExit
-from infra.node import ends, processes, worker
+from infra.node import exits as ends
+from infra.node import worker
 from infra.node.cgroup import MemoryGroup, MemoryGroups
-from infra.node.logs import LOG_PERIOD, WorkerLogs
-from infra.node.protocol import GRACE_MAX, KILL_CONFIRM, Launch
-from infra.node.register import Entry, Register
-from infra.node.worker import Worker
+from infra.node.protocol import GRACE_MAX, KILL_CONFIRM, LaunchTask
+from infra.node.register import NodeEntry, NodeRegister
+from infra.node.worker import LOG_PERIOD, WorkerLogs, WorkerProcess
 
 _log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ class Keeper:
     """Belongs to one event loop: no method may be called from another thread."""
 
     def __init__(
-        self, folder: Path, register: Register, groups: MemoryGroups | None, command: Sequence[str]
+        self, folder: Path, register: NodeRegister, groups: MemoryGroups | None, command: Sequence[str]
     ) -> None:
         self._runs = folder / "run"
         self._logs = WorkerLogs(folder / "logs")
@@ -54,7 +54,7 @@ class Keeper:
         self._groups = groups
         self._command = tuple(command)
         self._boot_id = processes.boot_id()
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerProcess] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
 
@@ -63,7 +63,7 @@ class Keeper:
 
     # --- launch -------------------------------------------------------------------------------------
 
-    def launch(self, request: Launch) -> Task:
+    def launch(self, request: LaunchTask) -> Task:
         """Starts one worker, or returns the one that this token has started. Raises `LaunchFailed`.
 
         Not a coroutine: two launches cannot interleave, so a token never starts two.
@@ -75,7 +75,7 @@ class Keeper:
             if known is not None:  # an attempt that failed with the disk full: it never had a config
                 self._register.forget(known.task_id)
             entry = self._checked(request)
-            self._register.intend(entry)
+            self._register.record_intent(entry)
         except sqlite3.Error as error:
             raise LaunchFailed(f"the node cannot write its register: {error}") from None
         try:
@@ -89,7 +89,7 @@ class Keeper:
         _log.info("node.launched", worker=entry.worker_id, task=entry.task_id, pid=started.pid)
         return entry.task
 
-    def _checked(self, request: Launch) -> Entry:
+    def _checked(self, request: LaunchTask) -> NodeEntry:
         config = request.config
         if not _WORKER_ID.fullmatch(config.worker_id):
             raise LaunchFailed("a worker id is 1 to 100 letters, digits, dots, dashes and underscores")
@@ -98,7 +98,7 @@ class Keeper:
         if any(one.entry.worker_id == config.worker_id for one in self._workers.values()):
             raise LaunchFailed(f"worker {config.worker_id} runs already, launched by another token")
         task_id = f"task-{secrets.token_hex(8)}"
-        return Entry(
+        return NodeEntry(
             task_id=task_id,
             token=request.token,
             worker_id=config.worker_id,
@@ -109,7 +109,7 @@ class Keeper:
             cgroup=str(self._groups.path(task_id)) if self._groups else "",
         )
 
-    def _start(self, entry: Entry, request: Launch) -> Worker:
+    def _start(self, entry: NodeEntry, request: LaunchTask) -> WorkerProcess:
         config = msgspec.json.encode(msgspec.structs.replace(request.config, task_id=entry.task_id))
         if len(config) > _CONFIG_MAX:
             raise OSError(f"a config of {len(config)} bytes is more than {_CONFIG_MAX}")
@@ -121,10 +121,12 @@ class Keeper:
             output = self._logs.open(entry.worker_id)
             try:
                 home = self._runs / entry.task_id
-                child = worker.spawn(self._command, entry, home=home, output=output, environment=os.environ)
+                child = worker.spawn_worker(
+                    self._command, entry, home=home, output=output, environment=os.environ
+                )
             finally:
                 os.close(output)
-            undo.callback(worker.discard, child)
+            undo.callback(worker.discard_child, child)
             if group is not None:
                 # It does nothing of its own before it has its config: now is early enough for the limit.
                 group.add(child.pid)
@@ -139,8 +141,8 @@ class Keeper:
             )
             self._register.running(entry)
             undo.pop_all()
-        worker.hand_over(child, config)
-        return Worker(entry=entry, pidfd=pidfd, group=group, child=child)
+        worker.hand_over_config(child, config)
+        return WorkerProcess(entry=entry, pidfd=pidfd, group=group, child=child)
 
     # --- adoption -----------------------------------------------------------------------------------
 
@@ -152,9 +154,9 @@ class Keeper:
                     processes.kill_group(found.pid, found.started)
             self._register.forget(entry.task_id)
         for entry in self._register.in_state("running"):
-            adopted = worker.adopt(entry, self._boot_id)
+            adopted = worker.adopt_worker(entry, self._boot_id)
             if adopted is None:
-                self._register.ended(ends.told(entry, code=None, host_restarted=True))
+                self._register.ended(ends.exit_of_entry(entry, code=None, host_restarted=True))
                 continue
             self._keep(adopted)
             _log.info(
@@ -175,7 +177,7 @@ class Keeper:
         for task_id in (groups.keys() | folders) - self._workers.keys():
             self._run(self._tidy(task_id, groups.get(task_id)))
 
-    async def _resume_stop(self, one: Worker) -> None:
+    async def _resume_stop(self, one: WorkerProcess) -> None:
         try:
             await self.stop(one.entry.task_id, one.stop_reason or "")
         except StopFailed as error:
@@ -224,26 +226,26 @@ class Keeper:
         """Returns when something has ended since the call, or after `timeout` seconds."""
         await _set_within(self._news, timeout)
 
-    def _keep(self, one: Worker) -> None:
+    def _keep(self, one: WorkerProcess) -> None:
         self._workers[one.entry.task_id] = one
         if one.pidfd is None:
             self._run(self._finish(one))
         else:
             asyncio.get_running_loop().add_reader(one.pidfd, self._main_ended, one)
 
-    def _main_ended(self, one: Worker) -> None:
+    def _main_ended(self, one: WorkerProcess) -> None:
         if one.pidfd is not None:
             asyncio.get_running_loop().remove_reader(one.pidfd)
         self._run(self._finish(one))
 
-    async def _finish(self, one: Worker) -> None:
+    async def _finish(self, one: WorkerProcess) -> None:
         """From the end of the main process to the confirmed and recorded end of the worker."""
         one.kill()  # before the reaping: until then nobody else can get the number of its group
         code = one.reap()
-        await self._until_alone(one)
+        await self._wait_until_alone(one)
         oom_kills = one.group.oom_kills() if one.group else 0
         await self._record(
-            ends.told(
+            ends.exit_of_entry(
                 one.entry,
                 code=code,
                 stop_reason=one.stop_reason,
@@ -259,7 +261,7 @@ class Keeper:
         news.set()
         await self._tidy(one.entry.task_id, one.group)
 
-    async def _until_alone(self, one: Worker) -> None:
+    async def _wait_until_alone(self, one: WorkerProcess) -> None:
         """Waits until no process of the worker is left; a child that it forked just now is killed, too."""
         delay, complaint = 0.001, time.monotonic() + _COMPLAINT_PERIOD
         while one.remaining():
@@ -323,7 +325,7 @@ class Keeper:
                 loop.remove_reader(one.pidfd)
         if self._background:
             await asyncio.wait(self._background, timeout=_LAST_WORK)  # ends under way are told rightly
-        await tasks.end(*self._background)
+        await tasks.cancel_tasks(*self._background)
 
 
 async def _set_within(event: asyncio.Event, timeout: float) -> bool:

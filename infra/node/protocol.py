@@ -1,7 +1,10 @@
-"""The node's protocol: JSON lines over a Unix socket, one reply a request, in order.
+"""What can go wrong in a node, with stable codes.
 
-`Watch` takes its connection over: from then on the node sends `Ended` and, so that a silent node can be
-told from a quiet one, `Beat` every `BEAT_PERIOD`. Anything that is no request is answered by `Refused`.
+The node's protocol: JSON lines over a Unix socket, one reply a request, in order.
+
+`WatchExits` takes its connection over: from then on the node sends `TaskEnded` and, so that a silent node
+can be
+told from a quiet one, `Beat` every `BEAT_PERIOD`. Anything that is no request is answered by `NodeRefused`.
 """
 
 from __future__ import annotations
@@ -9,7 +12,27 @@ from __future__ import annotations
 import msgspec
 
 from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
+
+
+class NodeBusy(BerthError):
+    """Another node serves this socket or owns this state folder."""
+
+    code = "NODE_BUSY"
+
+
+class NodeSocketInvalid(BerthError):
+    """The node's socket path cannot be used."""
+
+    code = "NODE_SOCKET_INVALID"
+
+
+class NodeStateUnreadable(BerthError):
+    """The node's register cannot be read: its workers cannot be told from strangers."""
+
+    code = "NODE_STATE_UNREADABLE"
+
 
 #: Bytes of a request's line; a launch takes about 1 KiB.
 MAX_LINE = 128 * 1024
@@ -23,7 +46,7 @@ KILL_CONFIRM = 10.0
 GRACE_MAX = 60.0
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="launch"):
+class LaunchTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="launch"):
     """Starts one worker, or returns the one that this token has already started. Memory is in bytes."""
 
     token: str
@@ -32,7 +55,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="lau
     memory_hard: int = MEMORY_HARD
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"):
+class StopTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"):
     """Ends one worker; answered once it has ended. `grace` is seconds; None is the worker's own."""
 
     task_id: str
@@ -40,7 +63,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"
     grace: float | None = None
 
 
-class StopAll(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop_all"):
+class StopAllTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop_all"):
     """Ends all workers of this node."""
 
     reason: str
@@ -51,7 +74,7 @@ class ListTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="
     """Asks for all running workers."""
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watch"):
+class WatchExits(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watch"):
     """Asks for all ends after number `after` of the log `log`, and for those to come.
 
     A log other than the node's own was lost with its state folder: all ends kept are sent.
@@ -61,27 +84,27 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watc
     after: int = 0
 
 
-class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
+class PingNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
     """Asks who is there."""
 
 
-Request = Launch | Stop | StopAll | ListTasks | Watch | Ping
+NodeRequest = LaunchTask | StopTask | StopAllTasks | ListTasks | WatchExits | PingNode
 
 
-class Launched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="launched"):
+class TaskLaunched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="launched"):
     task: Task
 
 
-class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
+class TasksStopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
     #: How many workers this request has stopped; 0 for an unknown task.
     count: int
 
 
-class Tasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tasks"):
+class TaskList(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tasks"):
     tasks: list[Task]
 
 
-class Pong(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pong"):
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pong"):
     pid: int
     #: Identifier of this node's log of ends; a new state folder has a new one.
     log: str
@@ -90,7 +113,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pon
     limits: str
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ended"):
+class TaskEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ended"):
     log: str
     number: int
     exit: TaskExit
@@ -100,11 +123,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="bea
     """The node is alive and nothing has ended."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):
+class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):
     """The request failed, with a code of `worker_runtime.protocol.errors` or the launcher port."""
 
     code: str
     detail: str
 
 
-Reply = Launched | Stopped | Tasks | Pong | Ended | Beat | Refused
+NodeReply = TaskLaunched | TasksStopped | TaskList | NodeStatus | TaskEnded | Beat | NodeRefused

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from infra.launchers.port import Task, TaskExit
-from infra.node.errors import NodeStateUnreadable
+from infra.node.protocol import NodeStateUnreadable
 
 SCHEMA = 1
 #: Ends that stay readable for a subscriber that was away, and ended workers whose token is remembered.
@@ -46,7 +46,7 @@ _TABLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class NodeEntry:
     """One worker as it stands in the register."""
 
     task_id: str
@@ -79,7 +79,7 @@ class Entry:
         )
 
 
-class Register:
+class NodeRegister:
     """All methods are quick (no fsync: what must survive is the node, not the host) and may raise
     `sqlite3.Error` when the disk is full."""
 
@@ -115,7 +115,7 @@ class Register:
 
     # --- workers ------------------------------------------------------------------------------------
 
-    def intend(self, entry: Entry) -> None:
+    def record_intent(self, entry: NodeEntry) -> None:
         """Writes down a worker that is about to be started."""
         self._db.execute(
             "INSERT INTO workers"
@@ -127,7 +127,7 @@ class Register:
             ),
         )
 
-    def running(self, entry: Entry) -> None:
+    def running(self, entry: NodeEntry) -> None:
         """Writes down the process of an intended worker; only then may it be told what to do."""
         self._db.execute(
             "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE task_id = ?",
@@ -144,17 +144,17 @@ class Register:
             "UPDATE workers SET stop_reason = coalesce(stop_reason, ?) WHERE task_id = ?", (reason, task_id)
         )
 
-    def by_token(self, token: str) -> Entry | None:
+    def by_token(self, token: str) -> NodeEntry | None:
         found = self._entries("token = ?", token)
         return found[0] if found else None
 
-    def in_state(self, state: str) -> list[Entry]:
+    def in_state(self, state: str) -> list[NodeEntry]:
         return self._entries("state = ? ORDER BY launched_at", state)
 
-    def _entries(self, condition: str, value: str) -> list[Entry]:
+    def _entries(self, condition: str, value: str) -> list[NodeEntry]:
         cursor = self._db.execute(f"SELECT * FROM workers WHERE {condition}", (value,))  # noqa: S608
         names = [column[0] for column in cursor.description]
-        return [Entry(**dict(zip(names, row, strict=True))) for row in cursor]
+        return [NodeEntry(**dict(zip(names, row, strict=True))) for row in cursor]
 
     # --- ends ---------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Register:
             )
         return int(number or 0)
 
-    def ends_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]:
+    def exits_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]:
         rows = self._db.execute(
             "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?", (number, limit)
         )

@@ -18,20 +18,20 @@ from infra.node.protocol import (
     BEAT_PERIOD,
     MAX_LINE,
     Beat,
-    Ended,
-    Launch,
-    Launched,
+    LaunchTask,
     ListTasks,
-    Ping,
-    Pong,
-    Refused,
-    Reply,
-    Request,
-    Stop,
-    StopAll,
-    Stopped,
-    Tasks,
-    Watch,
+    NodeRefused,
+    NodeReply,
+    NodeRequest,
+    NodeStatus,
+    PingNode,
+    StopAllTasks,
+    StopTask,
+    TaskEnded,
+    TaskLaunched,
+    TaskList,
+    TasksStopped,
+    WatchExits,
 )
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import decode, encode
@@ -46,10 +46,10 @@ _CONNECTIONS_MAX = 200
 _WRITE_TIMEOUT = 10.0
 
 
-class Keeping(Protocol):
+class KeeperPort(Protocol):
     """Who has the workers: `keeper.Keeper`, or a simulated one. May raise `BerthError`."""
 
-    def launch(self, request: Launch) -> Task: ...
+    def launch(self, request: LaunchTask) -> Task: ...
 
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int: ...
 
@@ -62,18 +62,18 @@ class Keeping(Protocol):
         ...
 
 
-class EndsLog(Protocol):
+class ExitLog(Protocol):
     """Who knows how workers ended: `register.Register`, or a simulated keeper."""
 
     log: str
 
-    def ends_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]: ...
+    def exits_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]: ...
 
 
 class NodeServer:
-    """Serves one keeper. `limits` is what `Pong` says of memory limits."""
+    """Serves one keeper. `limits` is what `NodeStatus` says of memory limits."""
 
-    def __init__(self, keeper: Keeping, register: EndsLog, *, limits: str) -> None:
+    def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
         self._keeper = keeper
         self._register = register
         self._limits = limits
@@ -86,7 +86,7 @@ class NodeServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await tasks.end(*self._connections)
+        await tasks.cancel_tasks(*self._connections)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
@@ -96,13 +96,13 @@ class NodeServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._connections) > _CONNECTIONS_MAX:
-                await _send(writer, Refused(code="NODE_BUSY", detail="too many connections"))
+                await _send(writer, NodeRefused(code="NODE_BUSY", detail="too many connections"))
                 return
             while line := await _read_line(reader):
                 await self._answer(line, writer)
         except MalformedMessage as error:  # where the next request begins is unknown
             with contextlib.suppress(OSError, TimeoutError):
-                await _send(writer, Refused(code=error.code, detail=error.detail))
+                await _send(writer, NodeRefused(code=error.code, detail=error.detail))
         except (OSError, TimeoutError):
             pass  # the client went away, or has fallen silent
         finally:
@@ -110,54 +110,54 @@ class NodeServer:
 
     async def _answer(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         try:
-            request: Request = decode(line, Request)
-            if isinstance(request, Watch):
-                await self._tell_ends(request, writer)
+            request: NodeRequest = decode(line, NodeRequest)
+            if isinstance(request, WatchExits):
+                await self._send_exits(request, writer)
                 return
-            reply: Reply = await self._carry_out(request)
+            reply: NodeReply = await self._carry_out(request)
         except BerthError as error:
-            reply = Refused(code=error.code, detail=error.detail)
+            reply = NodeRefused(code=error.code, detail=error.detail)
         except (OSError, TimeoutError, asyncio.CancelledError):
             raise
         except Exception as error:  # one request's failure is not the node's
             _log.exception("node.request_failed")
-            reply = Refused(code=BerthError.code, detail=type(error).__name__)
+            reply = NodeRefused(code=BerthError.code, detail=type(error).__name__)
         await _send(writer, reply)
 
-    async def _carry_out(self, request: Request) -> Reply:
+    async def _carry_out(self, request: NodeRequest) -> NodeReply:
         match request:
-            case Launch():
-                return Launched(task=self._keeper.launch(request))
-            case Stop():
+            case LaunchTask():
+                return TaskLaunched(task=self._keeper.launch(request))
+            case StopTask():
                 count = await self._keeper.stop(request.task_id, request.reason, request.grace)
-                return Stopped(count=count)
-            case StopAll():
-                return Stopped(count=await self._keeper.stop_all(request.reason, request.grace))
+                return TasksStopped(count=count)
+            case StopAllTasks():
+                return TasksStopped(count=await self._keeper.stop_all(request.reason, request.grace))
             case ListTasks():
-                return Tasks(tasks=self._keeper.tasks())
-            case Ping() | Watch():
-                return Pong(
+                return TaskList(tasks=self._keeper.tasks())
+            case PingNode() | WatchExits():
+                return NodeStatus(
                     pid=os.getpid(),
                     log=self._register.log,
                     workers=len(self._keeper.tasks()),
                     limits=self._limits,
                 )
 
-    async def _tell_ends(self, request: Watch, writer: asyncio.StreamWriter) -> None:
+    async def _send_exits(self, request: WatchExits, writer: asyncio.StreamWriter) -> None:
         """Until the client goes away: ends in order, and a beat while there are none."""
         log = self._register.log
         number = request.after if request.log == log else 0
         await _send(writer, Beat())  # the subscription stands
         while True:
             try:
-                missed = self._register.ends_after(number)
+                missed = self._register.exits_after(number)
             except sqlite3.Error as error:
                 raise BerthError(f"the node cannot read its register: {error}") from None
             for number, exit_ in missed:
-                await _send(writer, Ended(log=log, number=number, exit=exit_))
+                await _send(writer, TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
                 await self._keeper.news(BEAT_PERIOD)
-                if not self._register.ends_after(number, limit=1):
+                if not self._register.exits_after(number, limit=1):
                     await _send(writer, Beat())
 
 

@@ -1,4 +1,10 @@
-"""One worker process of this node: how it is started, adopted, signalled and seen to end."""
+"""The workers' own logs: one file a worker, of bounded size.
+
+A worker writes to its file directly, not through the node, so that it survives the node's death. Files are
+opened for appending, so one that grew too long can be cut at its start while the worker goes on writing.
+
+One worker process of this node: how it is started, adopted, signalled and seen to end.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +17,65 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.node import processes
+from infra import processes
 from infra.node.cgroup import MemoryGroup
-from infra.node.register import Entry
+from infra.node.register import NodeEntry
+
+#: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.
+LOG_CAP = 4 * 1024 * 1024
+#: Logs kept, newest first.
+LOGS_KEPT = 300
+#: Seconds between two looks; what a runaway worker writes in that time comes on top of the cap.
+LOG_PERIOD = 5.0
+
+
+class WorkerLogs:
+    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = LOGS_KEPT) -> None:
+        self._folder = folder
+        self._cap = cap
+        self._kept = kept
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def open(self, worker_id: str) -> int:
+        """A descriptor to which a worker's output goes."""
+        path = self._folder / f"{worker_id}.log"
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def sweep(self, living: set[str]) -> None:
+        """Cuts what is too long and removes the oldest logs of workers that are no longer `living`."""
+        ages: list[tuple[float, Path]] = []
+        for path in self._folder.glob("*.log"):
+            with contextlib.suppress(OSError):
+                facts = path.stat()
+                if facts.st_size > self._cap:
+                    self._cut(path, facts.st_size)
+                if path.stem not in living:
+                    ages.append((facts.st_mtime, path))
+        ages.sort(reverse=True)
+        for _, path in ages[self._kept :]:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".log.1").unlink(missing_ok=True)
+
+    def _cut(self, path: Path, size: int) -> None:
+        with path.open("r+b") as file:
+            file.seek(size - self._cap)
+            descriptor = os.open(
+                path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+            )
+            with open(descriptor, "wb") as older:
+                older.write(file.read(self._cap))
+            file.truncate(0)
+
 
 #: All that a worker gets of the node's environment: nothing that could hold a secret.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUTF8")
 
 
 @dataclass(kw_only=True)
-class Worker:
+class WorkerProcess:
     """A running worker. `child` is None for an adopted one: its exit code is seen by nobody."""
 
-    entry: Entry
+    entry: NodeEntry
     #: None when the main process had ended before this node looked.
     pidfd: int | None
     group: MemoryGroup | None
@@ -43,8 +95,8 @@ class Worker:
     def terminate(self) -> None:
         """Asks it to end. A frozen one is woken, too: it would never see the signal."""
         if self.pidfd is not None:
-            processes.signal_pinned(self.pidfd, signal.SIGTERM)
-            processes.signal_pinned(self.pidfd, signal.SIGCONT)
+            processes.signal_pidfd(self.pidfd, signal.SIGTERM)
+            processes.signal_pidfd(self.pidfd, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL for all its processes."""
@@ -63,7 +115,7 @@ class Worker:
         inside = self.group.members() if self.group else []
         if inside or not self.owns_group:
             return inside
-        return [] if processes.group_is_empty(self.pid) else processes.members(self.pid)
+        return [] if processes.group_is_empty(self.pid) else processes.live_members(self.pid)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -76,8 +128,8 @@ def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "TMPDIR": str(home)}
 
 
-def spawn(
-    command: Sequence[str], entry: Entry, *, home: Path, output: int, environment: Mapping[str, str]
+def spawn_worker(
+    command: Sequence[str], entry: NodeEntry, *, home: Path, output: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Starts the process of one worker; it waits for its config on standard input.
 
@@ -97,7 +149,7 @@ def spawn(
     )
 
 
-def hand_over(child: subprocess.Popen[bytes], config: bytes) -> None:
+def hand_over_config(child: subprocess.Popen[bytes], config: bytes) -> None:
     """Gives a started worker its config. One that has died meanwhile shows by its exit, not here."""
     if child.stdin is None:
         raise ValueError("the worker was started without standard input")
@@ -106,7 +158,7 @@ def hand_over(child: subprocess.Popen[bytes], config: bytes) -> None:
     child.stdin.close()
 
 
-def discard(child: subprocess.Popen[bytes]) -> None:
+def discard_child(child: subprocess.Popen[bytes]) -> None:
     """Ends a started worker that has not got its config."""
     child.kill()
     child.wait()
@@ -114,15 +166,15 @@ def discard(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-def adopt(entry: Entry, boot_id: str) -> Worker | None:
+def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
     """The worker that an earlier node has started; None if it ended with the host.
 
     Without `pidfd` its main process has ended while no node looked; others of its processes may be left.
     """
     if entry.boot_id != boot_id:
         return None
-    pidfd = processes.pin(entry.pid, entry.started)
-    return Worker(
+    pidfd = processes.open_pidfd(entry.pid, entry.started)
+    return WorkerProcess(
         entry=entry,
         pidfd=pidfd,
         group=MemoryGroup(Path(entry.cgroup)) if entry.cgroup else None,

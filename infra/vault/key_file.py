@@ -27,7 +27,7 @@ class KeyFileCorrupt(BerthError):
     code = "KEY_FILE_CORRUPT"
 
 
-def read(path: Path, *, private: bool) -> bytes:
+def read_key_file(path: Path, *, private: bool) -> bytes:
     """The file's bytes.
 
     Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or others.
@@ -44,7 +44,7 @@ def read(path: Path, *, private: bool) -> bytes:
     return data
 
 
-def write(path: Path, data: bytes, *, private: bool) -> None:
+def write_key_file(path: Path, data: bytes, *, private: bool) -> None:
     """Writes a new file; an existing one is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

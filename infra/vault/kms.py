@@ -11,7 +11,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.vault.master_key import UnknownMasterKey, UnwrapFailed
+from infra.vault.key_pairs import UnknownMasterKey, UnwrapFailed
 from worker_runtime.protocol.errors import BerthError
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.database.engine import Database
-from infra.vault import key_file, master_key, vault
-from infra.vault.master_key import MasterKeyRing
+from infra.vault import key_file, key_pairs, vault
+from infra.vault.key_pairs import MasterKeyRing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,22 @@ def replace_pair(private: Path, public: Path) -> bool:
     Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
     """
     waiting = private.with_name(f"{private.name}.next")
-    present = master_key.load_ring(private).public
+    present = key_pairs.load_ring(private).public
     started = not waiting.exists() and not kept_files(private)
     if started:
-        master_key.load_public(public)  # a missing half is told before anything changes
-        master_key.create_private_key(waiting)
+        key_pairs.load_public(public)  # a missing half is told before anything changes
+        key_pairs.create_private_key(waiting)
     if waiting.exists():
         old = private.with_name(f"{private.stem}-{present.key_id.removeprefix('local:')}{private.suffix}")
-        key_file.write(old, key_file.read(private, private=True), private=True)
+        key_file.write_key_file(old, key_file.read_key_file(private, private=True), private=True)
         waiting.replace(private)
-        present = master_key.load_ring(private).public
-    if not public.exists() or master_key.load_public(public) != present:
-        master_key.write_public(present, public)
+        present = key_pairs.load_ring(private).public
+    if not public.exists() or key_pairs.load_public(public) != present:
+        key_pairs.write_public(present, public)
     return started
 
 
-async def rotate(
+async def rotate_master_key(
     private: Path, public: Path, database: Database, *, retired: tuple[Path, ...] = ()
 ) -> Rotation:
     """One run: safe to kill and to repeat, and beside a running API and orchestrator.
@@ -71,8 +71,8 @@ async def rotate(
         await vault.count_under_other_keys(database, "")
         started = replace_pair(private, public)
         kept = kept_files(private)
-        ring: MasterKeyRing = master_key.load_ring(private, *kept, *retired)
-        rewrapped = await vault.rewrap_all(database, ring, ring.public)
+        ring: MasterKeyRing = key_pairs.load_ring(private, *kept, *retired)
+        rewrapped = await vault.rewrap_all_data_keys(database, ring, ring.public)
         left = await vault.count_under_other_keys(database, ring.public.key_id)
     return Rotation(key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=left, kept=kept)
 

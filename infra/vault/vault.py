@@ -13,10 +13,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy import func, select, update
 
-from infra.database.accounts import Encrypted
+from infra.database.accounts import EncryptedCredentials
 from infra.database.engine import Database
 from infra.database.models import StoredCredentials
-from infra.vault.master_key import KeyUnwrapper, KeyWrapper
+from infra.vault.key_pairs import KeyUnwrapper, KeyWrapper
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Credentials
 
@@ -35,14 +35,14 @@ def _binding(user_id: str, account_id: str) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-async def encrypt(
+async def encrypt_credentials(
     credentials: Credentials, wrapper: KeyWrapper, *, user_id: str, account_id: str
-) -> Encrypted:
+) -> EncryptedCredentials:
     """What the API stores. Needs only the half of the master key that cannot decrypt."""
     binding = _binding(user_id, account_id)
     data_key = AESGCM.generate_key(256)
     nonce = os.urandom(_NONCE_BYTES)
-    return Encrypted(
+    return EncryptedCredentials(
         ciphertext=AESGCM(data_key).encrypt(nonce, msgspec.json.encode(credentials), binding),
         nonce=nonce,
         wrapped_key=await wrapper.wrap(data_key, binding),
@@ -50,8 +50,8 @@ async def encrypt(
     )
 
 
-async def decrypt(
-    encrypted: Encrypted, unwrapper: KeyUnwrapper, *, user_id: str, account_id: str
+async def decrypt_credentials(
+    encrypted: EncryptedCredentials, unwrapper: KeyUnwrapper, *, user_id: str, account_id: str
 ) -> Credentials:
     """Raises `DecryptFailed`, or what `KeyUnwrapper.unwrap` raises."""
     binding = _binding(user_id, account_id)
@@ -63,13 +63,18 @@ async def decrypt(
         raise DecryptFailed from None
 
 
-async def rewrap(
-    encrypted: Encrypted, unwrapper: KeyUnwrapper, wrapper: KeyWrapper, *, user_id: str, account_id: str
-) -> Encrypted:
+async def rewrap_data_key(
+    encrypted: EncryptedCredentials,
+    unwrapper: KeyUnwrapper,
+    wrapper: KeyWrapper,
+    *,
+    user_id: str,
+    account_id: str,
+) -> EncryptedCredentials:
     """The same ciphertext, its data key wrapped by another master key."""
     binding = _binding(user_id, account_id)
     data_key = await unwrapper.unwrap(encrypted.wrapped_key, binding, encrypted.master_key_id)
-    return Encrypted(
+    return EncryptedCredentials(
         ciphertext=encrypted.ciphertext,
         nonce=encrypted.nonce,
         wrapped_key=await wrapper.wrap(data_key, binding),
@@ -88,7 +93,7 @@ async def count_under_other_keys(database: Database, key_id: str) -> int:
     return int(count or 0)
 
 
-async def rewrap_all(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:
+async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:
     """Rotates the master key: rewraps what another one wrapped, a row a transaction; returns how many.
 
     Safe to stop and to run again, and beside API processes that store new credentials meanwhile.
@@ -104,13 +109,15 @@ async def rewrap_all(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWr
             )
             if row is None:
                 return count
-            old = Encrypted(
+            old = EncryptedCredentials(
                 ciphertext=row.ciphertext,
                 nonce=row.nonce,
                 wrapped_key=row.wrapped_key,
                 master_key_id=row.master_key_id,
             )
-            new = await rewrap(old, unwrapper, wrapper, user_id=row.user_id, account_id=row.account_id)
+            new = await rewrap_data_key(
+                old, unwrapper, wrapper, user_id=row.user_id, account_id=row.account_id
+            )
             await session.execute(
                 update(StoredCredentials)
                 .where(

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.chaos.processes import Processes, send
+from infra.lab.processes import WorkerProcesses, send_signal
 from tests.chaos.line import Line, WorkerLines
 
 
@@ -18,28 +18,34 @@ class Fault:
     name: str
     #: Whether it takes a fresh login, in place or elsewhere, until the user is served for good again.
     relogin: bool
-    strike: Callable[[Processes, WorkerLines, str, str], Callable[[], None]]
+    strike: Callable[[WorkerProcesses, WorkerLines, str, str], Callable[[], None]]
 
 
-def _stopping(name: str, chosen: Callable[[Processes], tuple[int, ...]], relogin: bool = True) -> Fault:
-    def strike(found: Processes, lines: WorkerLines, worker_id: str, user_id: str) -> Callable[[], None]:
+def _stopping(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
+    def strike(
+        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+    ) -> Callable[[], None]:
         pids = chosen(found)
-        send(signal.SIGSTOP, *pids)
-        return lambda: send(signal.SIGCONT, *pids)
+        send_signal(signal.SIGSTOP, *pids)
+        return lambda: send_signal(signal.SIGCONT, *pids)
 
     return Fault(name, relogin, strike)
 
 
-def _killing(name: str, chosen: Callable[[Processes], tuple[int, ...]], relogin: bool = True) -> Fault:
-    def strike(found: Processes, lines: WorkerLines, worker_id: str, user_id: str) -> Callable[[], None]:
-        send(signal.SIGKILL, *chosen(found))
+def _killing(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
+    def strike(
+        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+    ) -> Callable[[], None]:
+        send_signal(signal.SIGKILL, *chosen(found))
         return lambda: None
 
     return Fault(name, relogin, strike)
 
 
 def _line(line: Line) -> Fault:
-    def strike(found: Processes, lines: WorkerLines, worker_id: str, user_id: str) -> Callable[[], None]:
+    def strike(
+        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+    ) -> Callable[[], None]:
         lines.trouble(line, worker_id, user_id)
         return lambda: lines.heal(worker_id)
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from infra.chaos.owners import in_order, old_orders, two_sessions
 from infra.exchange.records import LedgerOrder, LedgerSession
+from infra.lab.chaos.orders.judge import orders_of_old_epochs, overlapping_sessions, sessions_in_order
 
 #: States in which an order may rest for good: final ones, and the one that says that nobody knows.
 SETTLED = frozenset({"filled", "cancelled", "rejected", "expired", "unknown", "needs_attention"})
@@ -29,9 +29,9 @@ def violations(
     sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], told: Mapping[str, Told]
 ) -> list[str]:
     """In sentences; none if all is well. Times are the exchange's own, in ms."""
-    opened = in_order(sessions)
+    opened = sessions_in_order(sessions)
     ledger = list(orders)
-    return [*two_sessions(opened), *old_orders(opened, ledger), *_outcomes(ledger, told)]
+    return [*overlapping_sessions(opened), *orders_of_old_epochs(opened, ledger), *_outcomes(ledger, told)]
 
 
 def _outcomes(orders: list[LedgerOrder], told: Mapping[str, Told]) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from infra.chaos.processes import processes_of
+from infra.lab.processes import processes_of
 from tests.chaos.conftest import MARK_TTL, ChaosHouse
 from tests.chaos.faults import Fault
 from tests.chaos.judge import violations

@@ -9,7 +9,7 @@ from enum import Enum
 
 from tests.chaos.traps import Line, Program, Trap, When
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import ANSWER, BUDGET, ENQUEUE, OVERDUE, POP
+from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, RESOLVE_OVERDUE, SPEND_BUDGET
 
 #: Lots by which the answer to one order is told from all others: it names nothing else that is known before.
 _TOLD = 137
@@ -99,7 +99,7 @@ def _enqueue(mine: Mine) -> tuple[bytes, ...]:
 
 
 def _pop_and_budget(mine: Mine) -> tuple[bytes, ...]:
-    return (*_script(POP.sha)(mine), BUDGET.sha.encode())  # it names the person by a hash alone
+    return (*_script(POP.sha)(mine), SPEND_BUDGET.sha.encode())  # it names the person by a hash alone
 
 
 def _journal(mine: Mine) -> tuple[bytes, ...]:
@@ -137,7 +137,7 @@ _SESSION = (
     _step(
         "after the pop, before its budget",
         *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _pop_and_budget),
-        cut=BUDGET.sha,
+        cut=SPEND_BUDGET.sha,
     ),
     _step(
         "after its budget",
@@ -183,7 +183,7 @@ def _raw(mine: Mine) -> tuple[bytes, ...]:
 
 
 def _overdue(mine: Mine) -> tuple[bytes, ...]:
-    return (OVERDUE.sha.encode(), mine.name)
+    return (RESOLVE_OVERDUE.sha.encode(), mine.name)
 
 
 def _expired(mine: Mine) -> tuple[bytes, ...]:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from infra.chaos.processes import processes_of
+from infra.lab.processes import processes_of
 from tests.chaos.conftest import ChaosHouse
 from tests.chaos.judge import violations
 from tests.chaos.stream import OrderStream, wait_filled

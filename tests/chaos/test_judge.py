@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from infra.exchange.link import HUNG_UP
+from infra.exchange.connection import HUNG_UP
 from infra.exchange.records import LedgerOrder, LedgerSession
 from tests.chaos.judge import Told, violations
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce

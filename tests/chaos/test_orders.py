@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infra.chaos import orders
+from infra.lab.chaos.orders import experiment
 
 MINUTES = float(os.environ.get("BERTH_CHAOS_MINUTES", "0.4"))
 SEED = int(os.environ.get("BERTH_CHAOS_SEED", "1"))
@@ -40,7 +40,7 @@ SHORT: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(240 + 90 * MINUTES)
 def test_no_order_is_lost_or_doubled_whatever_breaks() -> None:
-    result = orders.run(MINUTES, SEED, 6, 3.0, server_every=6.0, patience=20.0, settle=SETTLE, **SHORT)
+    result = experiment.run(MINUTES, SEED, 6, 3.0, server_every=6.0, patience=20.0, settle=SETTLE, **SHORT)
     story = json.dumps({**result, "schedule": "…"}, indent=1)
     logging.getLogger(__name__).info("storm %s", story)  # seen with --log-cli-level=INFO
     assert result["orders"] > 20 * MINUTES, story

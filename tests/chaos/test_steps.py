@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from infra.chaos import books
-from infra.chaos.client import Placed
-from infra.chaos.judge import Verdict, judge
-from infra.database import orders
 from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
 from infra.exchange.behaviour import Behaviour, FillMode
+from infra.lab.chaos.orders import books
+from infra.lab.chaos.orders.client import ClientOrder
+from infra.lab.chaos.orders.judge import OrderVerdict, judge_orders
 from infra.local.process import HOST, ServerFailed
 from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
@@ -75,14 +75,14 @@ class Scene:
 
     sprung: bool
     order_id: str
-    placed: Placed | None
+    placed: ClientOrder | None
 
 
 @dataclass(frozen=True)
 class Played:
     scenes: dict[str, Scene]
     books: books.Books
-    verdict: Verdict
+    verdict: OrderVerdict
 
 
 class Play:
@@ -109,7 +109,7 @@ class Play:
             keeper.join()
             self._house.threads.shutdown()
         placed = [scene.placed for scene in scenes.values() if scene.placed is not None]
-        return Played(scenes, found, judge(found, placed))
+        return Played(scenes, found, judge_orders(found, placed))
 
     def _keep(self) -> None:
         """Starts killed orchestrators again, as a supervisor of services does."""
@@ -138,7 +138,7 @@ class Play:
                 break
         return scene
 
-    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, Placed | None]:
+    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, ClientOrder | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
             placed = self._until_told(trader, mine.symbol, step.quantity)
@@ -150,7 +150,7 @@ class Play:
         trap, order_id = asyncio.run(self._left(trader, mine, step))
         return trap, str(order_id), None
 
-    def _filled_later(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, Placed]:
+    def _filled_later(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, ClientOrder]:
         """Filled by hand once its trap is set, which needs the order's id; and what came before is written,
         which beside another order's fill would be taken for its own."""
         by_hand = Behaviour(fill=FillMode.MANUAL)
@@ -162,7 +162,7 @@ class Play:
         self._house.exchange(lambda admin: admin.fill(listed.broker_order_id))
         return trap, placed.order_id, placed
 
-    def _changed(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, Placed]:
+    def _changed(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, ClientOrder]:
         """The trap is set once the order works; in the end its client takes it back in any case."""
         never = Behaviour(fill=FillMode.NEVER)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
@@ -178,14 +178,16 @@ class Play:
         self._until_done(trader, placed, "cancel")
         return trap, placed.order_id, placed
 
-    def _until_done(self, trader: Trader, placed: Placed, verb: str, **body: str) -> dict[str, Any]:
+    def _until_done(self, trader: Trader, placed: ClientOrder, verb: str, **body: str) -> dict[str, Any]:
         """The order as the answer shows it at last; the same request until it is done."""
         body = {"request_id": verb, **body}
         return until(
             lambda: self._shown(trader, placed, f"/{verb}", json=body), f"{verb} of {placed.order_id}", 150.0
         )
 
-    def _shown(self, trader: Trader, placed: Placed, verb: str = "", **how: Any) -> dict[str, Any] | None:
+    def _shown(
+        self, trader: Trader, placed: ClientOrder, verb: str = "", **how: Any
+    ) -> dict[str, Any] | None:
         """The order as the API shows it; None if it does not, or not yet."""
         path = f"/v1/orders/{placed.order_id}{verb}"
         try:
@@ -195,9 +197,9 @@ class Play:
             return None
         return shown if answer.status_code == 200 else None
 
-    def _until_told(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> Placed:
+    def _until_told(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> ClientOrder:
         """As a careful client does it: the same order under the same id until an answer tells of it."""
-        placed = Placed(
+        placed = ClientOrder(
             client_order_id=uuid.uuid4().hex,
             user_id=trader.user_id,
             account_id=trader.account_id,
@@ -244,7 +246,7 @@ class Play:
 
         async def accepted(database: Database) -> tuple[Trap, uuid.UUID]:
             async with database.session() as session:
-                order_id = (await orders.accept(session, new)).order.id
+                order_id = (await orders.accept_order(session, new)).order.id
                 if step.way is Way.JOURNALED:
                     with self._house.valkey() as client:
                         client.set(keys.journal(trader.user_id, str(order_id)), "1")
@@ -255,10 +257,10 @@ class Play:
     def _settled(self) -> books.Books:
         """Both sides' books when no order is open any more, or when the time for that is over."""
         end = time.monotonic() + SETTLE
-        while asyncio.run(self._ask(books.unsettled)) and time.monotonic() < end:
+        while asyncio.run(self._ask(books.count_unsettled)) and time.monotonic() < end:
             self._over.wait(0.2)
         url = self._stack.settings.exchange_admin_url
-        return asyncio.run(self._ask(lambda database: books.read(database, url)))
+        return asyncio.run(self._ask(lambda database: books.read_books(database, url)))
 
     async def _ask(self, question: Callable[[Database], Awaitable[T]]) -> T:
         database = Database(self._stack.settings.database_url, pool_size=1)

@@ -30,7 +30,7 @@ _HUNGRY = Path(__file__).with_name("hungry_worker.py")
 
 def why_not() -> str:
     """Why there can be no real containers here; empty when there can."""
-    return docker.why_not() or worker_image.why_not()
+    return docker.why_no_docker() or worker_image.why_not_buildable()
 
 
 class DockerHouse:

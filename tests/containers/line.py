@@ -29,7 +29,7 @@ class Line:
         if server is not None:
             server.close()
         self.path.unlink(missing_ok=True)
-        await tasks.end(*self._calls)
+        await tasks.cancel_tasks(*self._calls)
         for writer in self._writers:
             writer.close()
         for writer in self._writers:
@@ -63,7 +63,7 @@ class Line:
         try:
             await asyncio.wait(both)
         finally:
-            await tasks.end(*both)
+            await tasks.cancel_tasks(*both)
             writer.close()
             far_writer.close()
 

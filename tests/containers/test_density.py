@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.bench import density
+from infra.lab.bench import density
 from tests.containers.docker_house import WORKER_IMAGE, DockerHouse
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from infra.bench.figures import percentile
+from infra.lab.figures import percentile
 from tests.containers.docker_house import DockerHouse
 from tests.containers.hungry_worker import SYMBOL
 from tests.e2e.conftest import House, Trader, until

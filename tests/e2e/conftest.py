@@ -21,10 +21,10 @@ import httpx
 import pytest
 from redis import Redis
 
-from infra.chaos.processes import processes_of
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import LedgerOrder, LedgerSession
+from infra.lab.processes import processes_of
 from infra.local.stack import LocalStack
 
 POOL = 3

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tests.e2e.conftest import House, Trader, until
-from worker_runtime.protocol.exchange import Login, Place, Reply, ServerMessage
+from worker_runtime.protocol.exchange import ExchangeReply, Login, Place, ServerMessage
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 
@@ -21,11 +21,11 @@ class ByHand:
         self._link = link
         self._lines = link.makefile("rb")
 
-    def ask(self, request: Login | Place) -> Reply:
+    def ask(self, request: Login | Place) -> ExchangeReply:
         self._link.sendall(msgspec.json.encode(request) + b"\n")
         while True:
             told = msgspec.json.decode(self._lines.readline(), type=ServerMessage)
-            if isinstance(told, Reply) and told.id == request.id:
+            if isinstance(told, ExchangeReply) and told.id == request.id:
                 assert told.error is None, told.detail
                 return told
 

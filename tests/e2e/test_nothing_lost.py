@@ -13,10 +13,9 @@ from uuid import uuid4
 
 import pytest
 
-from infra.database import orders
 from infra.database.engine import Database
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.faults import FaultPoint
+from infra.database.orders import acceptance as orders
+from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.local.stack import LocalStack
 from infra.market.calendar import TAIPEI
 from tests.e2e.conftest import House, Trader, until
@@ -111,7 +110,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(quick_house
     async def accepted() -> str:
         database = Database(house.stack.settings.database_url)
         async with database.session() as session:
-            order_id = (await orders.accept(session, new)).order.id
+            order_id = (await orders.accept_order(session, new)).order.id
         await database.close()
         return str(order_id)
 

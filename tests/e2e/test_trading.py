@@ -10,12 +10,13 @@ from uuid import UUID
 
 import httpx
 
-from infra import valkey
-from infra.database import order_requests, orders
 from infra.database.engine import Database
-from infra.database.order_requests import Change
+from infra.database.orders import acceptance as orders
+from infra.database.orders import changes as order_requests
+from infra.database.orders.changes import OrderChange
 from infra.exchange.behaviour import Behaviour, FillMode
-from infra.request_queue import RequestQueue
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestQueue
 from tests.e2e.conftest import House, Trader, until
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ReplaceOrder
@@ -71,7 +72,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
     async def noted() -> str | None:
         database = Database(house.stack.settings.database_url, pool_size=1)
         async with database.session() as session:
-            found = (await orders.get(session, order_id)).broker_order_id
+            found = (await orders.get_order(session, order_id)).broker_order_id
         await database.close()
         return found
 
@@ -81,8 +82,8 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
         """What the API does, until it dies."""
         database = Database(house.stack.settings.database_url)
         async with database.session() as session:
-            row = await orders.get(session, order_id)
-            wanted = Change(
+            row = await orders.get_order(session, order_id)
+            wanted = OrderChange(
                 quantity=2,
                 price=Decimal(101),
                 generation=row.generation,
@@ -103,7 +104,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
             reply_to="",
             generation=row.generation,
         )
-        async with valkey.connect(house.stack.settings.valkey_url) as client:
+        async with valkey.connect_valkey(house.stack.settings.valkey_url) as client:
             await RequestQueue(client).enqueue(request, 30.0)
 
     asyncio.run(change())

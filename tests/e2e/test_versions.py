@@ -15,12 +15,12 @@ from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.workflowservice.v1 import DescribeWorkflowExecutionRequest
 from temporalio.client import Client
 
-from activities.deployment import Deployment
-from infra.local.components import Orchestrator
+from activities.orchestrator.deployment import Deployment
+from infra.local.components import OrchestratorComponent
 from infra.local.stack import LocalStack
 from tests.e2e.conftest import POOL, House, Trader, until
-from workflows import messages as m
 from workflows import names
+from workflows.user_worker import messages as m
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -35,14 +35,14 @@ class Fleet:
         self.house = house
         self.stack = house.stack
 
-    def start(self, **settings: Any) -> Orchestrator:
+    def start(self, **settings: Any) -> OrchestratorComponent:
         """Another orchestrator, of a build that was never there unless `build_id` says otherwise."""
         settings.setdefault("build_id", f"b{next(_builds)}")
         made = self.stack.add_orchestrator(**settings)
         made.start()
         return made
 
-    def only(self, kept: Orchestrator) -> None:
+    def only(self, kept: OrchestratorComponent) -> None:
         for one in self.stack.orchestrators:
             if one is not kept and one.running:
                 one.stop()
@@ -96,7 +96,7 @@ class Fleet:
 
         until(lambda: self.ask(left) == 0, f"workflows all on {build}", 90.0)
 
-    def logged(self, orchestrator: Orchestrator, event: str) -> bool:
+    def logged(self, orchestrator: OrchestratorComponent, event: str) -> bool:
         return f'"{event}"' in orchestrator.log_path.read_text(encoding="utf-8")
 
 
@@ -119,7 +119,7 @@ def fleet(stack_with_versions: House) -> Fleet:
 
 
 @pytest.fixture
-def old(fleet: Fleet) -> Orchestrator:
+def old(fleet: Fleet) -> OrchestratorComponent:
     """The only orchestrator; its version is current and has all workflows."""
     made = fleet.start()
     fleet.only(made)
@@ -129,7 +129,7 @@ def old(fleet: Fleet) -> Orchestrator:
 
 
 def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
-    fleet: Fleet, old: Orchestrator
+    fleet: Fleet, old: OrchestratorComponent
 ) -> None:
     """The usual upgrade on one machine: the old one is gone before the new one comes."""
     house = fleet.house
@@ -154,7 +154,7 @@ def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
 
 
 def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_the_new_one(
-    fleet: Fleet, old: Orchestrator
+    fleet: Fleet, old: OrchestratorComponent
 ) -> None:
     house = fleet.house
     trader = house.trader()
@@ -181,7 +181,7 @@ def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_
 
 
 def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
-    fleet: Fleet, old: Orchestrator
+    fleet: Fleet, old: OrchestratorComponent
 ) -> None:
     new = fleet.start()
     fleet.wait_moved(new.settings.build_id)
@@ -191,7 +191,9 @@ def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
     assert fleet.current() == new.settings.build_id
 
 
-def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(fleet: Fleet, old: Orchestrator) -> None:
+def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(
+    fleet: Fleet, old: OrchestratorComponent
+) -> None:
     """A step back: the orchestrators of the new version were all taken away."""
     trader = fleet.house.trader()
     new = fleet.start()
@@ -205,7 +207,9 @@ def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(fleet: Fleet, 
     fleet.wait_moved(old.settings.build_id)
 
 
-def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(fleet: Fleet, old: Orchestrator) -> None:
+def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(
+    fleet: Fleet, old: OrchestratorComponent
+) -> None:
     new = fleet.start(promote=False)
     assert fleet.current() == old.settings.build_id
 
@@ -221,7 +225,7 @@ def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(fleet: Fleet
 
 
 def test_an_orchestrator_that_stops_in_the_middle_of_a_claim_leaves_it_to_the_others(
-    fleet: Fleet, old: Orchestrator
+    fleet: Fleet, old: OrchestratorComponent
 ) -> None:
     """Rolling restart: each build has two orchestrators, and each is stopped while users start."""
     house = fleet.house

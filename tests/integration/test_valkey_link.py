@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.serialization import PrivateFormat
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-from infra import valkey
 from infra.local.servers import ValkeyServer
-from infra.request_queue import RequestQueue
-from infra.valkey_link import Link
+from infra.valkey import client as valkey
+from infra.valkey.link import ValkeyLink
+from infra.valkey.request_queue import RequestQueue
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import QueryAccount
 from worker_runtime.protocol.scripts import ENQUEUE
@@ -57,12 +57,12 @@ class ScriptedServer:
 
 
 @asynccontextmanager
-async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer, Link]]:
+async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer, ValkeyLink]]:
     script = ScriptedServer()
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, valkey.connect(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client:
-        link = await Link.beside(client, lambda data: None)
+    async with server, valkey.connect_valkey(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client:
+        link = await ValkeyLink.beside(client, lambda data: None)
         yield script, link
         link.close()
         await link.lost
@@ -93,27 +93,31 @@ async def test_tls_is_checked_as_the_client_is_told_to(tmp_path: Path) -> None:
     public, context = certificate(tmp_path)
     server = await asyncio.start_server(ScriptedServer().serve, "localhost", 0, ssl=context)
     url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}"
-    async with server, valkey.connect(f"{url}?ssl_ca_certs={public}") as client, valkey.connect(url) as other:
-        made = await Link.beside(client, lambda data: None)
+    async with (
+        server,
+        valkey.connect_valkey(f"{url}?ssl_ca_certs={public}") as client,
+        valkey.connect_valkey(url) as other,
+    ):
+        made = await ValkeyLink.beside(client, lambda data: None)
         made.close()
         await made.lost
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Link.beside(other, lambda data: None)
+            await ValkeyLink.beside(other, lambda data: None)
 
 
 @pytest.fixture
-async def link(valkey_client: Redis) -> AsyncIterator[Link]:
-    made = await Link.beside(valkey_client, lambda data: None)
+async def link(valkey_client: Redis) -> AsyncIterator[ValkeyLink]:
+    made = await ValkeyLink.beside(valkey_client, lambda data: None)
     yield made
     made.close()
 
 
-async def test_many_calls_at_once_have_their_own_replies(link: Link) -> None:
+async def test_many_calls_at_once_have_their_own_replies(link: ValkeyLink) -> None:
     replies = await asyncio.gather(*(link.execute("ECHO", str(number)) for number in range(500)))
     assert replies == [str(number).encode() for number in range(500)]
 
 
-async def test_the_reply_of_a_cancelled_call_goes_to_nobody_else(link: Link) -> None:
+async def test_the_reply_of_a_cancelled_call_goes_to_nobody_else(link: ValkeyLink) -> None:
     calls = [asyncio.create_task(link.execute("ECHO", str(number))) for number in range(3)]
     await asyncio.sleep(0)  # all are sent
     calls[0].cancel()
@@ -123,13 +127,15 @@ async def test_the_reply_of_a_cancelled_call_goes_to_nobody_else(link: Link) -> 
     assert calls[0].cancelled()
 
 
-async def test_an_error_is_raised_and_the_connection_goes_on(link: Link) -> None:
+async def test_an_error_is_raised_and_the_connection_goes_on(link: ValkeyLink) -> None:
     with pytest.raises(ResponseError, match="unknown command"):
         await link.execute("NONSENSE")
     assert await link.execute("PING") == b"PONG"
 
 
-async def test_a_script_that_the_server_does_not_know_is_sent_to_it(link: Link, valkey_client: Redis) -> None:
+async def test_a_script_that_the_server_does_not_know_is_sent_to_it(
+    link: ValkeyLink, valkey_client: Redis
+) -> None:
     await valkey_client.script_flush()
     for new in (1, 0):
         reply = await link.run(
@@ -140,7 +146,7 @@ async def test_a_script_that_the_server_does_not_know_is_sent_to_it(link: Link, 
 
 async def test_messages_arrive_from_the_subscription_on_and_between_replies(valkey_client: Redis) -> None:
     got: list[bytes] = []
-    made = await Link.beside(valkey_client, got.append)
+    made = await ValkeyLink.beside(valkey_client, got.append)
     await made.subscribe("channel")
     for number in range(50):
         await asyncio.gather(
@@ -156,20 +162,20 @@ async def test_a_login_and_a_database_are_those_of_the_client(short_directory: P
     server = ValkeyServer(short_directory, durable=False)
     server.start()
     try:
-        async with valkey.connect(server.url) as client:
+        async with valkey.connect_valkey(server.url) as client:
             rights = ("on", ">p@ss", "~*", "&*", "+@all")
             await client.execute_command("ACL", "SETUSER", "ann", *rights)  # type: ignore[no-untyped-call]
             await client.config_set("requirepass", "secret")
         for login in (":secret", "ann:p%40ss"):
             url = f"redis://{login}@127.0.0.1:{server.port}/3"
-            async with valkey.connect(url) as client:
-                made = await Link.beside(client, lambda data: None)
+            async with valkey.connect_valkey(url) as client:
+                made = await ValkeyLink.beside(client, lambda data: None)
                 await made.execute("SET", "key", login)
                 assert await client.get("key") == login.encode()
                 made.close()
-        async with valkey.connect(f"redis://:wrong@127.0.0.1:{server.port}") as client:
+        async with valkey.connect_valkey(f"redis://:wrong@127.0.0.1:{server.port}") as client:
             with pytest.raises(ResponseError, match="WRONGPASS"):
-                await Link.beside(client, lambda data: None)
+                await ValkeyLink.beside(client, lambda data: None)
     finally:
         server.stop()
 
@@ -178,8 +184,8 @@ async def test_a_late_reply_fails_its_call_and_drops_the_connection(short_direct
     server = ValkeyServer(short_directory, durable=False)
     server.start()
     try:
-        async with valkey.connect(server.url, socket_timeout=0.2) as client:
-            made = await Link.beside(client, lambda data: None)
+        async with valkey.connect_valkey(server.url, socket_timeout=0.2) as client:
+            made = await ValkeyLink.beside(client, lambda data: None)
             os.kill(server.pid, signal.SIGSTOP)
             try:
                 with pytest.raises(TimeoutError):
@@ -245,7 +251,7 @@ async def test_a_reply_in_pieces_is_put_together() -> None:
         assert await call == b"0123456789"
 
 
-async def test_a_queue_with_a_link_enqueues_over_it_alone(link: Link, valkey_client: Redis) -> None:
+async def test_a_queue_with_a_link_enqueues_over_it_alone(link: ValkeyLink, valkey_client: Redis) -> None:
     queue = RequestQueue(valkey_client, lambda: link)
     first, second = (
         QueryAccount(request_id=number, user_id="u", account_id="a", reply_to="", generation="g")

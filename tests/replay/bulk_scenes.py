@@ -9,13 +9,13 @@ from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 
 from tests.workflow.bulk_fakes import DAY, FakeMaintenance, FakeMorning, FakeRollout
 from tests.workflow.fakes import until
-from workflows import maintenance_messages as mm
-from workflows import morning_messages as mo
 from workflows import names
-from workflows import rollout_messages as rm
-from workflows.maintenance import MaintenanceWorkflow
-from workflows.morning import MorningWorkflow
-from workflows.rollout import RolloutWorkflow
+from workflows.maintenance import messages as mm
+from workflows.maintenance.workflow import MaintenanceWorkflow
+from workflows.morning import messages as mo
+from workflows.morning.workflow import MorningWorkflow
+from workflows.rollout import messages as rm
+from workflows.rollout.workflow import RolloutWorkflow
 
 #: Histories by name: one scene may be of several runs.
 Histories = dict[str, WorkflowHistory]

@@ -10,8 +10,8 @@ from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 from tests.workflow.fakes import until
 from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, following
 from workflows import names
-from workflows import order_messages as om
-from workflows.order import OrderWorkflow
+from workflows.order import messages as om
+from workflows.order.workflow import OrderWorkflow
 
 Handle = WorkflowHandle[OrderWorkflow, str]
 Scene = Callable[[Client, FakeBook], Awaitable[WorkflowHistory]]
@@ -30,7 +30,7 @@ async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause:
 
 
 async def order_absent_is_settled(client: Client, book: FakeBook) -> WorkflowHistory:
-    standing = om.Standing.MISSING
+    standing = om.OrderStanding.MISSING
     book.looks = [om.Verified(standing=standing, state="unknown", complete=True, certain=True, dead=True)]
     handle = await start(client, "absent")
     await handle.result()

@@ -24,7 +24,7 @@ from workflows.names import SEARCH_ATTRIBUTES
 
 HISTORIES = Path(__file__).parent / "histories"
 #: The folder for new recordings.
-RELEASE = "0.2.0"
+RELEASE = "0.1.0"
 
 
 async def play(address: str) -> dict[str, WorkflowHistory]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
 
 from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, tell, until, until_state
-from workflows import messages as m
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 UNREACHABLE = m.ClaimResult(
     status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
@@ -95,7 +95,7 @@ async def lost_while_connecting(stage: Stage) -> WorkflowHistory:
     stage.fleet.hold_connect.clear()
     call = asyncio.create_task(stage.ensure())
     await stage.fleet.connect_started.wait()
-    lost = m.WorkerLost(task_id="t1", worker_id="w1")
+    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
     await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
     await call
     stage.fleet.hold_connect.set()
@@ -106,7 +106,7 @@ async def lost_while_connecting(stage: Stage) -> WorkflowHistory:
 async def crashes_reload_and_check(stage: Stage) -> WorkflowHistory:
     await stage.ensure()
     for number in (1, 2):
-        lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}")
+        lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}")
         await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
         await until(lambda number=number: len(stage.fleet.claims) == number + 1)  # type: ignore[misc]
         await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)

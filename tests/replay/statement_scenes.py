@@ -6,8 +6,8 @@ from temporalio.client import Client, WorkflowHistory
 
 from tests.workflow.statement_fakes import DAY, FakeStatements
 from workflows import names
-from workflows import statements_messages as sm
-from workflows.statements import StatementsWorkflow
+from workflows.reports import messages as sm
+from workflows.reports.workflow import StatementsWorkflow
 
 #: Names of what `play_statements` gives.
 STATEMENTS = {

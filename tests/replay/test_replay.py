@@ -13,14 +13,14 @@ from tests.replay.order_scenes import ORDER_SCENES
 from tests.replay.record import HISTORIES
 from tests.replay.scenes import USER_SCENES
 from tests.replay.statement_scenes import STATEMENTS
-from workflows.maintenance import MaintenanceBatchWorkflow, MaintenanceWorkflow
-from workflows.morning import MorningWorkflow
-from workflows.order import OrderWorkflow
-from workflows.rollout import RolloutWorkflow
+from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
+from workflows.morning.workflow import MorningWorkflow
+from workflows.order.workflow import OrderWorkflow
+from workflows.reports.workflow import StatementsWorkflow
+from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import bare_runner, workflow_runner
-from workflows.statements import StatementsWorkflow
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 WORKFLOWS = [
     UserWorkerWorkflow,

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.database.order_states import OPEN_STATES, RANK, Progress, further, rank
+from infra.database.orders.states import OPEN_STATES, RANK, OrderProgress, further_states, rank
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 EVENTS = st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 5)), max_size=12)
 
 
-def after(happened: list[tuple[OrderState, int]], begin: Progress | None = None) -> Progress:
-    progress = begin or Progress()
+def after(happened: list[tuple[OrderState, int]], begin: OrderProgress | None = None) -> OrderProgress:
+    progress = begin or OrderProgress()
     for state, filled in happened:
         progress = progress.told(state, filled)
     return progress
@@ -24,17 +24,17 @@ def test_every_state_has_its_place() -> None:
 
 
 def test_a_final_state_has_no_way_on() -> None:
-    assert all(further(state) == frozenset() for state in FINAL_ORDER_STATES)
+    assert all(further_states(state) == frozenset() for state in FINAL_ORDER_STATES)
 
 
 @pytest.mark.parametrize("state", OPEN_STATES)
 def test_every_open_state_can_still_end_in_each_final_one(state: str) -> None:
-    assert further(state) >= FINAL_ORDER_STATES
+    assert further_states(state) >= FINAL_ORDER_STATES
 
 
 def test_who_knows_that_the_broker_has_it_knows_more_than_who_lost_the_answer() -> None:
-    assert OrderState.SUBMITTED in further(OrderState.UNKNOWN)
-    assert OrderState.UNKNOWN not in further(OrderState.SUBMITTED)
+    assert OrderState.SUBMITTED in further_states(OrderState.UNKNOWN)
+    assert OrderState.UNKNOWN not in further_states(OrderState.SUBMITTED)
 
 
 @given(happened=EVENTS)

@@ -114,7 +114,7 @@ def test_nobody_runs_workflows_in_the_default_sandbox() -> None:
     """There a finalizer of redis-py on a workflow's thread would load hiredis anew: workflows/sandbox.py."""
     without = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("activities/*.py"))
+        for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("activities/**/*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

@@ -12,13 +12,13 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
-from workflows import maintenance_messages as mm
-from workflows import morning_messages as mo
 from workflows import names
-from workflows import rollout_messages as rm
-from workflows.maintenance import MaintenanceBatchWorkflow, MaintenanceWorkflow
-from workflows.morning import MorningWorkflow
-from workflows.rollout import RolloutWorkflow
+from workflows.maintenance import messages as mm
+from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
+from workflows.morning import messages as mo
+from workflows.morning.workflow import MorningWorkflow
+from workflows.rollout import messages as rm
+from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import bare_runner
 
 DAY = "2026-11-23"

@@ -18,13 +18,13 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from activities.orchestrator import RATHER_FAILED
-from workflows import messages as m
+from activities.orchestrator.process import RATHER_FAILED
 from workflows import names
-from workflows import pool_messages as pm
 from workflows.sandbox import bare_runner
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 Answer = m.ClaimResult | Exception
 #: How often an activity that is held tells the server that it lives. The SDK's own pause would be 4 of the

@@ -14,13 +14,13 @@ from temporalio.worker import Worker
 
 from tests.workflow.fakes import patient
 from workflows import names
-from workflows import order_messages as om
-from workflows.order import OrderWorkflow
+from workflows.order import messages as om
+from workflows.order.workflow import OrderWorkflow
 from workflows.sandbox import bare_runner
 
-FILLED = om.Verified(standing=om.Standing.FINAL, state="filled")
-LISTED = om.Verified(standing=om.Standing.LISTED, state="submitted")
-UNREACHABLE = om.Verified(standing=om.Standing.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
+FILLED = om.Verified(standing=om.OrderStanding.FINAL, state="filled")
+LISTED = om.Verified(standing=om.OrderStanding.LISTED, state="submitted")
+UNREACHABLE = om.Verified(standing=om.OrderStanding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
 FAR = 4_000_000_000.0
 
 
@@ -45,7 +45,7 @@ class FakeBook:
     @activity.defn
     async def settle_absent(self, request: om.SettleAbsent) -> bool:
         self.settled.append(request.reason)
-        self.looks = [om.Verified(standing=om.Standing.FINAL, state="rejected")]
+        self.looks = [om.Verified(standing=om.OrderStanding.FINAL, state="rejected")]
         return True
 
     @activity.defn

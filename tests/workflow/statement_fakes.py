@@ -10,9 +10,9 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from workflows import names
-from workflows import statements_messages as sm
+from workflows.reports import messages as sm
+from workflows.reports.workflow import StatementsWorkflow
 from workflows.sandbox import bare_runner
-from workflows.statements import StatementsWorkflow
 
 DAY = "2026-11-23"
 

@@ -11,7 +11,7 @@ from temporalio.client import WorkflowHistory
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until_state
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 ACTIONS = (
     "timer_started",

@@ -19,11 +19,11 @@ from temporalio.client import (
 from temporalio.common import WorkflowIDConflictPolicy
 
 from tests.workflow.fakes import FakeFleet, FakePool, failed_tasks, handle, serving, tell, until
-from workflows import messages as m
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 _numbers = itertools.count(1)
 

@@ -10,13 +10,13 @@ from temporalio.client import Client, ScheduleOverlapPolicy
 from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
 
-from activities import schedules
 from infra.settings import Settings
+from infra.temporal import schedules
 from tests.workflow.bulk_fakes import FakeMaintenance
 from tests.workflow.fakes import until
-from workflows import maintenance_messages as mm
 from workflows import names
-from workflows.maintenance import MaintenanceWorkflow
+from workflows.maintenance import messages as mm
+from workflows.maintenance.workflow import MaintenanceWorkflow
 
 
 async def one_pass(client: Client, fake: FakeMaintenance) -> mm.Maintained:

@@ -12,9 +12,9 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.bulk_fakes import DAY, FakeMorning
-from workflows import morning_messages as mo
 from workflows import names
-from workflows.morning import MorningWorkflow, Progress
+from workflows.morning import messages as mo
+from workflows.morning.workflow import MorningProgress, MorningWorkflow
 
 
 async def run(client: Client, given: mo.MorningInput, id: str = "morning-by-the-clock") -> mo.MorningResult:
@@ -90,7 +90,7 @@ def test_turns_come_in_order_within_the_rate_and_not_before_the_window(
 ) -> None:
     now = datetime(2026, 11, 23, tzinfo=UTC).timestamp()
     plan = mo.MorningPlan(day=DAY, users=users, bell=now + early)
-    progress = Progress.planned(plan, mo.MorningInput(window=window, rate=rate), now)
+    progress = MorningProgress.planned(plan, mo.MorningInput(window=window, rate=rate), now)
     assert progress.due >= max(now, plan.bell - window) - 1e-6
     assert progress.pause >= 1 / rate - 1e-9
     last = progress.begins_at + users * progress.pause

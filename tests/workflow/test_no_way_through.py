@@ -10,11 +10,11 @@ from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.pool_start import ensure_pool
+from activities.orchestrator.pool_policy import ensure_pool
 from infra.settings import Settings
 from tests.workflow.fakes import FakePool, serving, until
 from workflows import names
-from workflows import pool_messages as pm
+from workflows.worker_pool import messages as pm
 
 
 @workflow.defn(name=names.WORKER_POOL)

@@ -6,13 +6,13 @@ from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import until
 from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, follow, following
-from workflows import order_messages as om
-from workflows.order import OrderWorkflow
+from workflows.order import messages as om
+from workflows.order.workflow import OrderWorkflow
 
 
 def missing(now: float, *, certain: bool = True) -> om.Verified:
     return om.Verified(
-        standing=om.Standing.MISSING,
+        standing=om.OrderStanding.MISSING,
         state="unknown",
         complete=True,
         certain=certain,

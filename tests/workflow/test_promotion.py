@@ -11,8 +11,8 @@ from temporalio import activity, workflow
 from temporalio.client import Client
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.deployment import Deployment
-from activities.promotion import Promotion
+from activities.orchestrator.deployment import Deployment
+from activities.orchestrator.promotion import Promotion
 
 
 @workflow.defn(name="Nothing")

@@ -11,12 +11,12 @@ from temporalio.client import Client, ScheduleOverlapPolicy
 from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
 
-from activities import schedules
 from infra.settings import Settings
+from infra.temporal import schedules
 from tests.workflow.statement_fakes import DAY, FakeStatements
 from workflows import names
-from workflows import statements_messages as sm
-from workflows.statements import StatementsWorkflow
+from workflows.reports import messages as sm
+from workflows.reports.workflow import StatementsWorkflow
 
 
 async def run(

@@ -17,10 +17,10 @@ from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.service import RPCError
 
 from tests.workflow.fakes import FakeFleet, ensure_active, failed_tasks, handle, serving, until
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
-from workflows import messages as m
-from workflows.user_worker_state import ALLOWED
+from workflows.user_worker import messages as m
+from workflows.user_worker.state import ALLOWED
 
 S = m.WorkerState
 UNHANDLED_COMMAND = WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_UNHANDLED_COMMAND
@@ -89,7 +89,9 @@ class Storm:
     async def lost(self) -> None:
         number = self.dice.randint(max(self.newest() - 1, 1), self.newest())
         code = self.dice.choice([-9, int(ExitCode.BROKER_FAILED), None, 0])
-        await self.signal("worker_lost", m.WorkerLost(task_id="t", worker_id=f"w{number}", exit_code=code))
+        await self.signal(
+            "worker_lost", m.WorkerLostSignal(task_id="t", worker_id=f"w{number}", exit_code=code)
+        )
 
     async def unmarked(self) -> None:
         number = self.newest()

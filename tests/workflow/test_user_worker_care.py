@@ -11,9 +11,9 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
-from worker_runtime.protocol.exit_codes import ExitCode
-from workflows import messages as m
-from workflows.user_worker import UserWorkerWorkflow
+from worker_runtime.protocol.launch import ExitCode
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
 
 S = m.WorkerState
 SILENT = m.ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
@@ -169,7 +169,7 @@ async def test_a_worker_that_failed_ends_with_the_reason_and_is_counted(
 async def test_the_exit_code_alone_tells_that_the_broker_failed(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    lost = m.WorkerLost(task_id="t1", worker_id="w1", exit_code=ExitCode.BROKER_FAILED)
+    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=ExitCode.BROKER_FAILED)
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
@@ -371,7 +371,7 @@ async def test_a_resumed_user_has_ten_minutes_to_come_back(
 async def test_only_the_first_claim_of_a_run_asks_for_earlier_crashes(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    lost = m.WorkerLost(task_id="t1", worker_id="w1")
+    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)

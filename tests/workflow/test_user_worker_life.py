@@ -20,15 +20,15 @@ from tests.workflow.fakes import (
     until,
     until_state,
 )
-from workflows import messages as m
-from workflows.user_worker import UserWorkerWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
 
 UNMARKED = m.WorkerHealth(marked=False, running=True)
 GONE = m.WorkerHealth(marked=False, running=False)
 
 
 async def lose(env: WorkflowEnvironment, number: int, user: str = "u1") -> None:
-    lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-9)
+    lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-9)
     await handle(env.client, user).signal(UserWorkerWorkflow.worker_lost, lost)
 
 
@@ -115,7 +115,7 @@ async def test_a_crash_is_counted_though_the_run_is_cancelled_meanwhile(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.stop_failures = 5
-    lost = m.WorkerLost(task_id="t1", worker_id="w1")
+    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
@@ -133,7 +133,7 @@ async def test_a_workflow_cancelled_while_a_dead_worker_is_stopped_claims_no_oth
     fleet.hold_stop.clear()
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        lost = m.WorkerLost(task_id="t1", worker_id="w1")
+        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
         await handle(skipping.client, "u1").signal("worker_lost", lost)
         await fleet.stop_started.wait()
         await handle(skipping.client, "u1").cancel()

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, skipped, until, until_state
-from workflows import messages as m
-from workflows.user_worker import MOVES, UserWorkerWorkflow
-from workflows.user_worker_state import MOVE_PAUSE, UserWorkerState
+from workflows.user_worker import messages as m
+from workflows.user_worker.state import MOVE_PAUSE, UserWorkerState
+from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
 
 
 async def ask(env: WorkflowEnvironment, *, quiet: float, deadline: float, worker_id: str = "w1") -> float:

@@ -19,8 +19,8 @@ from tests.workflow.fakes import (
     until,
     until_state,
 )
-from workflows import messages as m
-from workflows.user_worker import UserWorkerWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
 
 UNREACHABLE = m.ClaimResult(
     status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
@@ -223,7 +223,7 @@ async def test_a_worker_that_ends_while_it_connects_is_replaced_at_once(
     async with serving(skipping.client, fleet.activities()):
         call = asyncio.create_task(ensure_active(skipping.client, "u1"))
         await fleet.connect_started.wait()
-        lost = m.WorkerLost(task_id="t1", worker_id="w1", exit_code=-9)
+        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
         active = await call
         fleet.hold_connect.set()
@@ -287,7 +287,7 @@ async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_p
         starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
         for number in (2, 3, 4):  # the first claim of the run was put off
             await until(lambda number=number: len(fleet.connects) == number - 1)  # type: ignore[misc]
-            lost = m.WorkerLost(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-11)
+            lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-11)
             await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
             await until(lambda number=number: len(fleet.stops) == number - 1)  # type: ignore[misc]
             fleet.gone.add(f"w{number}")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows import messages as m
-from workflows.user_worker_state import (
+from workflows.user_worker import messages as m
+from workflows.user_worker.state import (
     ALLOWED,
     CRASH_LIMIT,
     CRASH_WINDOW,

@@ -7,20 +7,11 @@ from itertools import pairwise
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
-    FakeFleet,
-    ensure_active,
-    finished,
-    handle,
-    serving,
-    tell,
-    until,
-    until_state,
-)
-from workflows import messages as m
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.user_worker_state import ALLOWED, UserWorkerState
-from workflows.user_worker_timeline import KEPT, Timeline
+from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
+from workflows.user_worker import messages as m
+from workflows.user_worker.state import ALLOWED, UserWorkerState
+from workflows.user_worker.timeline import PENDING_MAX, Timeline
+from workflows.user_worker.workflow import UserWorkerWorkflow
 
 S = m.WorkerState
 LIFE = ["PoolIdle", "Claimed", "Connecting", "Active", "Reconnecting", "Active", "Draining", "Terminated"]
@@ -128,10 +119,10 @@ def test_only_changes_of_state_are_transitions_and_the_backlog_is_bounded() -> N
     timeline = Timeline("u1")
     timeline.note(state, state.noted("credentials refused"))
     assert timeline.carried()["pending"] == []
-    for number in range(KEPT):
+    for number in range(PENDING_MAX):
         state, before = state.drains("again", 2.0 + number), state
         timeline.note(before, state)
     carried = timeline.carried()
-    assert len(carried["pending"]) == carried["number"] == KEPT
+    assert len(carried["pending"]) == carried["number"] == PENDING_MAX
     assert Timeline("u1", carried).carried() == carried
     assert Timeline("u1").carried() == {"number": 0, "pending": []}

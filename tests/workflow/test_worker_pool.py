@@ -14,10 +14,10 @@ from temporalio.testing import WorkflowEnvironment
 from tests.workflow.fakes import FakePool, serving, skipped, until
 from tests.workflow.test_cost_at_rest import actions
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.pool_policy import PoolPolicy, PoolWindow
-from workflows.pool_state import CIRCUIT_AFTER, PROBE_PERIOD
-from workflows.worker_pool import LONG, WorkerPoolWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy, PoolWindow
+from workflows.worker_pool.state import CIRCUIT_AFTER, PROBE_PERIOD
+from workflows.worker_pool.workflow import LONG, WorkerPoolWorkflow
 
 Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 

@@ -185,7 +185,7 @@ class FakeBroker:
             raise OrderRejected(taken.reason or "")
         return taken
 
-    def looks_first(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:

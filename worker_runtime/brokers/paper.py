@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from decimal import Decimal
 
-from worker_runtime.brokers.paper_link import Link, LinkLost, NoAnswer, NothingSent
+from worker_runtime.brokers.paper_connection import ConnectionLost, NoReply, NothingSent, PaperConnection
 from worker_runtime.brokers.port import Listing, OnOrderChanged
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
@@ -27,16 +27,16 @@ from worker_runtime.protocol.exchange import (
     Cancel,
     ClientRequest,
     ExchangeOrder,
+    ExchangePing,
+    ExchangeReply,
     GetBalance,
     ListOrders,
     ListPositions,
     Login,
     Logout,
-    Ping,
     Place,
     Position,
     Replace,
-    Reply,
 )
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
@@ -58,7 +58,7 @@ class PaperBroker:
         self._client = client
         self._on_order = on_order
         self._log = Log(broker="paper", account=account)
-        self._link: Link | None = None
+        self._link: PaperConnection | None = None
         self._closed = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
@@ -68,7 +68,7 @@ class PaperBroker:
         if self._link is not None:
             self._link.drop("a new login replaces this session")
         deadline = time.monotonic() + timeout
-        link = self._link = Link(self._connect(timeout), self._on_order, self._log)
+        link = self._link = PaperConnection(self._connect(timeout), self._on_order, self._log)
 
         def request(number: int) -> Login:
             return Login(
@@ -82,7 +82,7 @@ class PaperBroker:
 
         try:
             reply = link.call(request, deadline)
-        except (NothingSent, LinkLost, NoAnswer) as error:
+        except (NothingSent, ConnectionLost, NoReply) as error:
             link.drop("the login failed")
             raise BrokerUnreachable(f"login: {error}") from None
         if reply.error is None:
@@ -111,7 +111,7 @@ class PaperBroker:
 
         return self._change(request, timeout)
 
-    def looks_first(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
@@ -145,7 +145,7 @@ class PaperBroker:
         return balance
 
     def ping(self, timeout: float) -> None:
-        self._ask(lambda number: Ping(id=number), timeout)
+        self._ask(lambda number: ExchangePing(id=number), timeout)
 
     def alive(self) -> bool:
         link = self._link
@@ -158,7 +158,7 @@ class PaperBroker:
             return
         try:
             link.call(lambda number: Logout(id=number), time.monotonic() + _LOGOUT_WAIT)
-        except (NothingSent, LinkLost, NoAnswer) as error:
+        except (NothingSent, ConnectionLost, NoReply) as error:
             self._log.debug("paper.logout_unanswered", reason=str(error))
         link.drop("closed")
 
@@ -171,7 +171,7 @@ class PaperBroker:
                 f"the paper exchange at {self._address!r}: {type(error).__name__}"
             ) from None
 
-    def _connected(self) -> Link:
+    def _connected(self) -> PaperConnection:
         if self._link is None:
             raise SessionDown("not logged in")
         return self._link
@@ -182,7 +182,7 @@ class PaperBroker:
             reply = self._connected().call(request, time.monotonic() + timeout)
         except NothingSent as error:
             raise SessionDown(str(error)) from None
-        except (LinkLost, NoAnswer) as error:
+        except (ConnectionLost, NoReply) as error:
             raise OutcomeUnknown(str(error)) from None
         if reply.error in _NOT_TAKEN:
             raise from_code(str(reply.error), reply.detail)
@@ -190,13 +190,13 @@ class PaperBroker:
             raise OutcomeUnknown(f"{reply.error}: {reply.detail}")
         return reply.order
 
-    def _ask(self, request: Callable[[int], ClientRequest], timeout: float) -> Reply:
+    def _ask(self, request: Callable[[int], ClientRequest], timeout: float) -> ExchangeReply:
         """A call that changes nothing, so that a missing answer leaves nothing open."""
         try:
             reply = self._connected().call(request, time.monotonic() + timeout)
-        except (NothingSent, LinkLost) as error:
+        except (NothingSent, ConnectionLost) as error:
             raise SessionDown(str(error)) from None
-        except NoAnswer as error:
+        except NoReply as error:
             raise BrokerUnreachable(str(error)) from None
         if reply.error is not None:
             raise from_code(reply.error, reply.detail)

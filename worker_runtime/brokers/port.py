@@ -51,7 +51,7 @@ class Broker(Protocol):
         """Submits once. Never retries."""
         ...
 
-    def looks_first(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str) -> bool:
         """Whether a cancel or a change of this order asks the broker for its state before: one query more,
         which Shioaji counts among the orders, too. No I/O."""
         ...

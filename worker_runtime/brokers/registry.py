@@ -18,8 +18,8 @@ def _paper(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOr
 
 
 def _shioaji(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-    from worker_runtime.brokers.shioaji import ShioajiBroker
-    from worker_runtime.log import silence_libraries
+    from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+    from worker_runtime.process.log import silence_libraries
 
     silence_libraries()
     return ShioajiBroker(key, on_order)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from worker_runtime.config import BadConfig
-from worker_runtime.jobs import known
-from worker_runtime.jobs.config import read
-from worker_runtime.jobs.registry import Registry
-from worker_runtime.jobs.runner import Runner
-from worker_runtime.log import Log
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.jobs.config import read_config
+from worker_runtime.jobs.runner import JobRunner
+from worker_runtime.jobs.types import job_registry
+from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.process.config import BadConfig
+from worker_runtime.process.log import Log
+from worker_runtime.protocol.launch import ExitCode
 
 
-def main(registry: Registry | None = None) -> ExitCode:
+def main(registry: JobRegistry | None = None) -> ExitCode:
     """Reads the configuration and runs jobs; returns the exit code. `registry`: other jobs than ours."""
     try:
-        config = read()
+        config = read_config()
     except BadConfig as error:
         Log().error("bad_config", reason=error.detail)
         return ExitCode.BAD_CONFIG
     log = Log(config.log_level, runner=config.name, process="jobs")
-    return Runner(config, known.registry(config) if registry is None else registry, log).run()
+    return JobRunner(config, job_registry.build_registry(config) if registry is None else registry, log).run()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from worker_runtime.config import BadConfig
-from worker_runtime.jobs.sink import BadSink, address_of
-from worker_runtime.protocol import job_keys, webhook_signing
-from worker_runtime.valkey import Address, BadAddress
+from worker_runtime.jobs.event_sink import BadEventSink, parse_sink_address
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import webhook_signing
+from worker_runtime.process.config import BadConfig
+from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 
 #: Bytes.
 _MAX_SIZE = 64 * 1024
@@ -59,7 +60,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: The host, or the task: limits of a node are counted by it.
     node: str = "local"
     #: `job_keys.of_user` for a user's own jobs; the fleet's tag otherwise.
-    tag: str = job_keys.FLEET
+    tag: str = job_keys.FLEET_TAG
     #: `("*",)` means all.
     queues: tuple[str, ...] = ("*",)
     #: Jobs that run at once.
@@ -84,7 +85,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"RunnerConfig(name={self.name!r}, tag={self.tag!r})"
 
 
-def parse(data: bytes) -> RunnerConfig:
+def parse_config(data: bytes) -> RunnerConfig:
     """Decodes and checks; raises `BadConfig` with the reason, never with a value."""
     try:
         config = msgspec.json.decode(data, type=RunnerConfig)
@@ -99,12 +100,12 @@ def parse(data: bytes) -> RunnerConfig:
     _check_outlets(config)
     try:
         if config.events_to:
-            address_of(config.events_to)
-    except BadSink as error:
+            parse_sink_address(config.events_to)
+    except BadEventSink as error:
         raise BadConfig(f"events_to: {error.detail}") from None
     try:
-        Address(config.valkey_url)
-    except BadAddress as error:
+        ValkeyAddress(config.valkey_url)
+    except BadValkeyAddress as error:
         raise BadConfig(f"valkey_url: {error.detail}") from None
     return config
 
@@ -112,19 +113,19 @@ def parse(data: bytes) -> RunnerConfig:
 def _check_outlets(config: RunnerConfig) -> None:
     webhook, mail = config.webhook, config.mail
     if webhook is not None:
-        if not webhook.keys or min(map(len, webhook.keys)) < webhook_signing.MIN_KEY:
-            raise BadConfig(f"webhook keys have at least {webhook_signing.MIN_KEY} bytes each")
+        if not webhook.keys or min(map(len, webhook.keys)) < webhook_signing.MIN_KEY_BYTES:
+            raise BadConfig(f"webhook keys have at least {webhook_signing.MIN_KEY_BYTES} bytes each")
         if not 0 < webhook.timeout <= 60:
             raise BadConfig("a webhook's timeout is more than 0 and at most 60 s")
     if mail is not None and (not mail.host or "@" not in mail.sender or not 0 < mail.timeout <= 60):
         raise BadConfig("mail needs a host, a sender with an @, and a timeout of at most 60 s")
 
 
-def read(descriptor: int = 0) -> RunnerConfig:
+def read_config(descriptor: int = 0) -> RunnerConfig:
     """Reads the configuration to its end; raises `BadConfig`."""
     data = b""
     while chunk := os.read(descriptor, _MAX_SIZE):
         data += chunk
         if len(data) > _MAX_SIZE:
             raise BadConfig(f"standard input is longer than {_MAX_SIZE} bytes")
-    return parse(data)
+    return parse_config(data)

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 import hiredis
 
-from worker_runtime.backoff import Backoff
-from worker_runtime.log import Log
-from worker_runtime.valkey import NOTHING, Command, Valkey, ValkeyFailed
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import NOTHING, Command, Valkey, ValkeyFailed
 
 #: Seconds that one BLPOP blocks, and past that after which the connection counts as dead.
 _BLOCK = 20
 _GRACE = 5.0
 
 
-class Behind(Protocol):
+class FollowUpCommand(Protocol):
     """What stands behind each BLPOP."""
 
     def command(self) -> Command | None:
@@ -35,7 +35,7 @@ class Behind(Protocol):
         """The connection is closed: no reply will come."""
 
 
-class Listener:
+class QueueListener:
     """`on_element` gets what came; b"" if nothing came, but a command stood behind. `on_connect` is called
     after each new connection, when things may have been missed."""
 
@@ -46,7 +46,7 @@ class Listener:
         log: Log,
         on_element: Callable[[bytes], None],
         on_connect: Callable[[], None],
-        behind: Behind | None = None,
+        behind: FollowUpCommand | None = None,
     ) -> None:
         self._client = client  # the listener's own
         self._selector = selector
@@ -68,7 +68,7 @@ class Listener:
         return bool(self._keys)
 
     def left(self) -> float:
-        """Seconds until `tend` has something to do."""
+        """Seconds until `run_due` has something to do."""
         if not self._keys:
             return 3600.0
         if self._client.connected:
@@ -82,9 +82,9 @@ class Listener:
             if self._client.connected:
                 self._wait()
             else:
-                self.tend()
+                self.run_due()
 
-    def tend(self) -> None:
+    def run_due(self) -> None:
         """Connects when that is due."""
         if not self._keys:
             return

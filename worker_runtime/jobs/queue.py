@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from worker_runtime.protocol import job_keys, job_scripts
-from worker_runtime.protocol.job_messages import (
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
     FAILED_TTL,
     RESULT_TTL,
@@ -22,8 +23,15 @@ from worker_runtime.protocol.job_messages import (
     JobStatus,
     read_result,
 )
+from worker_runtime.process.valkey import (
+    Argument,
+    Command,
+    Valkey,
+    evalsha,
+    is_unknown_script,
+    raise_if_error,
+)
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.valkey import Argument, Command, Valkey, checked, evalsha, is_unknown_script
 
 #: Jobs that died, or whose runner died, this often are not run again.
 MAX_CRASHES = 3
@@ -59,7 +67,7 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     cancelled: int = 0
 
 
-class Claims(msgspec.Struct, frozen=True):
+class ClaimBatch(msgspec.Struct, frozen=True):
     """The answer to a claim. `due` is in seconds; None: nothing is delayed."""
 
     status: str
@@ -67,7 +75,7 @@ class Claims(msgspec.Struct, frozen=True):
     jobs: list[ClaimedJob] = msgspec.field(default_factory=list)
 
 
-class Finish(msgspec.Struct, frozen=True):
+class FinishedRun(msgspec.Struct, frozen=True):
     """The end of one run, ready to be written. `delay` in seconds, of a retry."""
 
     job_id: str
@@ -97,7 +105,7 @@ class Renewal:
 class JobQueue:
     """One runner's calls. Raises `ValkeyFailed`."""
 
-    def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET) -> None:
+    def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG) -> None:
         self.client = client
         self.identity = identity
         self.tag = tag
@@ -117,8 +125,8 @@ class JobQueue:
         self._run(job_scripts.JOIN, identity.runner_id, *about)
 
     def turn(
-        self, finishes: Sequence[Finish], want: int, ahead: int = 0, brief: str = ""
-    ) -> tuple[list[str], Claims | None]:
+        self, finishes: Sequence[FinishedRun], want: int, ahead: int = 0, brief: str = ""
+    ) -> tuple[list[str], ClaimBatch | None]:
         """Writes ends, then claims up to `want` jobs (0: none), in one step; up to `ahead` more if all are
         plain (`claiming.lua`), of types in `brief` (comma separated).
 
@@ -134,7 +142,7 @@ class JobQueue:
         claim = (runner, self._number, *about)
         if not finishes:
             return [], _claims(self._run(job_scripts.CLAIM, *claim))
-        *outcomes, claimed = self._run(job_scripts.TURN, *claim, FAILED_TTL, BOOST_MS, *ends)
+        *outcomes, claimed = self._run(job_scripts.FINISH_AND_CLAIM, *claim, FAILED_TTL, BOOST_MS, *ends)
         return [_text(outcome) for outcome in outcomes], _claims(claimed)
 
     def claim_later(self, brief: str) -> tuple[int, Command]:
@@ -145,11 +153,11 @@ class JobQueue:
             job_scripts.CLAIM, self._keys, (self.identity.runner_id, self._number, *about)
         )
 
-    def claimed(self, number: int, reply: Any) -> Claims | None:
+    def claimed(self, number: int, reply: Any) -> ClaimBatch | None:
         """What such a claim brought. None: nothing, or `held` has told of it since."""
         if number < self._told or is_unknown_script(reply):
             return None
-        return _claims(checked(reply))
+        return _claims(raise_if_error(reply))
 
     def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
         """Gives jobs back that have not begun, as if they had not been claimed. Safe to repeat.
@@ -166,7 +174,7 @@ class JobQueue:
         """
         self._number += 1
         self._told = self._number
-        reply = self._run(job_scripts.HELD, self.identity.runner_id, self._number)
+        reply = self._run(job_scripts.LIST_HELD, self.identity.runner_id, self._number)
         return None if reply[0] == b"lost" else [_job(item) for item in reply[1:]]
 
     def renew(
@@ -176,8 +184,8 @@ class JobQueue:
 
         `counted` goes into the totals, once for each number: those of the fleet, or of all users together.
         """
-        if self.tag != job_keys.FLEET and counted[1]:
-            where = [job_keys.meta(job_keys.FLEET)]
+        if self.tag != job_keys.FLEET_TAG and counted[1]:
+            where = [job_keys.meta(job_keys.FLEET_TAG)]
             self.client.run(job_scripts.COUNT, where, (self.identity.runner_id, *counted))
             counted = (0, b"")
         about = (self.identity.runner_id, state, ttl, ",".join(jobs))
@@ -221,14 +229,14 @@ class JobQueue:
         return [job_keys.bell(self.tag, "" if queue == ALL_QUEUES else queue) for queue in queues]
 
     def mail(self) -> str:
-        return job_keys.mail(self.tag, self.identity.runner_id)
+        return job_keys.mailbox(self.tag, self.identity.runner_id)
 
     def _run(self, script: Script, *args: Argument) -> Any:
         return self.client.run(script, self._keys, args)
 
 
-def _claims(reply: list[Any]) -> Claims:
-    return Claims(_text(reply[0]), _seconds(reply[1]), [_job(item) for item in reply[2:]])
+def _claims(reply: list[Any]) -> ClaimBatch:
+    return ClaimBatch(_text(reply[0]), _seconds(reply[1]), [_job(item) for item in reply[2:]])
 
 
 def _job(item: list[Any]) -> ClaimedJob:

@@ -1,4 +1,10 @@
-"""The runner's standing with the queue: joined, renewed, found again after an outage, or lost.
+"""Notices runners that have died, by their beats and by this process's own clock.
+
+Nobody compares clocks: a step of Valkey's clock, or of a host's, makes no runner look dead. And only time
+in which this runner could look counts: after an outage of Valkey every runner has a whole lease to come
+back, so no healthy one loses its jobs (invariant *no-healthy-kill*).
+
+The runner's standing with the queue: joined, renewed, found again after an outage, or lost.
 
 One beat renews the lease of everything the runner holds, so many busy slots cost no more than one. The
 same look at the beats shows which other runners have died; any runner takes a dead one's jobs back.
@@ -10,31 +16,79 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from worker_runtime.backoff import Backoff
+from worker_runtime.jobs.children.runs import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.jobs.events import JobEvents
-from worker_runtime.jobs.observer import Observer
+from worker_runtime.jobs.event_sink import EventSink
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
-from worker_runtime.jobs.runs import Runs
-from worker_runtime.jobs.sink import Sink
-from worker_runtime.jobs.tally import Tally
-from worker_runtime.log import Log
+from worker_runtime.jobs.telemetry import JobCounters, JobEventLog
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.valkey import Valkey, ValkeyFailed
+
+
+@dataclass(slots=True)
+class _ObservedBeat:
+    beat: bytes
+    still: float = 0.0
+
+
+class LeaseObserver:
+    """`lease` in seconds; looks should come every `lease / 20`."""
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._most = 3 * self.period
+        self._last: float | None = None
+        self._seen: dict[str, _ObservedBeat] = {}
+
+    @property
+    def period(self) -> float:
+        """Seconds between two looks while other runners are there."""
+        return min(1.0, self._lease / 20)
+
+    def look(self, beats: dict[str, bytes], own: str, now: float) -> list[tuple[str, bytes]]:
+        """Takes the beats of all in; returns those that stood still for a lease. `now` is monotonic."""
+        # A look that comes late proves less than it seems: the others may have been held up like this one.
+        passed = 0.0 if self._last is None else min(now - self._last, self._most)
+        self._last = now
+        seen, dead = {}, []
+        for runner, beat in beats.items():
+            if runner == own:
+                continue
+            before = self._seen.get(runner)
+            if before is None or before.beat != beat:
+                before = _ObservedBeat(beat)
+            else:
+                before.still += passed
+            seen[runner] = before
+            if before.still >= self._lease:
+                dead.append((runner, beat))
+        self._seen = seen
+        return dead
+
+    def forget(self) -> None:
+        """After a lost connection: count anew."""
+        self._last = None
+
+    def others(self) -> bool:
+        return bool(self._seen)
+
 
 #: Renewals in one lease.
-_BEATS = 3
+_RENEWALS_PER_LEASE = 3
 
 
-class Registration:
+class RunnerRegistration:
     """`on_found` gets jobs that a lost reply had claimed; `on_lost` is called when the runner's jobs are no
     longer its own: it was reaped, or Valkey lost its data."""
 
     def __init__(
         self,
         config: RunnerConfig,
-        runs: Runs,
+        runs: RunningJobs,
         log: Log,
         on_found: Callable[[list[ClaimedJob]], None],
         on_lost: Callable[[], None],
@@ -45,11 +99,11 @@ class Registration:
         self._on_found = on_found
         self._on_lost = on_lost
         self._client = Valkey(config.valkey_url, connect_timeout=0.5, timeout=1.0)
-        self._observer = Observer(config.lease)
+        self._observer = LeaseObserver(config.lease)
         self._backoff = Backoff(0.05, 1.0)
         self._known = False
-        self.tally = Tally()
-        self.sink = Sink(config.events_to, log) if config.events_to else None
+        self.tally = JobCounters()
+        self.sink = EventSink(config.events_to, log) if config.events_to else None
         self._renewed_at: float | None = None
         self._next_renewal = 0.0
         self._next_look = 0.0
@@ -64,14 +118,14 @@ class Registration:
         runner_id = f"{config.name}-{secrets.token_hex(4)}"
         identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
         self.queue = JobQueue(self._client, identity, config.tag)
-        self.events = JobEvents(runner_id, config.node, sink=self.sink)
+        self.events = JobEventLog(runner_id, config.node, sink=self.sink)
 
     @property
     def runner_id(self) -> str:
         return self.queue.identity.runner_id
 
     def left(self) -> float:
-        """Seconds until `tend` has something to do."""
+        """Seconds until `run_due` has something to do."""
         if not self.up:
             return self._backoff.left()
         wanted = self._next_renewal
@@ -81,7 +135,7 @@ class Registration:
             wanted = min(wanted, self._due_at)
         return max(0.0, wanted - time.monotonic())
 
-    def tend(self, stopping: bool) -> bool:
+    def run_due(self, stopping: bool) -> bool:
         """Does what is due; true if work may have come up meanwhile."""
         now = time.monotonic()
         if not self.up:
@@ -95,12 +149,12 @@ class Registration:
         return False
 
     @property
-    def work_to_come(self) -> bool:
+    def expects_work(self) -> bool:
         """Jobs wait for their time, or another runner's may have to be taken back."""
         return self._due_at is not None or self._observer.others()
 
-    def hurry(self) -> None:
-        """The next `tend` renews."""
+    def renew_soon(self) -> None:
+        """The next `run_due` renews."""
         self._next_renewal = 0.0
 
     def note_due(self, due: float | None) -> None:
@@ -108,7 +162,7 @@ class Registration:
         self._due_at = None if due is None else time.monotonic() + due
 
     def look_up(self) -> None:
-        """The next `tend` asks what is in hand: the reply of a claim will never be read."""
+        """The next `run_due` asks what is in hand: the reply of a claim will never be read."""
         self.up = False
 
     def cut_off(self, error: ValkeyFailed) -> None:
@@ -166,14 +220,14 @@ class Registration:
             self._on_found(held)
         return self.up
 
-    def assure(self, stopping: bool) -> bool:
+    def ensure_lease(self, stopping: bool) -> bool:
         """Whether others will leave the runner its jobs for a while: true with a third of the lease left, if
         need be after a renewal. False: they are not its own any more, or nobody knows.
 
         What a claim brought may have gone to others while its answer was on its way, or this process stood
         still: to be asked before a job begins.
         """
-        late = 2 * self._config.lease / _BEATS
+        late = 2 * self._config.lease / _RENEWALS_PER_LEASE
         if self._age() > late and self._renew(stopping) and self._age() > late:
             self.cut_off(ValkeyFailed("a renewal's answer came late"))
         return self.up
@@ -197,7 +251,7 @@ class Registration:
             return False
         self.tally.heard()
         self._note_lateness(now)
-        self._next_renewal = now + self._config.lease / _BEATS
+        self._next_renewal = now + self._config.lease / _RENEWALS_PER_LEASE
         self.suspended = renewal.suspended
         self.note_due(renewal.due)
         self._judge(renewal.beats)
@@ -206,7 +260,7 @@ class Registration:
     def _note_lateness(self, now: float) -> None:
         """`now`: before the renewal was sent. More than a third of a lease after its time is late."""
         before, self._renewed_at = self._renewed_at, now
-        if before is not None and now - before > 2 * self._config.lease / _BEATS:
+        if before is not None and now - before > 2 * self._config.lease / _RENEWALS_PER_LEASE:
             self.tally.renewed_late()
             self._log.warning("job_lease_renewed_late", after_s=round(now - before, 3))
 

@@ -64,7 +64,7 @@ class GetBalance(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=
     id: int
 
 
-class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
+class ExchangePing(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
     id: int
 
 
@@ -72,7 +72,9 @@ class Logout(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="log
     id: int
 
 
-ClientRequest = Login | Place | Cancel | Replace | ListOrders | ListPositions | GetBalance | Ping | Logout
+ClientRequest = (
+    Login | Place | Cancel | Replace | ListOrders | ListPositions | GetBalance | ExchangePing | Logout
+)
 
 
 class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +120,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     reaches_ms: int
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
+class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
     """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went well)."""
 
     id: int
@@ -147,4 +149,4 @@ class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     reason: str
 
 
-ServerMessage = Reply | OrderChanged | SessionEnded
+ServerMessage = ExchangeReply | OrderChanged | SessionEnded

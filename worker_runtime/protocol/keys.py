@@ -54,7 +54,7 @@ CLAIM_TTL = 3600
 EVENTS = "worker:events"
 GENERATION = "berth:generation"
 #: Since when the present server is known: its run id, and Unix ms by its own clock.
-SINCE = "berth:since"
+SERVER_SINCE = "berth:since"
 EXITS_TOLD = "berth:exits"
 LAUNCHES = "berth:launches"
 
@@ -136,7 +136,7 @@ def pool_claim(pool: str, claim_id: str) -> str:
     return f"pool:{{{pool}}}:claim:{claim_id}"
 
 
-def pool_trial(pool: str) -> str:
+def pool_canary(pool: str) -> str:
     return f"pool:{{{pool}}}:trial"
 
 
@@ -144,11 +144,11 @@ def pool_faults(pool: str) -> str:
     return f"pool:{{{pool}}}:faults"
 
 
-def pool_line(pool: str) -> str:
+def pool_wait_queue(pool: str) -> str:
     return f"pool:{{{pool}}}:line"
 
 
-def pool_asked(pool: str) -> str:
+def pool_last_asked(pool: str) -> str:
     return f"pool:{{{pool}}}:asked"
 
 

@@ -1,4 +1,8 @@
-"""What a worker is told when it is launched: one JSON document on its standard input.
+"""What a broker allows one person, and how much of it Berth uses (requirement C4).
+
+How a worker's processes end: the exit codes that the zygote, the launcher and the workflows see.
+
+What a worker is told when it is launched: one JSON document on its standard input.
 
 Standard input, because it shows up neither in the environment nor in the arguments nor in
 `docker inspect` (requirement V3).
@@ -6,9 +10,67 @@ Standard input, because it shows up neither in the environment nor in the argume
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
-from worker_runtime.protocol.limits import Allowance
+
+class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """A broker's numbers, for one person id. The defaults are Shioaji's (its documentation, "limit").
+
+    Exceeding them gets the person banned, and in the end the address, too. Connections are no such limit: one
+    more is refused, and that is all.
+    """
+
+    connections: int = 5
+    #: From midnight to midnight in Taipei.
+    logins_per_day: int = 1000
+    #: Place, replace and cancel; updates of status count as well.
+    orders_per_10s: int = 250
+    #: Lists of orders, positions, balance.
+    queries_per_5s: int = 25
+
+
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker keeps the limits of its brokers."""
+
+    #: The part of a broker's number that we use. The rest is for calls that arrive closer together than they
+    #: left, and for the last second that a promoted replica of Valkey has lost.
+    share: float = 0.9
+    #: The address from which the broker sees this worker's calls; '': calls are counted by person only.
+    egress: str = ""
+    #: No broker tells its limit for an address. It may have the calls of so many persons.
+    egress_persons: int = 10
+    #: The paper exchange's limits: they can be set.
+    paper: BrokerLimits = BrokerLimits()
+
+
+class ExitCode(IntEnum):
+    """0 is a graceful end. The rest start at 64, clear of Python's own 1 and 2 and of 128 + signal.
+
+    A worker that was killed itself has no such code: the launcher then tells of a signal.
+    """
+
+    OK = 0
+    #: The configuration on standard input cannot be read. The same launch would fail again.
+    BAD_CONFIG = 64
+    #: A process ended by an error that nobody caught.
+    INTERNAL = 65
+    #: A later epoch owns the user: this worker must not submit anything any more.
+    FENCED = 66
+    #: The claim was released, unknown or never completed.
+    CLAIM_REFUSED = 67
+    #: The session process died before its user was connected, or too often to be replaced once more.
+    SESSION_LOST = 68
+    #: The session did not end within `shutdown_timeout` and was killed.
+    SHUTDOWN_TIMEOUT = 69
+    #: A process died again and again, or could not be forked.
+    CRASH_LOOP = 70
+    #: No broker session can be had, also not by a fresh session process; the event FAILED says why.
+    BROKER_FAILED = 71
+    #: Of a session process only, never of a worker: it asks for a fresh one in its place, because its
+    #: broker's SDK does not come back.
+    SESSION_REPLACE = 72
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):

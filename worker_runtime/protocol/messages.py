@@ -214,7 +214,7 @@ class Connect(Message, frozen=True, kw_only=True, tag="connect"):
     connect_timeout: float
 
 
-class Release(Message, frozen=True, kw_only=True, tag="release"):
+class ReleaseClaim(Message, frozen=True, kw_only=True, tag="release"):
     """Ends a worker that has been claimed and is not wanted after all."""
 
     claim_id: str
@@ -222,7 +222,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     reason: str
 
 
-InboxMessage = Claim | Connect | Release
+InboxMessage = Claim | Connect | ReleaseClaim
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):

@@ -1,4 +1,6 @@
-"""What the API and the orchestrator ask a user's worker for, over the user's queue.
+"""How a request stands on the queue: `deadline ms|request id|payload`, so that Lua can read the deadline.
+
+What the API and the orchestrator ask a user's worker for, over the user's queue.
 
 Everything goes through the same FIFO, so that a cancel can never overtake the order it cancels. Quantities
 are lots, prices are decimal strings, times are Unix milliseconds.
@@ -6,14 +8,35 @@ are lots, prices are decimal strings, times are Unix milliseconds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 import msgspec
 
+from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.exchange import Balance as Balance
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
 from worker_runtime.protocol.messages import Message, PlaceOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One item of a request queue. `raw` is what `answer.lua` and `withdraw.lua` look for."""
+
+    raw: bytes
+    deadline_ms: int
+    request_id: str
+    payload: bytes
+
+
+def parse_frame(raw: bytes) -> Frame:
+    """Takes an item apart; raises `MalformedMessage` if it is no frame."""
+    parts = raw.split(b"|", 2)
+    # 15 digits of milliseconds reach the year 33658; `int` itself refuses thousands of them with ValueError.
+    if len(parts) != 3 or not parts[0].isdigit() or len(parts[0]) > 15 or not parts[1].isascii():
+        raise MalformedMessage("a queued item is not `deadline|request|payload`")
+    return Frame(raw, int(parts[0]), parts[1].decode("ascii"), parts[2])
 
 
 class CancelOrder(Message, frozen=True, kw_only=True, tag="cancel_order"):
@@ -86,12 +109,12 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None = None
 
 
-def report_of(report: dict[str, Any]) -> AccountReport:
+def decode_report(report: dict[str, Any]) -> AccountReport:
     """Reads `Answer.report` or `AccountReported.report`; raises `msgspec.ValidationError`."""
     return msgspec.convert(report, AccountReport)
 
 
-def told(report: AccountReport) -> dict[str, Any]:
+def encode_report(report: AccountReport) -> dict[str, Any]:
     """A report as it travels in a message."""
     found: dict[str, Any] = msgspec.to_builtins(report)
     return found

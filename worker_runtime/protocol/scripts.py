@@ -26,48 +26,48 @@ def _load(name: str) -> Script:
 
 ENQUEUE = _load("enqueue")
 WITHDRAW = _load("withdraw")
-OVERDUE = _load("overdue")
-REMIND = _load("remind")
-CONTROL = _load("control")
+RESOLVE_OVERDUE = _load("resolve_overdue")
+RING_DOORBELL = _load("ring_doorbell")
+SEND_CONTROL = _load("send_control")
 POP = _load("pop")
 PUT_BACK = _load("put_back")
 ANSWER = _load("answer")
-MARK = _load("mark")
-UNMARK = _load("unmark")
-SWEEP = _load("sweep")
-OWN = _load("own")
-SWITCH = _load("switch")
-READY = _load("ready")
+RENEW_MARK = _load("renew_mark")
+REMOVE_MARK = _load("remove_mark")
+REMOVE_STALE_MARK = _load("remove_stale_mark")
+SET_OWNER = _load("set_owner")
+WRITE_SWITCH = _load("write_switch")
+ANNOUNCE_WORKER = _load("announce_worker")
 CLAIM = _load("claim")
-SETTLE = _load("settle")
-LINE = _load("line")
-RETIRE = _load("retire")
-BUDGET = _load("budget")
-CONNECTION = _load("connection")
-CONNECTED = _load("connected")
-TURN = _load("turn")
+SETTLE_CLAIM = _load("settle_claim")
+JOIN_WAIT_QUEUE = _load("join_wait_queue")
+RETIRE_WORKER = _load("retire_worker")
+SPEND_BUDGET = _load("spend_budget")
+TAKE_CONNECTION = _load("take_connection")
+RENEW_CONNECTIONS = _load("renew_connections")
+TAKE_LAUNCH = _load("take_launch")
 
 ALL = (
     ENQUEUE,
     WITHDRAW,
-    OVERDUE,
-    REMIND,
-    CONTROL,
+    RESOLVE_OVERDUE,
+    RING_DOORBELL,
+    SEND_CONTROL,
     POP,
     PUT_BACK,
     ANSWER,
-    MARK,
-    UNMARK,
-    SWEEP,
-    OWN,
-    SWITCH,
-    READY,
+    RENEW_MARK,
+    REMOVE_MARK,
+    REMOVE_STALE_MARK,
+    SET_OWNER,
+    WRITE_SWITCH,
+    ANNOUNCE_WORKER,
     CLAIM,
-    SETTLE,
-    LINE,
-    RETIRE,
-    BUDGET,
-    CONNECTION,
-    CONNECTED,
-    TURN,
+    SETTLE_CLAIM,
+    JOIN_WAIT_QUEUE,
+    RETIRE_WORKER,
+    SPEND_BUDGET,
+    TAKE_CONNECTION,
+    RENEW_CONNECTIONS,
+    TAKE_LAUNCH,
 )

@@ -1,1 +1,0 @@
-"""The parts of `berth bench lease`: busy processes that renew a lease of their own."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.process import ExchangeServer
+from infra.exchange.client import ExchangeServer
 from tests.contract.brokers.stages import FakeStage, PaperStage, Stage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.exchange import OrderChanged

@@ -9,7 +9,7 @@ from typing import Any
 from tests.contract.brokers.conftest import Heard
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.brokers.shioaji import ShioajiBroker, load_sdk
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker, load_sdk
 from worker_runtime.protocol.messages import Credentials
 
 KEYS = Credentials(api_key="A" * 44, secret_key="B" * 44)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Protocol, TypeVar
 
-from infra.exchange.behaviour import Behaviour
+from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin
-from infra.exchange.faults import FaultPoint
 from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.paper import PaperBroker
 from worker_runtime.brokers.port import Broker, OnOrderChanged

@@ -7,15 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from tests.contract.brokers.conftest import (
-    API_KEY,
-    CREDENTIALS,
-    SECRET_KEY,
-    STANDSTILL,
-    Heard,
-    order,
-    until,
-)
+from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, STANDSTILL, Heard, order, until
 from tests.contract.brokers.stages import Stage, Taken
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (

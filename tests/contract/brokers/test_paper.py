@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.faults import FaultPoint
-from infra.exchange.process import ExchangeServer
+from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
+from infra.exchange.client import ExchangeServer
 from infra.local.servers import free_port
 from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, Heard, order, until
 from tests.contract.brokers.stages import PaperStage

@@ -20,7 +20,7 @@ from tests.contract.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, 
 from tests.contract.brokers.test_shioaji_book import deal_event, order_event
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.brokers.shioaji import ShioajiBroker
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import (
     BrokerError,
     BrokerUnreachable,
@@ -43,7 +43,7 @@ def setting(heard: Heard) -> Setting:
 
 def test_importing_the_adapter_does_not_import_the_sdk() -> None:
     code = (
-        "import sys, worker_runtime.brokers.shioaji, worker_runtime.brokers.registry as r;"
+        "import sys, worker_runtime.brokers.shioaji.broker, worker_runtime.brokers.registry as r;"
         "bad = {'shioaji', 'asyncio', 'logging', 'pydantic'} & set(sys.modules);"
         "sys.exit(str(bad) if bad else 0)"
     )
@@ -77,7 +77,7 @@ def test_a_type_that_shioaji_lacks_is_refused(heard: Heard) -> None:
 CUT_OFF = """
 import fcntl, os, socket, struct, sys, time
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.brokers.shioaji import ShioajiBroker
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import BrokerUnreachable
 from worker_runtime.protocol.messages import Credentials
 

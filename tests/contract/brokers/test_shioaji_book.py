@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.contract.brokers.test_shioaji_mapping import trade
-from worker_runtime.brokers.shioaji import load_sdk
-from worker_runtime.brokers.shioaji_book import OrderBook
+from worker_runtime.brokers.shioaji.broker import load_sdk
+from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.messages import OrderState
 
 ID = "531e27af"
@@ -21,8 +21,8 @@ def sdk() -> Any:
 
 
 @pytest.fixture
-def book() -> OrderBook:
-    return OrderBook()
+def book() -> ReportedOrders:
+    return ReportedOrders()
 
 
 def order_event(kind: str = "New", code: str = "00", event_id: str = "e1", **status: Any) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def deal_event(sequence: str, quantity: int = 1, event_id: str = "", at: float =
     }
 
 
-def test_a_deal_that_comes_before_its_order_is_kept_for_it(sdk: Any, book: OrderBook) -> None:
+def test_a_deal_that_comes_before_its_order_is_kept_for_it(sdk: Any, book: ReportedOrders) -> None:
     assert book.happened("SDEAL", deal_event("1")) is None
     placed = book.listed(trade(sdk, status="PendingSubmit"))
     assert placed.state is OrderState.PART_FILLED
     assert [fill.quantity for fill in placed.fills] == [1]
 
 
-def test_a_deal_before_the_order_event_is_told_with_it(book: OrderBook) -> None:
+def test_a_deal_before_the_order_event_is_told_with_it(book: ReportedOrders) -> None:
     assert book.happened("SDEAL", deal_event("1", quantity=3)) is None
     change = book.happened("SORDER", order_event())
     assert change is not None
@@ -69,14 +69,14 @@ def test_a_deal_before_the_order_event_is_told_with_it(book: OrderBook) -> None:
     assert change.order.tag == "abc123"
 
 
-def test_an_event_that_comes_twice_is_told_once(sdk: Any, book: OrderBook) -> None:
+def test_an_event_that_comes_twice_is_told_once(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     assert book.happened("SDEAL", deal_event("1")) is not None
     assert book.happened("SDEAL", deal_event("1")) is None
     assert book.happened("SDEAL", deal_event("1", event_id="another")) is None  # the same deal
 
 
-def test_deals_add_up(sdk: Any, book: OrderBook) -> None:
+def test_deals_add_up(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     states = [book.happened("SDEAL", deal_event(str(number))) for number in range(3)]
     assert [change.order.state for change in states if change] == [
@@ -86,7 +86,7 @@ def test_deals_add_up(sdk: Any, book: OrderBook) -> None:
     ]
 
 
-def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: OrderBook) -> None:
+def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     book.happened("SDEAL", deal_event("669915"))
     same_id = book.listed(trade(sdk, deals=[("669915", 1, 17.0, AT)]))
@@ -95,16 +95,16 @@ def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: Or
     assert other_id.fills == same_id.fills
 
 
-def test_a_deal_known_from_a_list_is_not_counted_again_by_event(sdk: Any, book: OrderBook) -> None:
+def test_a_deal_known_from_a_list_is_not_counted_again_by_event(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk, deals=[("000001", 1, 17.0, AT)]))
     assert book.happened("SDEAL", deal_event("669915")) is None
     assert [fill.quantity for fill in book.listed(trade(sdk)).fills] == [1]
 
 
-def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: OrderBook) -> None:
+def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: ReportedOrders) -> None:
     listed = book.listed(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)]))
     assert len(listed.fills) == 2
-    again = OrderBook()
+    again = ReportedOrders()
     again.listed(trade(sdk))
     for number in ("1", "2"):
         assert again.happened("SDEAL", deal_event(number)) is not None
@@ -122,7 +122,7 @@ def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: OrderBook) -> Non
     ],
 )
 def test_order_events_change_the_state(
-    sdk: Any, book: OrderBook, kind: str, code: str, state: OrderState
+    sdk: Any, book: ReportedOrders, kind: str, code: str, state: OrderState
 ) -> None:
     book.listed(trade(sdk))
     change = book.happened("SORDER", order_event(kind, code))
@@ -130,13 +130,13 @@ def test_order_events_change_the_state(
     assert change.order.state is state
 
 
-def test_a_refused_cancel_changes_nothing(sdk: Any, book: OrderBook) -> None:
+def test_a_refused_cancel_changes_nothing(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     assert book.happened("SORDER", order_event("Cancel", "88")) is None
     assert book.listed(trade(sdk)).state is OrderState.SUBMITTED
 
 
-def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book: OrderBook) -> None:
+def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     event = order_event()
     del event["order"]["custom_field"]
@@ -146,20 +146,20 @@ def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book
 
 
 def test_a_cancelled_order_that_a_list_still_calls_submitted_stays_cancelled(
-    sdk: Any, book: OrderBook
+    sdk: Any, book: ReportedOrders
 ) -> None:
     book.listed(trade(sdk))
     book.happened("SORDER", order_event("Cancel", order_quantity=0))
     assert book.listed(trade(sdk)).state is OrderState.CANCELLED
 
 
-def test_a_filled_order_that_comes_back_as_pending_stays_filled(sdk: Any, book: OrderBook) -> None:
+def test_a_filled_order_that_comes_back_as_pending_stays_filled(sdk: Any, book: ReportedOrders) -> None:
     filled = book.listed(trade(sdk, status="Filled", deals=[("1", 3, 17.0, AT)]))
     assert filled.state is OrderState.FILLED
     assert book.listed(trade(sdk, status="PendingSubmit")).state is OrderState.FILLED
 
 
-def test_every_event_of_an_order_has_an_id_of_its_own(sdk: Any, book: OrderBook) -> None:
+def test_every_event_of_an_order_has_an_id_of_its_own(sdk: Any, book: ReportedOrders) -> None:
     book.listed(trade(sdk))
     changes = [
         book.happened("SORDER", order_event()),

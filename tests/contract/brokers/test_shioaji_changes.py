@@ -13,7 +13,7 @@ import pytest
 from tests.contract.brokers.conftest import Heard
 from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, Setting, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
-from worker_runtime.brokers.shioaji import ShioajiBroker
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
@@ -32,7 +32,7 @@ def test_a_stock_order_is_cancelled_with_one_call(setting: Setting) -> None:
     assert (cancelled.broker_order_id, cancelled.state) == (ID, OrderState.CANCELLED)
     assert setting.client.names()[2:] == ["list_trades", "cancel_order"]
     assert 10_000 < setting.client.calls[-1][1]["timeout"] < 20_000
-    assert not broker.looks_first(ID)
+    assert not broker.queries_before_change(ID)
 
 
 def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: Heard) -> None:
@@ -41,14 +41,14 @@ def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: 
     broker = setting.login()
     broker.cancel(ID, 20.0)
     assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
-    assert broker.looks_first(ID)
+    assert broker.queries_before_change(ID)
 
 
 def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Setting) -> None:
     broker = setting.login()
     found = [[], [], [trade(REAL)]]
     setting.client.does["list_trades"] = lambda: found.pop(0)
-    assert broker.looks_first(ID)
+    assert broker.queries_before_change(ID)
     del setting.client.calls[2:]
     broker.cancel(ID, 20.0)
     assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from worker_runtime.brokers.shioaji_files import MEMORY, private_folder, sweep
+from worker_runtime.brokers.shioaji.files import MEMORY, private_folder, remove_stale_folders
 
 
 def _dead_process() -> int:
@@ -29,12 +29,12 @@ def test_folders_of_dead_siblings_are_swept_and_those_of_the_living_stay(tmp_pat
     ]
     for folder in stays:
         folder.mkdir()
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(stays)
 
 
 def test_a_place_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    sweep(tmp_path / "missing")
+    remove_stale_folders(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
 
 

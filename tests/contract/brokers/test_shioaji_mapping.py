@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker_runtime.brokers import shioaji_mapping as mapping
-from worker_runtime.brokers.shioaji import load_sdk
+from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerUnreachable,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from infra.launchers.docker import DockerLauncher
+from infra.launchers.docker.launcher import DockerLauncher
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Launcher, Task
 from infra.launchers.process import ProcessLauncher

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from infra.launchers.ecs import EcsLauncher
-from infra.launchers.ecs_api import EcsApi
-from infra.launchers.ecs_request import Place
+from infra.launchers.ecs.api import EcsApi
+from infra.launchers.ecs.launcher import EcsLauncher
+from infra.launchers.ecs.request import EcsTarget
 from infra.launchers.port import Task
 from tests.contract.launchers.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGION, EcsOnMoto
 
 KEY = bytes(range(64))
-PLACE = Place(
+PLACE = EcsTarget(
     cluster=CLUSTER,
     task_definition=FAMILY,
     container=CONTAINER,

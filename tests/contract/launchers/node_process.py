@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from infra import processes
 from infra.launchers.port import LauncherUnreachable
 from infra.launchers.process import ProcessLauncher
-from infra.node import processes
-from infra.node.protocol import Pong
+from infra.node.protocol import NodeStatus
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 #: Seconds; far more than anything here takes on a busy machine.
@@ -54,7 +54,7 @@ class NodeProcess:
                 env={**os.environ, **(environment or {})},
             )
 
-    async def start(self, *options: str, environment: Mapping[str, str] | None = None) -> Pong:
+    async def start(self, *options: str, environment: Mapping[str, str] | None = None) -> NodeStatus:
         self.process = self.spawn(*options, environment=environment)
         launcher = ProcessLauncher(self.socket)
         deadline = time.monotonic() + PATIENCE

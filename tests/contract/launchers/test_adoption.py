@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from infra import processes
 from infra.launchers.process import ProcessLauncher
-from infra.node import processes
 from tests.contract.launchers.node_process import STAND_IN, NodeProcess, until
 from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
@@ -72,7 +72,7 @@ async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(node:
     child = int((await node.until_ready("w-1")).split()[1])
     await node.restart()
     await launcher.stop(task.task_id, "test")
-    left = processes.read(child)
+    left = processes.read_process(child)
     assert left is None or not left.alive
     (end,) = await take(launcher.exits(), 1)
     assert (end.reason, end.detail["forced"]) == ("stopped", "true")
@@ -85,12 +85,12 @@ async def test_an_end_while_no_node_ran_is_told_by_the_next(node: NodeProcess) -
     pid = node.pid_of(task.task_id)
     node.end(signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: (now := processes.read(pid)) is None or not now.alive, "the worker has ended")
+    await until(lambda: (now := processes.read_process(pid)) is None or not now.alive, "the worker has ended")
     await node.start()
     (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
     assert await launcher.list() == []
-    left = processes.read(child)
+    left = processes.read_process(child)
     assert left is None or not left.alive  # what the worker left behind was ended before its end was told
 
 
@@ -154,7 +154,7 @@ async def test_workers_of_an_earlier_boot_are_told_as_lost_with_their_host(node:
     pid = node.pid_of(task.task_id)
     node.end(signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: (now := processes.read(pid)) is None or not now.alive, "the worker has ended")
+    await until(lambda: (now := processes.read_process(pid)) is None or not now.alive, "the worker has ended")
     alter(node, "UPDATE workers SET state = 'running', boot_id = 'another'", "DELETE FROM ends")
     await node.start()
     (end,) = await take(launcher.exits(), 1)

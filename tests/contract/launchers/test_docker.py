@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.launchers import docker_container as container
+from infra.launchers.docker import container
 from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
 from tests.containers.docker_house import STAND_IN_IMAGE
 from tests.containers.line import Line
@@ -88,7 +88,7 @@ async def test_a_stubborn_worker_is_killed_after_its_grace(docker_ground: Docker
 
 async def test_a_container_that_was_never_started_is_made_anew(docker_ground: DockerGround) -> None:
     """As an orchestrator leaves it that was killed in the middle of a launch."""
-    name = container.name_of(docker_ground.fleet, "token-1")
+    name = container.container_name(docker_ground.fleet, "token-1")
     label = f"{container.FLEET}={docker_ground.fleet}"
     docker_ground.house.docker("create", "--name", name, "--label", label, STAND_IN_IMAGE)
     launcher = docker_ground.client(half_made=0.2)
@@ -102,7 +102,7 @@ async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itsel
     docker_ground: DockerGround,
 ) -> None:
     """It reads an empty document: nothing can be done with it, and its token stays with it."""
-    name = container.name_of(docker_ground.fleet, "token-1")
+    name = container.container_name(docker_ground.fleet, "token-1")
     label = f"{container.FLEET}={docker_ground.fleet}"
     docker_ground.house.docker("run", "--detach", "--name", name, "--label", label, STAND_IN_IMAGE)
     launcher = docker_ground.client()

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from infra.launchers import ecs
-from infra.launchers.ecs_failures import LaunchDenied, LaunchMisconfigured, NoCapacity
-from infra.launchers.ecs_request import client_token
+from infra.launchers.ecs import launcher as ecs
+from infra.launchers.ecs.failures import LaunchDenied, LaunchMisconfigured, NoCapacity
+from infra.launchers.ecs.request import client_token
 from infra.launchers.port import LauncherUnreachable, LaunchFailed, StopFailed
 from tests.contract.launchers.ecs_ground import KEY, EcsGround
 from tests.contract.launchers.node_process import until
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
-from worker_runtime.config import parse
+from worker_runtime.process.config import parse_config
 from worker_runtime.protocol import launch_document
 
 
@@ -44,7 +44,7 @@ async def test_a_launch_is_asked_for_with_its_place_and_without_a_secret(ecs_gro
     assert len(json.dumps(request["overrides"])) < 8192
     given = {one["name"]: one["value"] for one in override["environment"]}
     document = given[launch_document.DOCUMENT]
-    opened = parse(launch_document.unseal(document, KEY, worker_id=given[launch_document.WORKER]))
+    opened = parse_config(launch_document.unseal(document, KEY, worker_id=given[launch_document.WORKER]))
     assert opened == spec("w-1").config
     assert {tag["key"]: tag["value"] for tag in request["tags"]}["berth:token"] == "token-1"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import processes
 from infra.launchers.port import LauncherUnreachable, LaunchFailed, Task
 from infra.launchers.process import ProcessLauncher
-from infra.node import processes
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
@@ -51,7 +51,7 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_its_grace(node: Nod
     asked = time.monotonic()
     await launcher.stop(task.task_id, "test")
     assert time.monotonic() - asked >= 0.2
-    assert processes.read(pid) is None
+    assert processes.read_process(pid) is None
     (end,) = await take(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
@@ -79,10 +79,10 @@ async def test_an_end_is_told_only_when_all_processes_of_the_worker_are_gone(nod
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
     child = int((await node.until_ready("w-1")).split()[1])
-    assert processes.read(child) is not None
+    assert processes.read_process(child) is not None
     os.kill(node.pid_of(task.task_id), signal.SIGKILL)
     await take(launcher.exits(), 1)
-    left = processes.read(child)
+    left = processes.read_process(child)
     assert left is None or not left.alive
 
 

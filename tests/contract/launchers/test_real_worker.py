@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 from redis.asyncio import Redis
 
+from infra import processes
 from infra.launchers.port import LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
-from infra.node import processes
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess
 from tests.contract.launchers.test_contract import take
 from worker_runtime.protocol import keys
@@ -41,7 +41,7 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
     while await valkey_client.zscore(keys.pool_ready("default"), "w-real") is None:
         assert time.monotonic() < deadline, node.output_of("w-real")
         await asyncio.sleep(0.02)
-    family = processes.members(node.pid_of(task.task_id))
+    family = processes.live_members(node.pid_of(task.task_id))
     assert len(family) > 1
     await node.restart(signal.SIGTERM)
     assert await launcher.list() == [task]
@@ -57,5 +57,5 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
     stopped, killed = await take(launcher.exits(), 2)
     assert (stopped.worker_id, stopped.exit_code, stopped.reason) == ("w-second", 0, "stopped")
     assert killed.worker_id == "w-real"
-    assert not [pid for pid in family if (one := processes.read(pid)) and one.alive]
+    assert not [pid for pid in family if (one := processes.read_process(pid)) and one.alive]
     await node.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from infra.launchers.port import LauncherUnreachable
 from infra.launchers.process import ProcessLauncher
 from infra.node.address import reachable
-from infra.node.protocol import MAX_LINE, Refused, Reply
+from infra.node.protocol import MAX_LINE, NodeRefused, NodeReply
 from tests.contract.launchers.node_process import NodeProcess
 from tests.contract.launchers.specs import spec
 from worker_runtime.protocol.messages import decode
@@ -52,7 +52,7 @@ async def test_garbage_gets_a_clear_refusal_and_the_node_goes_on(node: NodeProce
     answers = (await say(node.socket, garbage)).splitlines()
     assert answers
     for answer in answers:
-        refused: Refused = decode(answer, Reply)
+        refused: NodeRefused = decode(answer, NodeReply)
         assert refused.code == "MALFORMED_MESSAGE"
         assert refused.detail
     assert (await ProcessLauncher(node.socket).ping()).workers == 0

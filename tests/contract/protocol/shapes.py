@@ -22,7 +22,14 @@ from msgspec import inspect as shape_of
 import workflows
 
 #: What crosses a process boundary: Valkey, a worker's standard input, the paper exchange's wire.
-STRUCT_MODULES = ("exchange", "job_messages", "launch", "limits", "messages", "requests", "switches")
+STRUCT_MODULES = {
+    "exchange": "worker_runtime.protocol.exchange",
+    "jobs": "worker_runtime.jobs.protocol.messages",
+    "launch": "worker_runtime.protocol.launch",
+    "messages": "worker_runtime.protocol.messages",
+    "requests": "worker_runtime.protocol.requests",
+    "switches": "worker_runtime.protocol.switches",
+}
 
 Shape = dict[str, Any]
 #: JSON of plain types; Decimal and bytes travel as text.
@@ -42,10 +49,10 @@ _PLAIN: dict[str, tuple[type[Any], Any]] = {
 def structs() -> dict[str, type[msgspec.Struct]]:
     """All structs of today's protocol, as `module.Name`."""
     found = {}
-    for name in STRUCT_MODULES:
-        module = _module(f"worker_runtime.protocol.{name}")
+    for name, path in STRUCT_MODULES.items():
+        module = importlib.import_module(path)
         for kind, one in inspect.getmembers(module, inspect.isclass):
-            own = one.__module__ == getattr(module, "__name__", "") and one.__name__ == kind
+            own = one.__module__ == path and one.__name__ == kind
             if own and issubclass(one, msgspec.Struct):
                 found[f"{name}.{kind}"] = one
     return found
@@ -54,24 +61,17 @@ def structs() -> dict[str, type[msgspec.Struct]]:
 def dataclasses() -> dict[str, type[Any]]:
     """What crosses Temporal today, by name: all dataclasses of the workflows' files of messages."""
     found = {}
-    for path in sorted(Path(workflows.__path__[0]).glob("*messages.py")):
-        module = _module(f"workflows.{path.stem}")
+    for path in sorted(Path(workflows.__path__[0]).glob("*/messages.py")):
+        module = importlib.import_module(f"workflows.{path.parent.name}.messages")
         for kind, one in inspect.getmembers(module, inspect.isclass):
             if is_dataclass(one) and one.__module__ == module.__name__:
                 found[kind] = one
     return found
 
 
-def _module(name: str) -> Any:
-    """None: this release has no such module."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
-
-
 def key_of(one: type[Any]) -> str:
-    return f"{one.__module__.rpartition('.')[2]}.{one.__name__}"
+    [name] = (name for name, path in STRUCT_MODULES.items() if path == one.__module__)
+    return f"{name}.{one.__name__}"
 
 
 # --- shapes ------------------------------------------------------------------------------------------

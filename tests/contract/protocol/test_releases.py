@@ -14,18 +14,13 @@ import pytest
 from temporalio.converter import value_to_type
 
 from tests.contract.protocol import record, shapes
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 RELEASES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 LAST = RELEASES[-1]
 
 #: What an earlier release cannot read: (release, struct) → the value, and why that does no harm.
-UNREAD = {
-    ("0.1.0", "messages.WorkerEvent"): (
-        "Invalid enum value 'failed'",
-        "its relay drops the event with a log line; the launcher tells of the worker's end anyway",
-    ),
-}
+UNREAD: dict[tuple[str, str], tuple[str, str]] = {}
 
 
 def release(name: str) -> dict[str, Any]:
@@ -34,7 +29,7 @@ def release(name: str) -> dict[str, Any]:
 
 
 def test_there_is_a_release_to_compare_with() -> None:
-    assert {"0.1.0", "0.2.0", "0.3.0"} <= set(RELEASES)
+    assert "0.1.0" in RELEASES
     assert len(release(LAST)["structs"]) > 40
 
 

@@ -12,26 +12,25 @@ import pytest
 from redis.asyncio import Redis
 from temporalio.testing import ActivityEnvironment
 
-from activities.checking import Checking
-from activities.claiming import Claiming
-from activities.launching import Launching
-from activities.pool import Pool
-from activities.pool_situation import PoolSituation
-from activities.reloading import Reloading
-from activities.stopping import Stopping
+from activities.claims.claim import ClaimActivities
+from activities.claims.health import HealthActivity
+from activities.claims.reload import ReloadActivity
+from activities.claims.stop import StopActivity
+from activities.pool.launch import LaunchActivities
+from activities.pool.sizing import PoolActivities, PoolDemand
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec
 from infra.market import calendar
 from infra.settings import Settings
-from infra.vault import master_key, orchestrator_keys, vault
-from infra.vault.master_key import MasterKeyRing
-from infra.vault.orchestrator_keys import OrchestratorKeys
+from infra.vault import key_pairs, vault
+from infra.vault import key_pairs as orchestrator_keys
+from infra.vault.key_pairs import MasterKeyRing, OrchestratorKeys
 from tests.integration.activities.scripted import POOL, ScriptedWorker, born
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 T = TypeVar("T")
 SECRET = Credentials(api_key="key-canary", secret_key="secret-canary")
@@ -52,13 +51,13 @@ class Yard:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self.claiming = Claiming(self.client, self.database, self.ring, self.keys)
-        self.launching = Launching(self.client, self.database, self.launcher, self.settings, self.keys)
-        self.stopping = Stopping(self.client, self.database, self.launcher, self.keys)
-        self.checking = Checking(self.client, self.database, self.launcher)
-        self.reloading = Reloading(self.client, self.database, self.ring, self.keys)
-        self.pool = Pool(
-            self.client, self.database, self.launcher, PoolSituation(self.database, calendar.load())
+        self.claiming = ClaimActivities(self.client, self.database, self.ring, self.keys)
+        self.launching = LaunchActivities(self.client, self.database, self.launcher, self.settings, self.keys)
+        self.stopping = StopActivity(self.client, self.database, self.launcher, self.keys)
+        self.checking = HealthActivity(self.client, self.database, self.launcher)
+        self.reloading = ReloadActivity(self.client, self.database, self.ring, self.keys)
+        self.pool = PoolActivities(
+            self.client, self.database, self.launcher, PoolDemand(self.database, calendar.load_calendar())
         )
 
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
@@ -66,11 +65,13 @@ class Yard:
 
     async def user(self, *, with_account: bool = True) -> str:
         user_id = f"u{next(self._numbers)}"
-        encrypted = await vault.encrypt(SECRET, self.ring.public, user_id=user_id, account_id="main")
+        encrypted = await vault.encrypt_credentials(
+            SECRET, self.ring.public, user_id=user_id, account_id="main"
+        )
         async with self.database.session() as session:
-            await users.create(session, user_id)
+            await users.create_user(session, user_id)
             if with_account:
-                await accounts.put(
+                await accounts.put_account(
                     session,
                     user_id=user_id,
                     account_id="main",
@@ -103,14 +104,14 @@ class Yard:
 @pytest.fixture
 async def yard(valkey_client: Redis, migrated_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
     database = Database(migrated_database, pool_wait=30.0)
-    keys = orchestrator_keys.create(tmp_path / "orchestrator.key")
-    master_key.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
+    keys = orchestrator_keys.create_orchestrator_keys(tmp_path / "orchestrator.key")
+    key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
     made: dict[str, ScriptedWorker] = {}
     yield Yard(
         client=valkey_client,
         database=database,
         keys=keys,
-        ring=master_key.load_ring(tmp_path / "master.key"),
+        ring=key_pairs.load_ring(tmp_path / "master.key"),
         launcher=FakeLauncher(born(valkey_client, keys, made)),
         settings=Settings(data_dir=tmp_path, database_url=migrated_database),
         made=made,

@@ -14,21 +14,22 @@ from redis.exceptions import RedisError
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.cleaning import Cleaning
-from activities.maintenance import Maintenance
-from activities.slot import ask
-from activities.survey import Survey
-from infra import tasks, valkey
-from infra.database import worker_sessions
+from activities.maintenance.cleanup import AnomalyCleaner
+from activities.maintenance.passes import MaintenanceActivities
+from activities.maintenance.scan import FleetScanner
+from activities.pool.entries import ask
+from infra import tasks
+from infra.database.workers import sessions as worker_sessions
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec, Task
 from infra.local.process import HOST
+from infra.valkey import client as valkey
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.launch import WorkerConfig
-from workflows import maintenance_messages as mm
-from workflows import messages as m
+from workflows.maintenance import messages as mm
+from workflows.user_worker import messages as m
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,9 @@ class Serving:
     async def renew(self, state: str = "Active", idle: float = 0.0) -> str:
         """As its supervisor does; `idle`: seconds since its last order."""
         used_ms = int((time.time() - idle) * 1000)
-        renewed = await valkey.run(
+        renewed = await valkey.run_script(
             self.yard.client,
-            scripts.MARK,
+            scripts.RENEW_MARK,
             [keys.owner(self.user), keys.mark(self.user), keys.metadata(self.user)],
             [self.ref.epoch, self.ref.worker_id, 30_000, "last_activity_ms", used_ms, "state", state],
         )
@@ -64,9 +65,9 @@ class Fleet:
         """Maintenance takes this way to Valkey from now on."""
         yard = self.yard
         settings = yard.settings.model_copy(update={"maintenance_confirm": confirm})
-        survey = Survey(client, yard.database, yard.launcher, pool=POOL)
-        cleaning = Cleaning(client, yard.database, yard.launcher, self.temporal)
-        self.maintenance = Maintenance(survey, cleaning, yard.database, settings)
+        survey = FleetScanner(client, yard.database, yard.launcher, pool=POOL)
+        cleaning = AnomalyCleaner(client, yard.database, yard.launcher, self.temporal)
+        self.maintenance = MaintenanceActivities(survey, cleaning, yard.database, settings)
 
     async def fill(self, serving: int, free: int) -> None:
         for _ in range(serving):
@@ -181,7 +182,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def own_line(port: int) -> AsyncIterator[tuple[Line, Redis]]:
     line = Line(port)
     server = await asyncio.start_server(line.accepted, HOST, 0)
-    client = valkey.connect(f"redis://{HOST}:{server.sockets[0].getsockname()[1]}/0")
+    client = valkey.connect_valkey(f"redis://{HOST}:{server.sockets[0].getsockname()[1]}/0")
     try:
         yield line, client
     finally:
@@ -209,4 +210,4 @@ async def renewing(fleet: Fleet) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await tasks.end(task)
+        await tasks.cancel_tasks(task)

@@ -11,18 +11,18 @@ from typing import Self
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from activities.slot import ask
-from infra import tasks, valkey
-from worker_runtime.boottime import wall_ms
+from activities.pool.entries import ask
+from infra import tasks
+from infra.valkey import client as valkey
 from worker_runtime.brokers.port import Listing
+from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.exchange import ExchangeOrder
-from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import Answer, Failure, decode, encode
-from worker_runtime.protocol.requests import QueryAccount, Request, told
+from worker_runtime.protocol.requests import QueryAccount, Request, encode_report, parse_frame
 from worker_runtime.protocol.switches import OPEN
-from worker_runtime.reconciling import report_on
+from worker_runtime.trading.reconciliation import build_report
 
 
 class ReportingWorker:
@@ -44,13 +44,13 @@ class ReportingWorker:
         owner = keys.owner(self.user_id)
         generation = await valkey.ensure_generation(self._client, "g")
         owned = ["1", "w", generation, *OPEN.words()]
-        await valkey.run(self._client, scripts.OWN, [owner, keys.switch(self.user_id)], owned)
+        await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(self.user_id)], owned)
         await self._client.set(keys.mark(self.user_id), "1:w")
         self._task = asyncio.create_task(self._serve())
         return self
 
     async def __aexit__(self, *reason: object) -> None:
-        await tasks.end(self._task)
+        await tasks.cancel_tasks(self._task)
 
     async def _serve(self) -> None:
         for number in itertools.count():
@@ -62,13 +62,15 @@ class ReportingWorker:
         user = self.user_id
         names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
         names += [keys.pop(user), keys.switch(user)]
-        kind, item, *_ = await valkey.run(self._client, scripts.POP, names, ["1", "w", "w:1", str(number)])
+        kind, item, *_ = await valkey.run_script(
+            self._client, scripts.POP, names, ["1", "w", "w:1", str(number)]
+        )
         if kind != b"request":
             return False
-        query: Request = decode(parse(item).payload, Request)
+        query: Request = decode(parse_frame(item).payload, Request)
         assert isinstance(query, QueryAccount)
         self.asked.append(query)
-        await valkey.run(
+        await valkey.run_script(
             self._client,
             scripts.ANSWER,
             keys.answering(user, query.request_id),
@@ -84,7 +86,7 @@ class ReportingWorker:
             listing = Listing(self.orders, behind=0.0 if self.certain else None, reaches=3600.0)
         else:
             listing = self.broker()
-        report = report_on(
+        report = build_report(
             query.account_id, listing, taken_at_ms=taken_at, complete=self.complete, orders=listing.orders
         )
-        return Answer(request_id=query.request_id, report=told(report))
+        return Answer(request_id=query.request_id, report=encode_report(report))

@@ -13,30 +13,30 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-from activities import slot
-from activities.ensuring import Ensuring
-from activities.exit_watch import ExitWatch
-from activities.launching import Launching
-from activities.releases import Releases
-from activities.rollout import Rollout
-from activities.slot import ask
-from activities.timeline import Timeline
+from activities.events.exit_watcher import ExitWatcher
+from activities.events.recorder import TimelineActivity
+from activities.pool import entries
+from activities.pool.entries import ask
+from activities.pool.launch import LaunchActivities
+from activities.pool.snapshot import PoolSnapshots
+from activities.rollout.replacement import RolloutActivities
 from infra import tasks
 from infra.launchers.port import LaunchSpec, Task
 from infra.market import calendar
+from infra.temporal.starter import WorkerActivator
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
-from workflows import messages as m
 from workflows import names
-from workflows import pool_messages as pm
-from workflows import rollout_messages as rm
-from workflows.pool_policy import PoolPolicy
-from workflows.rollout import RolloutWorkflow
+from workflows.rollout import messages as rm
+from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import UserWorkerWorkflow
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.user_worker import messages as m
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 
 class Dock:
@@ -54,7 +54,7 @@ class Dock:
         #: users have asked for by then.
         self.shortage = 0
         self.begun = 0
-        self.ensuring = Ensuring(temporal, yard.settings)
+        self.ensuring = WorkerActivator(temporal, yard.settings)
         self._serving: set[asyncio.Task[None]] = set()
         yard.launcher._on_launch = self._launched
 
@@ -85,7 +85,7 @@ class Dock:
             await worker.announce()
             await asyncio.sleep(1.0)
         if task.version in self.frozen:  # it may have announced itself at the moment of its end
-            await slot.forget(self.yard.client, POOL, task.worker_id)
+            await entries.remove_entry(self.yard.client, POOL, task.worker_id)
             return
         while task in await launcher.list() and not worker.received:
             with suppress(AssertionError, RedisError):  # nothing came yet
@@ -105,21 +105,21 @@ class Dock:
         await ask(self.yard.client.delete(keys.mark(user_id)))
 
     async def close(self) -> None:
-        await tasks.end(*self._serving)
+        await tasks.cancel_tasks(*self._serving)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         yard = self.yard
-        launching = Launching(
+        launching = LaunchActivities(
             yard.client,
             yard.database,
             yard.launcher,
             yard.settings,
             yard.keys,
-            Releases(self.temporal),
+            PoolSnapshots(self.temporal),
         )
-        rollout = Rollout(
-            yard.client, yard.database, yard.launcher, self.temporal, calendar.load(), yard.settings
+        rollout = RolloutActivities(
+            yard.client, yard.database, yard.launcher, self.temporal, calendar.load_calendar(), yard.settings
         )
         lifecycle = Worker(
             self.temporal,
@@ -131,7 +131,7 @@ class Dock:
                 yard.claiming.connect_again,
                 yard.stopping.stop_worker,
                 yard.checking.check_worker,
-                Timeline(yard.database).record_timeline,
+                TimelineActivity(yard.database).record_timeline,
                 yard.pool.count_pool,
                 yard.pool.shrink_pool,
             ],
@@ -167,12 +167,12 @@ class Dock:
     async def hearing_exits(self) -> AsyncIterator[None]:
         """The pool hears of its workers' ends; else it looks once a minute when nothing else happens."""
         yard = self.yard
-        exits = ExitWatch(yard.client, yard.database, yard.launcher, self.temporal, pool=POOL)
+        exits = ExitWatcher(yard.client, yard.database, yard.launcher, self.temporal, pool=POOL)
         watching = asyncio.create_task(exits.run())
         try:
             yield
         finally:
-            await tasks.end(watching)
+            await tasks.cancel_tasks(watching)
 
     async def _end_workflows(self) -> None:
         """The server is shared with other tests, which have users and a pool of the same names."""
@@ -239,7 +239,7 @@ class Dock:
     def patience(self, seconds: float) -> None:
         """How long a user's start waits for a worker that says nothing."""
         settings = self.yard.settings.model_copy(update={"connect_timeout": seconds})
-        self.ensuring = Ensuring(self.temporal, settings)
+        self.ensuring = WorkerActivator(self.temporal, settings)
 
     async def ensure(self, user_id: str) -> None:
         """As a user who asks for a worker; raises what he is told."""

@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 
-from activities.slot import ask
-from infra import valkey
+from activities.pool.entries import ask
 from infra.launchers.port import LaunchSpec, Task
-from infra.vault.orchestrator_keys import OrchestratorKeys
+from infra.valkey import client as valkey
+from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.messages import (
     Claim,
@@ -66,9 +66,9 @@ class ScriptedWorker:
         self.failures: list[Failure] = []
 
     async def announce(self) -> str:
-        state = await valkey.run(
+        state = await valkey.run_script(
             self._client,
-            scripts.READY,
+            scripts.ANNOUNCE_WORKER,
             [
                 keys.pool_worker(POOL, self.worker_id),
                 keys.pool_ready(POOL),
@@ -109,7 +109,7 @@ class ScriptedWorker:
     async def confirm(self, claim: Claim) -> str:
         key = keys.pool_worker(POOL, self.worker_id)
         return bytes(
-            await valkey.run(self._client, scripts.SETTLE, [key], [claim.claim_id, "confirmed"])
+            await valkey.run_script(self._client, scripts.SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"])
         ).decode()
 
     def _open(self, claim: Claim) -> None:

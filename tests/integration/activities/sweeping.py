@@ -18,17 +18,18 @@ from sqlalchemy import update
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.ensuring import Ensuring
-from activities.order_sweeper import OrderSweeper
-from activities.slot import ask
-from infra import valkey
-from infra.database import accounts, orders, users
+from activities.orders.sweeper import OrderSweeper
+from activities.pool.entries import ask
+from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
+from infra.database.orders import acceptance as orders
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
+from infra.temporal.starter import WorkerActivator
+from infra.valkey import client as valkey
 from infra.vault import vault
-from infra.vault.master_key import MasterKeyRing
+from infra.vault.key_pairs import MasterKeyRing
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Credentials
 from workflows.names import order_id as order_id_of
@@ -53,10 +54,12 @@ class Stage:
     async def prepare(self, ring: MasterKeyRing) -> None:
         await valkey.ensure_generation(self.client, GENERATION)
         credentials = Credentials(api_key="k", secret_key="s")
-        encrypted = await vault.encrypt(credentials, ring.public, user_id=self.user_id, account_id="main")
+        encrypted = await vault.encrypt_credentials(
+            credentials, ring.public, user_id=self.user_id, account_id="main"
+        )
         async with self.database.session() as session:
-            await users.create(session, self.user_id)
-            await accounts.put(
+            await users.create_user(session, self.user_id)
+            await accounts.put_account(
                 session,
                 user_id=self.user_id,
                 account_id="main",
@@ -67,7 +70,7 @@ class Stage:
             )
 
     def sweeper(self, **options: Any) -> OrderSweeper:
-        ensuring = Ensuring(self.temporal, self.settings)
+        ensuring = WorkerActivator(self.temporal, self.settings)
         return OrderSweeper(self.client, self.database, self.temporal, ensuring, self.settings, **options)
 
     async def order(
@@ -91,7 +94,7 @@ class Stage:
             unknown_blocks="off",
         )
         async with self.database.session() as session:
-            order_id = (await orders.accept(session, new)).order.id
+            order_id = (await orders.accept_order(session, new)).order.id
             self.ordered.append(order_id)
             if due:
                 columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)
@@ -101,7 +104,7 @@ class Stage:
 
     async def row(self, order_id: uuid.UUID) -> Order:
         async with self.database.session() as session:
-            return await orders.get(session, order_id)
+            return await orders.get_order(session, order_id)
 
     async def queued(self) -> list[bytes]:
         found: list[bytes] = await ask(self.client.lrange(keys.requests(self.user_id), 0, -1))
@@ -137,8 +140,10 @@ async def main(database_url: str, valkey_url: str, temporal_address: str, lease:
     database = Database(database_url)
     temporal = await Client.connect(temporal_address)
     settings = Settings(database_url=database_url)
-    ensuring = Ensuring(temporal, settings)
-    sweeper = OrderSweeper(valkey.connect(valkey_url), database, temporal, ensuring, settings, lease=lease)
+    ensuring = WorkerActivator(temporal, settings)
+    sweeper = OrderSweeper(
+        valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, lease=lease
+    )
     await sweeper.run()
 
 

@@ -15,23 +15,22 @@ from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.asking import Asking
-from activities.ensuring import Ensuring
-from activities.order_verifying import OrderVerifying
+from activities.orders.account_query import AccountQueryClient
+from activities.orders.verification import OrderActivities
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.exchange.behaviour import Behaviour
-from infra.exchange.client import ExchangeAdmin
-from infra.exchange.process import ExchangeServer
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.vault.master_key import MasterKeyRing
+from infra.temporal.starter import WorkerActivator
+from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.integration.activities.sweeping import Stage
 from worker_runtime.brokers.paper import PaperBroker
 from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
-from workflows import order_messages as om
-from workflows.order_state import Following, Step
+from workflows.order import messages as om
+from workflows.order.state import FollowedOrder, OrderStep
 
 #: The rule of a minute in short, so that a listing that is seconds behind is one that lags longer.
 SHORT = om.FollowSettings(first_pause=0.05, longest_pause=0.1, absent_after=0.5, absent_after_alive=0.5)
@@ -88,23 +87,25 @@ class Scene:
         return order_id
 
     async def look(self, order_id: uuid.UUID) -> om.Verified:
-        asking = Asking(self.stage.client, Ensuring(self.stage.temporal, self.stage.settings))
-        verifying = OrderVerifying(self.stage.client, self.stage.database, asking)
+        asking = AccountQueryClient(
+            self.stage.client, WorkerActivator(self.stage.temporal, self.stage.settings)
+        )
+        verifying = OrderActivities(self.stage.client, self.stage.database, asking)
         request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, look=0, timeout=20.0)
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
     async def follow(
-        self, order_id: uuid.UUID, meanwhile: Callable[[Following], Awaitable[None]] | None = None
-    ) -> Following:
+        self, order_id: uuid.UUID, meanwhile: Callable[[FollowedOrder], Awaitable[None]] | None = None
+    ) -> FollowedOrder:
         """Looks, as its workflow does, until the order is final, called absent, or a person's.
 
         `meanwhile`: what a test does after each look.
         """
-        follow = Following()
+        follow = FollowedOrder()
         worker = ReportingWorker(self.stage.client, self.stage.user_id)
         worker.broker = lambda: self.asked.orders(5.0)
         async with worker:
-            while follow.step(time.time(), FAR) == Step.WAIT:
+            while follow.step(time.time(), FAR) == OrderStep.WAIT:
                 follow = follow.saw(await self.look(order_id), time.time(), SHORT)
                 if follow.concern(time.time(), FAR, SHORT):
                     break
@@ -143,12 +144,12 @@ async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(scen
     order_id = await scene.unknown()
     enough = time.monotonic() + 3 * SHORT.absent_after_alive
 
-    async def catches_up(follow: Following) -> None:
+    async def catches_up(follow: FollowedOrder) -> None:
         if follow.looks >= 5 and time.monotonic() > enough:
             await scene.behave(Behaviour())
 
     follow = await scene.follow(order_id, catches_up)
-    assert (follow.step(time.time(), FAR), follow.state) == (Step.END, "filled")
+    assert (follow.step(time.time(), FAR), follow.state) == (OrderStep.END, "filled")
     assert "missing" in follow.story[0]
     assert (await scene.stage.row(order_id)).filled_quantity == 2
 
@@ -157,7 +158,7 @@ async def test_an_order_that_a_lagging_list_would_show_by_now_was_never_there(sc
     await scene.behave(Behaviour(listing_lag_ms=1_000))
     order_id = await scene.unknown(sent=False)
     follow = await scene.follow(order_id)
-    assert (follow.step(time.time(), FAR), follow.state) == (Step.SETTLE, "unknown")
+    assert (follow.step(time.time(), FAR), follow.state) == (OrderStep.SETTLE, "unknown")
     assert not await scene.in_ledger(order_id)
 
 
@@ -168,12 +169,12 @@ async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(s
     worker.broker = lambda: scene.asked.orders(5.0)
     async with worker:
         seen = await scene.look(order_id)
-    assert (seen.standing, seen.certain) == (om.Standing.MISSING, True)
+    assert (seen.standing, seen.certain) == (om.OrderStanding.MISSING, True)
     assert seen.behind >= 90
-    follow, quiet = Following(), seen.quiet_since
+    follow, quiet = FollowedOrder(), seen.quiet_since
     for later in (60.0, 90.0, 119.0, 121.0, 149.0):
         follow = follow.saw(seen, quiet + later, om.FollowSettings())
-        assert follow.step(quiet + later, FAR) == Step.WAIT
+        assert follow.step(quiet + later, FAR) == OrderStep.WAIT
     assert await scene.in_ledger(order_id)
 
 
@@ -187,7 +188,7 @@ async def test_where_the_list_may_leave_out_the_order_a_person_decides(
     await scene.behave(behaviour)
     order_id = await scene.unknown()
     follow = await scene.follow(order_id)
-    assert follow.step(time.time(), FAR) == Step.WAIT
+    assert follow.step(time.time(), FAR) == OrderStep.WAIT
     assert "does not prove" in follow.concern(time.time(), FAR, SHORT)
     assert await scene.in_ledger(order_id)
     assert (await scene.stage.row(order_id)).state == OrderState.UNKNOWN

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from activities.launching import COLD_PREFIX, worker_id_of
-from activities.slot import ask
-from infra.database import worker_sessions
+from activities.pool.entries import ask
+from activities.pool.launch import COLD_PREFIX, worker_id_of
+from infra.database.workers import sessions as worker_sessions
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim, Failure
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=True)
 
@@ -28,7 +28,7 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
     owner = await ask(yard.client.hgetall(keys.owner(user)))
     assert (owner[b"epoch"], owner[b"worker"]) == (b"1", worker.worker_id.encode())
     async with yard.database.session() as session:
-        row = await worker_sessions.of_worker(session, worker.worker_id)
+        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.launching import Launching
-from activities.releases import Standing, standing_of
+from activities.pool.launch import LaunchActivities
+from activities.pool.snapshot import PoolSnapshot, snapshot_of
 from infra.launchers.port import LaunchSpec, Task
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
-from workflows import messages as m
-from workflows import pool_messages as pm
-from workflows.pool_policy import PoolPolicy
-from workflows.rollout_messages import Release
+from workflows.rollout.messages import Release
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
 
 OLD, NEW = Release(version="1"), Release(version="2")
 
@@ -21,16 +21,18 @@ OLD, NEW = Release(version="1"), Release(version="2")
 class ToldPools:
     """Says of every pool what a test tells it."""
 
-    def __init__(self, standing: Standing | None) -> None:
+    def __init__(self, standing: PoolSnapshot | None) -> None:
         self.standing = standing
 
-    async def of(self, pool: str) -> Standing | None:
+    async def of(self, pool: str) -> PoolSnapshot | None:
         return self.standing
 
 
-def launching(yard: Yard, standing: Standing | None, *, limit: int = 0) -> Launching:
+def launching(yard: Yard, standing: PoolSnapshot | None, *, limit: int = 0) -> LaunchActivities:
     settings = yard.settings.model_copy(update={"pool_limit": limit})
-    return Launching(yard.client, yard.database, yard.launcher, settings, yard.keys, ToldPools(standing))
+    return LaunchActivities(
+        yard.client, yard.database, yard.launcher, settings, yard.keys, ToldPools(standing)
+    )
 
 
 def launch(user: str, timeout: float = 30.0) -> m.LaunchForClaim:
@@ -39,11 +41,11 @@ def launch(user: str, timeout: float = 30.0) -> m.LaunchForClaim:
 
 async def test_the_pools_own_limit_counts_and_not_the_settings(yard: Yard) -> None:
     await yard.worker()
-    full = launching(yard, Standing(limit=1))
+    full = launching(yard, PoolSnapshot(limit=1))
     with pytest.raises(ApplicationError, match="1 of 1 workers run") as refused:
         await yard.run(full.launch_for_claim, launch("u"))
     assert refused.value.type == "POOL_EXHAUSTED"
-    raised = launching(yard, Standing(limit=None), limit=1)
+    raised = launching(yard, PoolSnapshot(limit=None), limit=1)
     await yard.run(raised.launch_for_claim, launch("u"))
     assert len(await yard.launcher.list()) == 2
 
@@ -56,7 +58,7 @@ async def test_without_an_answer_of_the_pool_the_settings_count(yard: Yard) -> N
 
 
 async def test_a_limit_of_none_at_all_launches_nobody(yard: Yard) -> None:
-    closed = launching(yard, Standing(limit=0))
+    closed = launching(yard, PoolSnapshot(limit=0))
     with pytest.raises(ApplicationError, match="0 of 0 workers run"):
         await yard.run(closed.launch_for_claim, launch("u"))
 
@@ -77,7 +79,7 @@ def bad(yard: Yard, *versions: str) -> None:
 
 async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(yard: Yard) -> None:
     bad(yard, "2")
-    cold = launching(yard, Standing(release=NEW, good=OLD))
+    cold = launching(yard, PoolSnapshot(release=NEW, good=OLD))
     launched = await yard.run(cold.launch_for_claim, launch("u"))
     assert [(task.worker_id, task.version) for task in await yard.launcher.list()] == [
         (launched.worker_id, "1")
@@ -90,7 +92,7 @@ async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(
 @pytest.mark.parametrize("good", [None, NEW], ids=["unknown", "the same"])
 async def test_without_another_good_version_the_launch_fails(yard: Yard, good: Release | None) -> None:
     bad(yard, "2")
-    cold = launching(yard, Standing(release=NEW, good=good))
+    cold = launching(yard, PoolSnapshot(release=NEW, good=good))
     with pytest.raises(ApplicationError, match="ended before it was ready") as failed:
         await yard.run(cold.launch_for_claim, launch("u"))
     assert failed.value.type == pm.NEVER_READY
@@ -98,7 +100,7 @@ async def test_without_another_good_version_the_launch_fails(yard: Yard, good: R
 
 async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> None:
     bad(yard, "2")
-    cold = launching(yard, Standing(release=NEW, good=OLD))
+    cold = launching(yard, PoolSnapshot(release=NEW, good=OLD))
     with pytest.raises(ApplicationError) as failed:
         await yard.run(cold.launch_for_claim, launch("u", timeout=2.0))
     assert failed.value.type == pm.NEVER_READY
@@ -127,4 +129,4 @@ def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
         never_ready=never_ready,
         policy=PoolPolicy(target=1, limit=7),
     )
-    assert standing_of(view) == Standing(release=release, good=good, limit=7, missing=wanted)
+    assert snapshot_of(view) == PoolSnapshot(release=release, good=good, limit=7, missing=wanted)

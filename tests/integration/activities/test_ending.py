@@ -11,25 +11,27 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy import select
 from temporalio.testing import ActivityEnvironment
 
-from activities.slot import ask
-from infra import valkey
-from infra.database import worker_sessions
+from activities.pool.entries import ask
 from infra.database.models import AuditEntry
-from infra.job_desk import JobDesk
+from infra.database.workers import sessions as worker_sessions
+from infra.jobs.client import JobClient
 from infra.launchers.port import LauncherUnreachable
+from infra.valkey import client as valkey
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedWorker, popped
-from worker_runtime.protocol import job_keys, job_work, keys, scripts, sealing
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.messages import (
     ControlMessage,
     Credentials,
     Failure,
-    Release,
+    ReleaseClaim,
     ReloadCredentials,
     Shutdown,
     decode,
 )
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 
 async def serving_user(yard: Yard) -> tuple[str, ScriptedWorker, m.WorkerRef]:
@@ -44,9 +46,9 @@ async def serving_user(yard: Yard) -> tuple[str, ScriptedWorker, m.WorkerRef]:
 
 
 async def mark(yard: Yard, user: str, worker: ScriptedWorker, epoch: int) -> str:
-    state = await valkey.run(
+    state = await valkey.run_script(
         yard.client,
-        scripts.MARK,
+        scripts.RENEW_MARK,
         [keys.owner(user), keys.mark(user), keys.metadata(user)],
         [
             *(epoch, worker.worker_id, 30_000),
@@ -82,7 +84,7 @@ async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None
     assert not yard.launcher.stops
     assert not await ask(yard.client.exists(keys.mark(user), keys.metadata(user)))
     async with yard.database.session() as session:
-        row = await worker_sessions.last_of_worker(session, worker.worker_id)
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert row.end_reason == "idle"
 
@@ -108,7 +110,7 @@ async def test_a_claimed_worker_without_mark_hears_on_its_inbox(yard: Yard) -> N
     await worker.next()
 
     async def released() -> None:
-        assert isinstance(await worker.next(), Release)
+        assert isinstance(await worker.next(), ReleaseClaim)
         yard.launcher.end(worker.task_id, 0, "exited")
 
     await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, result.worker, 30.0)), released())
@@ -132,7 +134,7 @@ async def test_the_end_is_not_believed_while_the_launcher_is_away(yard: Yard) ->
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
     assert await ask(yard.client.exists(keys.mark(user)))
     async with yard.database.session() as session:
-        row = await worker_sessions.of_worker(session, ref.worker_id)
+        row = await worker_sessions.open_session_of_worker(session, ref.worker_id)
     assert row is not None
 
 
@@ -175,16 +177,16 @@ async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_st
 @pytest.mark.parametrize("delay", [0.0, 60.0])
 async def test_a_job_that_came_while_a_worker_ended_needs_another_one(yard: Yard, delay: float) -> None:
     user, _, ref = await serving_user(yard)
-    job = job_work.job_of("j", job_work.Ping(), delay=delay)
-    await JobDesk(yard.client).enqueue(job, tag=job_keys.of_user(user))
+    job = catalog.make_job("j", catalog.PingRunner(), delay=delay)
+    await JobClient(yard.client).enqueue(job, tag=job_keys.user_tag(user))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
-    await JobDesk(yard.client).cancel("j", tag=job_keys.of_user(user))
+    await JobClient(yard.client).cancel("j", tag=job_keys.user_tag(user))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 0
 
 
 async def test_jobs_of_a_runner_that_did_not_sign_off_need_another_worker(yard: Yard) -> None:
     user, _, ref = await serving_user(yard)
-    await ask(yard.client.hset(job_keys.beats(job_keys.of_user(user)), "dead", "7"))
+    await ask(yard.client.hset(job_keys.beats(job_keys.user_tag(user)), "dead", "7"))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
 
 

@@ -10,12 +10,13 @@ from uuid import UUID
 
 import pytest
 
-from activities.event_stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
-from activities.recorder import CLOSED_BY_WORKER, Recorder
-from activities.slot import ask
+from activities.events.recorder import CLOSED_BY_WORKER, Recorder
+from activities.events.stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.pool.entries import ask
 from infra import tasks
-from infra.database import orders, worker_sessions
 from infra.database.engine import DatabaseUnavailable
+from infra.database.orders import acceptance as orders
+from infra.database.workers import sessions as worker_sessions
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
@@ -59,7 +60,7 @@ async def reading(*streams: EventStream) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await tasks.end(*running)
+        await tasks.cancel_tasks(*running)
 
 
 async def until_heard(heard: Heard, count: int) -> None:
@@ -152,7 +153,7 @@ async def new_order(yard: Yard) -> str:
     user = await yard.user()
     now = datetime.now(UTC)
     async with yard.database.session() as session:
-        accepted = await orders.accept(
+        accepted = await orders.accept_order(
             session,
             orders.NewOrder(
                 user_id=user,
@@ -192,8 +193,8 @@ async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard
     await recorder.handle(events)
     await recorder.handle([*reversed(events), *events])
     async with yard.database.session() as session:
-        order = await orders.get(session, UUID(order_id))
-        recorded = await orders.events(session, UUID(order_id))
+        order = await orders.get_order(session, UUID(order_id))
+        recorded = await orders.events_of_order(session, UUID(order_id))
     assert (order.state, order.filled_quantity) == ("filled", 1)
     assert [event.state for event in recorded if event.state != "accepted"] == ["submitted", "filled"]
 
@@ -205,7 +206,7 @@ async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard,
         [moved(order_id, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
     )
     async with yard.database.session() as session:
-        assert (await orders.get(session, UUID(known))).state == "submitted"
+        assert (await orders.get_order(session, UUID(known))).state == "submitted"
 
 
 async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:
@@ -214,11 +215,11 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     recorder = Recorder(yard.database)
     await recorder.handle([told(1, worker=worker.worker_id)])
     async with yard.database.session() as session:
-        row = await worker_sessions.of_worker(session, worker.worker_id)
+        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert row.connected_at == datetime.fromtimestamp(5, UTC)
     await recorder.handle([told(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
     async with yard.database.session() as session:
-        row = await worker_sessions.last_of_worker(session, worker.worker_id)
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert row.end_reason == f"{CLOSED_BY_WORKER}bye"

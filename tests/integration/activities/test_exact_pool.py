@@ -13,22 +13,22 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
-from activities.launching import Launching
-from activities.pool import Pool
-from activities.pool_situation import PoolSituation
-from activities.slot import ask
-from infra import tasks, valkey
+from activities.pool.entries import ask
+from activities.pool.launch import LaunchActivities
+from activities.pool.sizing import PoolActivities, PoolDemand
+from infra import tasks
 from infra.launchers.fake import UnsteadyLauncher
 from infra.launchers.port import LaunchSpec, Task
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
+from infra.valkey import client as valkey
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.pool_policy import PoolPolicy
 from workflows.sandbox import workflow_runner
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 POOL = "exact"
 WANTED = 500
@@ -58,15 +58,15 @@ class Workers:
         claim = (keys.pool_claim(POOL, ""), keys.pool_born(POOL, ""))
         told = ("public_key", b"k" * 32, "proof", b"", "task", task.task_id, "version", "test")
         async with self._turn:
-            await valkey.run(
+            await valkey.run_script(
                 self._client,
-                scripts.READY,
+                scripts.ANNOUNCE_WORKER,
                 [worker, keys.pool_ready(POOL), *claim],
                 [task.worker_id, 600_000, "", keys.CLAIM_TTL, *told],
             )
 
     async def close(self) -> None:
-        await tasks.end(*self._starting)
+        await tasks.cancel_tasks(*self._starting)
 
 
 @asynccontextmanager
@@ -74,9 +74,11 @@ async def orchestrator(
     temporal: Client, valkey_url: str, yard: Yard, launcher: UnsteadyLauncher
 ) -> AsyncIterator[None]:
     """One that knows nothing of an earlier one, and lets go of what is in hand when it ends."""
-    client = valkey.connect(valkey_url, max_connections=256)
-    launching = Launching(client, yard.database, launcher, yard.settings, yard.keys)
-    pool = Pool(client, yard.database, launcher, PoolSituation(yard.database, calendar.load()))
+    client = valkey.connect_valkey(valkey_url, max_connections=256)
+    launching = LaunchActivities(client, yard.database, launcher, yard.settings, yard.keys)
+    pool = PoolActivities(
+        client, yard.database, launcher, PoolDemand(yard.database, calendar.load_calendar())
+    )
     async with (
         client,
         Worker(

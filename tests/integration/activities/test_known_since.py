@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from activities.slot import ask
-from infra import valkey
+from activities.pool.entries import ask
 from infra.local.servers import ValkeyServer, free_port
+from infra.valkey import client as valkey
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 
@@ -22,28 +22,31 @@ async def test_a_promoted_replica_is_known_since_the_first_look_at_it_however_lo
     server = ValkeyServer(short_directory, durable=False)
     server.start()
     try:
-        async with valkey.connect(server.url) as client:
-            await ask(client.hset(keys.SINCE, "server", "the one before"))
+        async with valkey.connect_valkey(server.url) as client:
+            await ask(client.hset(keys.SERVER_SINCE, "server", "the one before"))
             while (await client.info("server"))["uptime_in_seconds"] < 2:  # noqa: ASYNC110 — no event for it
                 await asyncio.sleep(0.05)
             await client.replicaof("127.0.0.1", str(free_port()))
             await client.replicaof("NO", "ONE")
             looked = (await client.time())[0]
-            await valkey.note_server(client, await valkey.server_id(client))
-            assert await valkey.known_since(client) >= looked
+            await valkey.note_server(client, await valkey.read_server_id(client))
+            assert await valkey.server_known_since(client) >= looked
     finally:
         server.stop()
 
 
-@pytest.mark.parametrize("creates", [valkey.ensure_generation, valkey.standing])
+@pytest.mark.parametrize("creates", [valkey.ensure_generation, valkey.read_generation_and_server])
 async def test_a_flushed_server_is_noted_by_whoever_gives_it_a_generation(
     yard: Yard, creates: Callable[..., Awaitable[object]]
 ) -> None:
     """Else a copy of it that is promoted later would pass for the first server of all."""
     await yard.client.flushall()
     await creates(yard.client, "g")
-    assert await ask(yard.client.hget(keys.SINCE, "server")) == (await valkey.server_id(yard.client)).encode()
-    assert await valkey.known_since(yard.client) == 0.0
-    await ask(yard.client.hset(keys.SINCE, "server", "the one before"))
+    assert (
+        await ask(yard.client.hget(keys.SERVER_SINCE, "server"))
+        == (await valkey.read_server_id(yard.client)).encode()
+    )
+    assert await valkey.server_known_since(yard.client) == 0.0
+    await ask(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     await creates(yard.client, "h")  # there is one: that is a copy
-    assert await valkey.known_since(yard.client) == math.inf
+    assert await valkey.server_known_since(yard.client) == math.inf

@@ -10,15 +10,16 @@ import asyncpg
 import pytest
 from sqlalchemy import text
 
-from activities.recorder import Recorder
-from activities.slot import ask
-from infra.database import accounts, orders
+from activities.events.recorder import Recorder
+from activities.pool.entries import ask
+from infra.database import accounts
 from infra.database.models import Order
+from infra.database.orders import acceptance as orders
 from infra.launchers.port import Task
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 
 async def test_a_claim_that_valkey_lost_takes_no_second_worker(yard: Yard) -> None:
@@ -63,7 +64,7 @@ async def _accepted(yard: Yard, user: str, account: str) -> Order:
         trading_day=date(2026, 11, 23),
     )
     async with yard.database.session() as session:
-        return (await orders.accept(session, new)).order
+        return (await orders.accept_order(session, new)).order
 
 
 def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
@@ -81,7 +82,7 @@ def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
 async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> None:
     user = await yard.user()
     async with yard.database.session() as session:
-        [account] = [found.account_id for found in await accounts.of_user(session, user)]
+        [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
     order = await _accepted(yard, user, account)
     event = _told(str(order.id), "told")
     async with yard.database.session() as session:
@@ -92,13 +93,13 @@ async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> 
         await session.execute(text("alter table order_events_away rename to order_events"))
     await Recorder(yard.database).handle([event])
     async with yard.database.session() as session:
-        assert (await orders.get(session, order.id)).state == "submitted"
+        assert (await orders.get_order(session, order.id)).state == "submitted"
 
 
 async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Yard) -> None:
     user = await yard.user()
     async with yard.database.session() as session:
-        [account] = [found.account_id for found in await accounts.of_user(session, user)]
+        [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
     strange, good = await _accepted(yard, user, account), await _accepted(yard, user, account)
     await Recorder(yard.database).handle(
         [
@@ -109,9 +110,9 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Y
         ]
     )
     async with yard.database.session() as session:
-        assert (await orders.get(session, strange.id)).reason == "a NUL  in the broker's text"
-        assert (await orders.get(session, good.id)).state == "submitted"
-        assert {event.event_id for event in await orders.events(session, good.id)} == {
+        assert (await orders.get_order(session, strange.id)).reason == "a NUL  in the broker's text"
+        assert (await orders.get_order(session, good.id)).state == "submitted"
+        assert {event.event_id for event in await orders.events_of_order(session, good.id)} == {
             f"{good.id}:accepted",
             "better",
         }

@@ -9,9 +9,10 @@ import pytest
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.anomalies import Kind
-from activities.slot import ask
-from infra.database import maintenance, worker_sessions
+from activities.maintenance.anomalies import AnomalyKind
+from activities.pool.entries import ask
+from infra.database.workers import maintenance
+from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import Listener, listening
@@ -82,7 +83,7 @@ async def task_that_announces_nothing(fleet: Fleet) -> Callable[[], Awaitable[bo
 async def task_whose_assignment_is_over(fleet: Fleet) -> Callable[[], Awaitable[bool]]:
     one = fleet.serving.pop()
     async with fleet.yard.database.session() as session:
-        await worker_sessions.end(session, claim_id=one.ref.claim_id, reason="by hand")
+        await worker_sessions.end_session(session, claim_id=one.ref.claim_id, reason="by hand")
     await ask(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
 
     async def gone() -> bool:
@@ -118,7 +119,7 @@ async def two_workers_of_a_user(fleet: Fleet) -> Callable[[], Awaitable[bool]]:
 async def claim_that_got_nowhere(fleet: Fleet) -> Callable[[], Awaitable[bool]]:
     user = await fleet.yard.user()
     async with fleet.yard.database.session() as session:
-        await worker_sessions.assign(session, user_id=user, claim_id="nowhere", pool=POOL)
+        await worker_sessions.assign_epoch(session, user_id=user, claim_id="nowhere", pool=POOL)
     await fleet.execute(
         "update worker_sessions set assigned_at = assigned_at - interval '1 h' where claim_id = 'nowhere'"
     )
@@ -162,29 +163,29 @@ async def worker_that_is_dead_by_the_books_alive(fleet: Fleet) -> Callable[[], A
 
 async def ended(fleet: Fleet, claim_id: str) -> bool:
     async with fleet.yard.database.session() as session:
-        row = await worker_sessions.of_claim(session, claim_id)
+        row = await worker_sessions.session_of_claim(session, claim_id)
     return row is not None and row.ended_at is not None
 
 
 ANOMALIES = [
-    (mark_of_nobody, Kind.ORPHAN_MARK),
-    (mark_of_another_worker, Kind.STALE_MARK),
-    (metadata_without_a_mark, Kind.STALE_MARK),
-    (free_worker_that_does_not_run, Kind.STALE_MARK),
-    (task_that_announces_nothing, Kind.ORPHAN_TASK),
-    (task_whose_assignment_is_over, Kind.ORPHAN_TASK),
-    (two_workers_of_a_user, Kind.DUPLICATE),
-    (worker_claimed_for_nobody, Kind.OVERDUE),
-    (claim_that_got_nowhere, Kind.OVERDUE),
-    (worker_that_drains_for_ever, Kind.OVERDUE),
-    (worker_that_nobody_uses, Kind.OVERDUE),
-    (worker_that_is_dead_by_the_books_alive, Kind.OVERDUE),
+    (mark_of_nobody, AnomalyKind.ORPHAN_MARK),
+    (mark_of_another_worker, AnomalyKind.STALE_MARK),
+    (metadata_without_a_mark, AnomalyKind.STALE_MARK),
+    (free_worker_that_does_not_run, AnomalyKind.STALE_MARK),
+    (task_that_announces_nothing, AnomalyKind.ORPHAN_TASK),
+    (task_whose_assignment_is_over, AnomalyKind.ORPHAN_TASK),
+    (two_workers_of_a_user, AnomalyKind.DUPLICATE),
+    (worker_claimed_for_nobody, AnomalyKind.OVERDUE),
+    (claim_that_got_nowhere, AnomalyKind.OVERDUE),
+    (worker_that_drains_for_ever, AnomalyKind.OVERDUE),
+    (worker_that_nobody_uses, AnomalyKind.OVERDUE),
+    (worker_that_is_dead_by_the_books_alive, AnomalyKind.OVERDUE),
 ]
 
 
 @pytest.mark.parametrize(("plant", "kind"), ANOMALIES, ids=[plant.__name__ for plant, _ in ANOMALIES])
 async def test_the_second_pass_cleans_it_up_and_nothing_else(
-    fleet: Fleet, plant: Callable[[Fleet], Awaitable[Callable[[], Awaitable[bool]]]], kind: Kind
+    fleet: Fleet, plant: Callable[[Fleet], Awaitable[Callable[[], Awaitable[bool]]]], kind: AnomalyKind
 ) -> None:
     gone = await plant(fleet)
     first, nothing = await fleet.run()
@@ -198,7 +199,7 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
     assert await gone()
     assert healthy <= await fleet.running()
     async with fleet.yard.database.session() as session:
-        shown = await maintenance.shown(session)
+        shown = await maintenance.pass_summary(session)
     assert shown is not None
     assert (shown.found, shown.outcomes) == ({kind.value: 1}, outcomes)
     if plant is not mark_of_another_worker:  # that user's worker has no mark of its own now
@@ -242,7 +243,7 @@ async def test_a_second_attempt_does_not_call_healed_what_the_first_cleaned_up(f
     assert second.outcomes == {"earlier": 1}
 
 
-async def open_rows(fleet: Fleet) -> list[maintenance.Assignment]:
+async def open_rows(fleet: Fleet) -> list[maintenance.AssignmentRow]:
     async with fleet.yard.database.session() as session:
         return await maintenance.open_assignments(session)
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client
 
-from activities.slot import ask
-from activities.watcher import Watcher
-from infra import tasks, valkey
+from activities.events.mark_watcher import MarkWatcher
+from activities.pool.entries import ask
+from infra import tasks
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Task
 from infra.local.servers import TemporalServer, ValkeyServer
+from infra.valkey import client as valkey
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintaining import Fleet, ForgetfulLauncher, own_line, renewing
 from tests.integration.activities.scripted import born
@@ -48,18 +49,18 @@ async def ready(yard: Yard, temporal: Client) -> tuple[Fleet, Task]:
 async def watched(fleet: Fleet) -> AsyncIterator[None]:
     """The watcher beside, which puts owner keys back."""
     settings = fleet.yard.settings.model_copy(update={"watch_period": 0.05})
-    task = asyncio.create_task(Watcher(fleet.yard.client, fleet.temporal, settings).run())
+    task = asyncio.create_task(MarkWatcher(fleet.yard.client, fleet.temporal, settings).run())
     try:
         yield
     finally:
-        await tasks.end(task)
+        await tasks.cancel_tasks(task)
 
 
 @asynccontextmanager
 async def own_valkey(yard: Yard, folder: Path) -> AsyncIterator[ValkeyServer]:
     """A server that may be stopped; the yard is on it."""
     with ValkeyServer(folder / "valkey", durable=False) as server:
-        yard.client = valkey.connect(server.url)
+        yard.client = valkey.connect_valkey(server.url)
         yard.launcher = FakeLauncher(born(yard.client, yard.keys, yard.made))
         yard.__post_init__()
         try:

@@ -11,14 +11,14 @@ from sqlalchemy import text
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.morning import Morning, first_of
+from activities.claims.morning import MorningActivities, first_recent_day
 from infra.database.engine import Database
 from infra.market import calendar
 from infra.market.calendar import TAIPEI
 from worker_runtime.protocol.errors import BerthError, WorkerUnavailable
-from workflows import morning_messages as mo
+from workflows.morning import messages as mo
 
-DAYS = calendar.load()
+DAYS = calendar.load_calendar()
 
 
 class ScriptedStarter:
@@ -77,7 +77,7 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
     }.items():
         await trade(database, user_id, day)
     await trade(database, "last-day", date(2026, 2, 10))
-    morning, run = Morning(database, DAYS, ScriptedStarter()), ActivityEnvironment().run
+    morning, run = MorningActivities(database, DAYS, ScriptedStarter()), ActivityEnvironment().run
     plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
     assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 8, 30, tzinfo=TAIPEI)
@@ -87,13 +87,13 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
 
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
-    morning = Morning(database, DAYS, ScriptedStarter())
+    morning = MorningActivities(database, DAYS, ScriptedStarter())
     plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
     assert plan.reason == "2026-02-17 is no trading day"
 
 
 async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
-    morning = Morning(database, DAYS, ScriptedStarter())
+    morning = MorningActivities(database, DAYS, ScriptedStarter())
     with pytest.raises(ApplicationError) as refused:
         await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="tomorrow", days=5))
     assert refused.value.non_retryable
@@ -102,7 +102,7 @@ async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> Non
 async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Database) -> None:
     starter = ScriptedStarter()
     starter.errors["u2"] = WorkerUnavailable("no room")
-    morning, run = Morning(database, DAYS, starter), ActivityEnvironment().run
+    morning, run = MorningActivities(database, DAYS, starter), ActivityEnvironment().run
     assert (await run(morning.connect_user, mo.ConnectUser(user_id="u1"))).ok
     failed = await run(morning.connect_user, mo.ConnectUser(user_id="u2"))
     assert (failed.ok, failed.code, failed.retryable) == (False, "WORKER_UNAVAILABLE", True)
@@ -110,6 +110,6 @@ async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Da
 
 
 def test_trading_days_are_counted_over_holidays() -> None:
-    assert first_of(DAYS, date(2026, 11, 23), 5) == date(2026, 11, 16)
-    assert first_of(DAYS, date(2026, 2, 23), 1) == date(2026, 2, 11)
-    assert first_of(DAYS, date(2026, 11, 23), 0) == date(2026, 11, 23)
+    assert first_recent_day(DAYS, date(2026, 11, 23), 5) == date(2026, 11, 16)
+    assert first_recent_day(DAYS, date(2026, 2, 23), 1) == date(2026, 2, 11)
+    assert first_recent_day(DAYS, date(2026, 11, 23), 0) == date(2026, 11, 23)

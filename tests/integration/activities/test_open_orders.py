@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-from activities.slot import ask
-from infra.database import orders
-from infra.database.orders import NewOrder
+from activities.pool.entries import ask
+from infra.database.orders import acceptance as orders
+from infra.database.orders.acceptance import NewOrder
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
@@ -18,7 +18,7 @@ from worker_runtime.protocol.messages import (
     Signed,
     decode,
 )
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 
 async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
@@ -38,7 +38,7 @@ async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
         trading_day=datetime.now(UTC).date() + timedelta(days=1),
     )
     async with yard.database.session() as session:
-        order_id = str((await orders.accept(session, new)).order.id)
+        order_id = str((await orders.accept_order(session, new)).order.id)
         await orders.apply_outcome(session, OrderOutcome(order_id=order_id, state=state))
     return order_id
 

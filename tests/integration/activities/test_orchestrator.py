@@ -16,7 +16,8 @@ import pytest
 
 from infra.database.migrate import migrate
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
-from infra.vault import master_key, orchestrator_keys
+from infra.vault import key_pairs
+from infra.vault import key_pairs as orchestrator_keys
 from workflows.names import SEARCH_ATTRIBUTES
 
 READY_FILE = "orchestrator.ready"
@@ -67,8 +68,8 @@ def environment(tmp_path: Path, valkey_server: ValkeyServer, empty_database: str
 
 @pytest.fixture
 def keys(tmp_path: Path) -> None:
-    orchestrator_keys.create(tmp_path / "orchestrator.key")
-    master_key.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
+    orchestrator_keys.create_orchestrator_keys(tmp_path / "orchestrator.key")
+    key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 from temporalio.client import Client
 
-from activities.slot import ask
-from infra import valkey
-from infra.database import attention, order_watch
+from activities.pool.entries import ask
 from infra.database.engine import Database
+from infra.database.orders import attention
+from infra.database.orders import watch as order_watch
 from infra.local.servers import TemporalServer, ValkeyServer
-from infra.request_queue import RequestQueue, place_request
 from infra.settings import Settings
-from infra.vault.master_key import MasterKeyRing
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestQueue, place_request
+from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.sweeping import Stage
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import (
     Answer,
     Failure,
@@ -36,6 +36,7 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
+from worker_runtime.protocol.requests import parse_frame
 from workflows.names import user_worker_id
 
 
@@ -61,7 +62,7 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
     await asyncio.gather(stage.sweeper().round(), stage.sweeper().round())
     await stage.order(due=False)  # not due: left alone
     [item] = await stage.queued()
-    request: PlaceOrder = decode(parse(item).payload, PlaceOrder)
+    request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
     assert (request.order_id, request.reply_to) == (str(order_id), "")
     found = await stage.row(order_id)
     assert found.state == "accepted"
@@ -105,10 +106,10 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     if queued:
         await RequestQueue(stage.client).enqueue(request, 30.0)
     note: dict[Any, Any] = {
-        "server": await valkey.server_id(stage.client),
+        "server": await valkey.read_server_id(stage.client),
         "at_ms": (await stage.client.time())[0] * 1000,
     }
-    await ask(stage.client.hset(keys.SINCE, mapping=note))
+    await ask(stage.client.hset(keys.SERVER_SINCE, mapping=note))
     await stage.sweeper().round()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
@@ -185,7 +186,7 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     assert found.verify_at > datetime.now(UTC) + timedelta(seconds=60)
     # A person wants to know: at once, though the workflow runs.
     async with stage.database.session() as session:
-        await attention.recheck(session, order_id, actor="key:7")
+        await attention.recheck_order(session, order_id, actor="key:7")
     assert await stage.sweeper().round() == 1
 
 
@@ -222,10 +223,10 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
             with suppress(ProcessLookupError):
                 sweeper.kill()
             await sweeper.wait()
-    queued = [uuid.UUID(parse(item).request_id) for item in await stage.queued()]
+    queued = [uuid.UUID(parse_frame(item).request_id) for item in await stage.queued()]
     assert sorted(queued) == sorted(ids)
     async with stage.database.session() as session:
-        assert await order_watch.abandoned(session) == 0
+        assert await order_watch.count_abandoned(session) == 0
 
 
 async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_another_one_started(

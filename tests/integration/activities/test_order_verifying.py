@@ -16,15 +16,16 @@ from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.asking import Asking
-from activities.ensuring import Ensuring
-from activities.order_verifying import OrderVerifying
-from activities.slot import ask
-from infra.database import orders, worker_sessions
+from activities.orders.account_query import AccountQueryClient
+from activities.orders.verification import OrderActivities
+from activities.pool.entries import ask
 from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
+from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.vault.master_key import MasterKeyRing
+from infra.temporal.starter import WorkerActivator
+from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.integration.activities.sweeping import Stage
 from worker_runtime.protocol import keys
@@ -41,7 +42,7 @@ from worker_runtime.protocol.messages import (
     TimeInForce,
     encode,
 )
-from workflows import order_messages as om
+from workflows.order import messages as om
 
 
 @pytest.fixture
@@ -58,12 +59,12 @@ async def stage(
     await database.close()
 
 
-def verifying(stage: Stage) -> OrderVerifying:
-    asking = Asking(stage.client, Ensuring(stage.temporal, stage.settings))
-    return OrderVerifying(stage.client, stage.database, asking)
+def verifying(stage: Stage) -> OrderActivities:
+    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
+    return OrderActivities(stage.client, stage.database, asking)
 
 
-async def look(stage: Stage, order_id: uuid.UUID, by: OrderVerifying | None = None) -> om.Verified:
+async def look(stage: Stage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
     request = om.VerifyOrder(order_id=str(order_id), user_id=stage.user_id, look=0, timeout=20.0)
     return await ActivityEnvironment().run((by or verifying(stage)).verify_order, request)
 
@@ -93,11 +94,11 @@ async def test_a_final_order_asks_nobody(stage: Stage) -> None:
     order_id = await stage.order(state="filled")
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state, worker.asked) == (om.Standing.FINAL, "filled", [])
+    assert (seen.standing, seen.state, worker.asked) == (om.OrderStanding.FINAL, "filled", [])
 
 
 async def test_an_order_that_nobody_knows_ends_its_workflow(stage: Stage) -> None:
-    assert (await look(stage, uuid.uuid4())).standing == om.Standing.GONE
+    assert (await look(stage, uuid.uuid4())).standing == om.OrderStanding.GONE
 
 
 async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: Stage) -> None:
@@ -105,7 +106,7 @@ async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: St
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = encode(Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    assert (await look(stage, order_id)).standing == om.Standing.FINAL
+    assert (await look(stage, order_id)).standing == om.OrderStanding.FINAL
     assert (await stage.row(order_id)).filled_quantity == 2
 
 
@@ -114,7 +115,7 @@ async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(stage: Stage)
     found = await listed(stage, order_id, OrderState.FILLED, 1, 1)
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.Standing.FINAL, "filled")
+    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
     row = await stage.row(order_id)
     assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
     assert (row.average_price, row.verify_at) == (Decimal("100.5"), None)
@@ -127,7 +128,7 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
     found = structs.replace(await listed(stage, order_id, OrderState.FILLED, 2), symbol="TXFL6")
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.Standing.FINAL, "filled")
+    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
 
 
 async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncertain(stage: Stage) -> None:
@@ -135,7 +136,7 @@ async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncert
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     async with ReportingWorker(stage.client, stage.user_id, sold):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.complete, seen.certain) == (om.Standing.MISSING, True, False)
+    assert (seen.standing, seen.complete, seen.certain) == (om.OrderStanding.MISSING, True, False)
 
 
 async def test_an_order_that_works_at_the_broker_is_followed_on(stage: Stage) -> None:
@@ -144,7 +145,7 @@ async def test_an_order_that_works_at_the_broker_is_followed_on(stage: Stage) ->
     async with ReportingWorker(stage.client, stage.user_id, found):
         for _ in range(2):
             seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.Standing.LISTED, "part_filled")
+    assert (seen.standing, seen.state) == (om.OrderStanding.LISTED, "part_filled")
     assert (await stage.row(order_id)).filled_quantity == 1
 
 
@@ -153,24 +154,24 @@ async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: St
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     taken = await listed(stage, order_id, OrderState.FILLED, 2)
     async with stage.database.session() as session:
-        row = await orders.get(session, earlier)
+        row = await orders.get_order(session, earlier)
         row.tag, row.trading_day = taken.tag, datetime(2026, 1, 5, tzinfo=UTC).date()
         row.broker_order_id = taken.broker_order_id
     async with ReportingWorker(stage.client, stage.user_id, sold, taken):
         seen = await look(stage, order_id)
-    assert seen.standing == om.Standing.MISSING
+    assert seen.standing == om.OrderStanding.MISSING
 
 
 async def serve(stage: Stage, *, ended: bool) -> int:
     """The row of a worker; returns its epoch."""
     claim = uuid.uuid4().hex
     async with stage.database.session() as session:
-        assigned = await worker_sessions.assign(
+        assigned = await worker_sessions.assign_epoch(
             session, claim_id=claim, user_id=stage.user_id, pool="default"
         )
         await worker_sessions.set_worker(session, claim_id=claim, worker_id=claim, task_id="t", warm=True)
         if ended:
-            await worker_sessions.end(session, claim_id=claim, reason="died")
+            await worker_sessions.end_session(session, claim_id=claim, reason="died")
     return assigned.epoch
 
 
@@ -196,7 +197,12 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Stage
         unsure = await look(stage, order_id)
         worker.complete = False
         partial = await look(stage, order_id)
-    assert (seen.standing, seen.complete, seen.certain, seen.dead) == (om.Standing.MISSING, True, True, died)
+    assert (seen.standing, seen.complete, seen.certain, seen.dead) == (
+        om.OrderStanding.MISSING,
+        True,
+        True,
+        died,
+    )
     assert abs(seen.quiet_since - time.time()) < 20
     assert (unsure.complete, unsure.certain) == (True, False)
     assert (partial.complete, partial.certain) == (False, False)
@@ -208,7 +214,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: Stage) -> None:
         worker.failure = SessionDown("it is being rebuilt")
         seen = await look(stage, order_id)
     assert (seen.standing, seen.code, seen.detail) == (
-        om.Standing.UNASKED,
+        om.OrderStanding.UNASKED,
         "SESSION_DOWN",
         "it is being rebuilt",
     )
@@ -216,7 +222,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: Stage) -> None:
 
 async def test_without_a_worker_one_is_asked_for_first(stage: Stage) -> None:
     seen = await look(stage, await stage.order(state="unknown"))
-    assert (seen.standing, seen.code) == (om.Standing.UNASKED, "WORKER_UNAVAILABLE")
+    assert (seen.standing, seen.code) == (om.OrderStanding.UNASKED, "WORKER_UNAVAILABLE")
     assert "no worker within" in seen.detail
 
 
@@ -225,7 +231,7 @@ async def test_looks_at_one_account_share_a_question(stage: Stage) -> None:
     ids = [await stage.order(state="unknown") for _ in range(5)]
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await asyncio.gather(*(look(stage, order_id, by) for order_id in ids))
-    assert {one.standing for one in seen} == {om.Standing.MISSING}
+    assert {one.standing for one in seen} == {om.OrderStanding.MISSING}
     assert len(worker.asked) < 5
 
 
@@ -254,7 +260,7 @@ async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: Stage) -> None:
 
 async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: Stage) -> None:
     await stage.client.set(keys.mark(stage.user_id), "1:w")
-    asking = Asking(stage.client, Ensuring(stage.temporal, stage.settings))
+    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
     question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
     rings = [await ask(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
     assert all(rings), "one ring, and nobody took the question"

@@ -11,11 +11,11 @@ import pytest
 import structlog
 from temporalio.client import Client
 
-from activities.event_stream import RECORDER_GROUP, RELAY_GROUP, EventStream
-from activities.exit_watch import ExitWatch
-from activities.recorder import Recorder
-from activities.relay import Relay
-from activities.slot import ask
+from activities.events.exit_watcher import ExitWatcher
+from activities.events.recorder import Recorder
+from activities.events.relay import Relay
+from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.pool.entries import ask
 from infra import tasks
 from infra.local.servers import TemporalServer
 from tests.integration.activities import listener
@@ -33,12 +33,12 @@ async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator
     """The loops that tell, as one process of an orchestrator runs them."""
     relay = EventStream(yard.client, RELAY_GROUP, Relay(temporal), consumer=name, abandoned_ms=100)
     recorder = EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), consumer=name)
-    watch = ExitWatch(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+    watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
     running = [asyncio.create_task(loop()) for loop in (relay.run, recorder.run, watch.run)]
     try:
         yield
     finally:
-        await tasks.end(*running)
+        await tasks.cancel_tasks(*running)
 
 
 async def tell(yard: Yard, user: str, sequence: int) -> None:

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.launching import POOL_PREFIX, Launching, worker_id_of
-from activities.slot import ask
+from activities.pool.entries import ask
+from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
 from infra.launchers.fake import NeverReadyLauncher
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
-from workflows import pool_messages as pm
+from workflows.worker_pool import messages as pm
 
 
 async def count(yard: Yard, *launching: str, launch_timeout: float = 30.0) -> pm.PoolCount:
@@ -95,7 +95,7 @@ async def test_shrinking_stops_free_workers_once(yard: Yard) -> None:
 
 async def test_a_worker_that_never_becomes_ready_is_stopped(yard: Yard) -> None:
     launcher = NeverReadyLauncher()
-    launching = Launching(yard.client, yard.database, launcher, yard.settings, yard.keys)
+    launching = LaunchActivities(yard.client, yard.database, launcher, yard.settings, yard.keys)
     with pytest.raises(ApplicationError, match="not ready"):
         await yard.run(launching.launch_pool_worker, launch("t1", timeout=0.1))
     assert not await launcher.list()
@@ -103,7 +103,7 @@ async def test_a_worker_that_never_becomes_ready_is_stopped(yard: Yard) -> None:
 
 async def test_a_worker_that_dies_while_starting_ends_the_launch(yard: Yard) -> None:
     launcher = NeverReadyLauncher()
-    launching = Launching(yard.client, yard.database, launcher, yard.settings, yard.keys)
+    launching = LaunchActivities(yard.client, yard.database, launcher, yard.settings, yard.keys)
 
     async def dies() -> None:
         while not launcher.launched:  # noqa: ASYNC110

@@ -15,13 +15,13 @@ from redis.asyncio import Redis
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.recorder import Recorder
-from infra.database import reconciliations
+from activities.events.recorder import Recorder
 from infra.database.engine import Database
-from infra.database.trading_models import Reconciliation
+from infra.database.trading import reconciliations
+from infra.database.trading.models import Reconciliation
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.vault.master_key import MasterKeyRing
+from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.sweeping import Stage
 from worker_runtime.protocol.errors import AccountBlocked
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
@@ -34,7 +34,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
-from worker_runtime.protocol.requests import AccountReport, told
+from worker_runtime.protocol.requests import AccountReport, encode_report
 
 
 @pytest.fixture
@@ -108,19 +108,24 @@ async def report(
         positions=list(positions),
     )
     event = AccountReported(
-        worker_id="w", user_id=stage.user_id, account_id="main", epoch=1, at_ms=now, report=told(found)
+        worker_id="w",
+        user_id=stage.user_id,
+        account_id="main",
+        epoch=1,
+        at_ms=now,
+        report=encode_report(found),
     )
     await Recorder(stage.database, differences_block=blocks).handle([event])
 
 
 async def rows(stage: Stage) -> list[Reconciliation]:
     async with stage.database.session() as session:
-        return list(await reconciliations.of_user(session, stage.user_id))
+        return list(await reconciliations.reconciliations_of_user(session, stage.user_id))
 
 
 async def resolve(stage: Stage, row: Reconciliation) -> None:
     async with stage.database.session() as session:
-        await reconciliations.resolve(session, row.id, actor="key:7", reason="bought by hand")
+        await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="bought by hand")
 
 
 async def test_books_that_agree_leave_no_trace(stage: Stage) -> None:
@@ -195,7 +200,7 @@ async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_some
     await stage.order()
     with pytest.raises(reconciliations.ReconciliationNotFound):
         async with stage.database.session() as session:
-            await reconciliations.resolve(session, row.id, actor="key:7", reason="again")
+            await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="again")
 
 
 async def test_what_an_account_held_before_its_first_comparison_is_where_its_books_begin(
@@ -315,8 +320,8 @@ async def test_two_comparisons_at_once_leave_one_open_row(stage: Stage) -> None:
     await asyncio.gather(*(report(stage, held("2330", lots)) for lots in range(1, 5)))
     assert [row.resolved_at for row in await rows(stage)].count(None) == 1
     async with stage.database.session() as session:
-        [waiting] = await reconciliations.waiting(session)
-        assert await reconciliations.waiting(session, after=waiting.id) == []
+        [waiting] = await reconciliations.open_reconciliations(session)
+        assert await reconciliations.open_reconciliations(session, after=waiting.id) == []
 
 
 async def test_a_report_that_cannot_be_read_does_not_stop_the_others(stage: Stage) -> None:

@@ -14,9 +14,9 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.rolling import Dock
-from workflows import messages as m
-from workflows.rollout import RolloutWorkflow
-from workflows.rollout_messages import AbortRollout, RolloutPhase
+from workflows.rollout.messages import AbortRollout, RolloutPhase
+from workflows.rollout.workflow import RolloutWorkflow
+from workflows.user_worker import messages as m
 
 #: Free workers that the pool keeps.
 READY = 4
@@ -112,7 +112,7 @@ async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_wai
     await claims(dock, users, 0.4, failed)  # more than were free: as a rule some are launched for their user
     result = await rollout.result()
     await dock.until_ready({"1": READY})
-    await tasks.end(floor)
+    await tasks.cancel_tasks(floor)
     assert (result.phase, result.retired) == (RolloutPhase.ROLLED_BACK, 0)
     assert "was not ready within 4 s" in result.reason
     assert failed == []
@@ -137,7 +137,7 @@ async def test_a_version_that_freezes_when_it_is_claimed_goes_back_and_its_users
         await claims(dock, users, 0.1, failed)
         result = await rollout.result()
         await dock.until_ready({"1": READY})
-    await tasks.end(floor)
+    await tasks.cancel_tasks(floor)
     assert result.phase == RolloutPhase.ROLLED_BACK
     assert result.reason.endswith("users in a row got a worker that did not serve them")
     assert failed == []

@@ -16,23 +16,25 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
-from activities.statements import Statements, last_ended
-from infra.database import statement_addresses, users
+from activities.reports.statements import StatementActivities, last_ended
+from infra.database import users
+from infra.database import users as statement_addresses
 from infra.database.engine import Database
-from infra.database.statement_addresses import Addresses
-from infra.job_desk import JobDesk
+from infra.database.users import StatementAddresses
+from infra.jobs.client import JobClient
 from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
-from worker_runtime.protocol import job_keys, job_work
-from worker_runtime.protocol.job_messages import Job, read_job
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import Job, read_job
 from workflows import names
-from workflows import statements_messages as sm
+from workflows.reports import messages as sm
+from workflows.reports.workflow import StatementsWorkflow
 from workflows.sandbox import bare_runner
-from workflows.statements import StatementsWorkflow
 
-DAYS = calendar.load()
+DAYS = calendar.load_calendar()
 #: A Friday, whose evening's trading ends on Saturday.
 DAY = date(2025, 10, 3)
 BOTH = Settings(mail_host="mail.example.com", webhook_key_files=(Path("key"),))
@@ -45,11 +47,11 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await made.close()
 
 
-async def with_addresses(database: Database, **addresses: Addresses) -> None:
+async def with_addresses(database: Database, **addresses: StatementAddresses) -> None:
     async with database.session() as session:
         for user_id, one in addresses.items():
-            await users.create(session, user_id)
-            await statement_addresses.put(session, user_id, one, actor="key:1")
+            await users.create_user(session, user_id)
+            await statement_addresses.put_addresses(session, user_id, one, actor="key:1")
 
 
 async def trade(database: Database, user_id: str, *times: datetime, symbol: str = "2330") -> None:
@@ -76,19 +78,21 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
             )
 
 
-def statements(database: Database, client: Redis, settings: Settings = BOTH, **options: Any) -> Statements:
-    return Statements(database, JobDesk(client, lambda _line: None), DAYS, settings, **options)
+def statements(
+    database: Database, client: Redis, settings: Settings = BOTH, **options: Any
+) -> StatementActivities:
+    return StatementActivities(database, JobClient(client, lambda _line: None), DAYS, settings, **options)
 
 
 async def enqueue(
-    made: Statements, *, after: str = "", limit: int = 100, rate: float = 5.0
+    made: StatementActivities, *, after: str = "", limit: int = 100, rate: float = 5.0
 ) -> sm.StatementsPage:
     request = sm.EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
     return await ActivityEnvironment().run(made.enqueue_statements, request)
 
 
 async def job(client: Redis, job_id: str) -> Job:
-    body = await client.hget(job_keys.job(job_keys.FLEET, job_id), "body")
+    body = await client.hget(job_keys.job(job_keys.FLEET_TAG, job_id), "body")
     assert body is not None, f"there is no job {job_id}"
     return read_job(body.encode() if isinstance(body, str) else body)
 
@@ -98,9 +102,9 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
 ) -> None:
     await with_addresses(
         database,
-        ann=Addresses(email="ann@example.com"),
-        bob=Addresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
-        eve=Addresses(),
+        ann=StatementAddresses(email="ann@example.com"),
+        bob=StatementAddresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+        eve=StatementAddresses(),
     )
     begin = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=5, minutes=30)
     second = timedelta(seconds=1)
@@ -113,18 +117,18 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
     assert await enqueue(made, after="bob") == sm.StatementsPage()
 
     mail = msgspec.json.decode(
-        (await job(valkey_client, "statement-mail.2025-10-03.ann")).args, type=job_work.MailStatement
+        (await job(valkey_client, "statement-mail.2025-10-03.ann")).args, type=catalog.MailStatement
     )
-    assert (mail.to, job_work.unpack(mail.orders)) == ("ann@example.com", [])
+    assert (mail.to, catalog.unpack_orders(mail.orders)) == ("ann@example.com", [])
     posted = await job(valkey_client, "statement-post.2025-10-03.bob")
     assert (posted.queue, posted.unique, posted.rate_key) == ("webhook", posted.job_id, "bob.example.com")
-    post = msgspec.json.decode(posted.args, type=job_work.PostStatement)
-    rows = job_work.unpack(post.orders)
+    post = msgspec.json.decode(posted.args, type=catalog.PostStatement)
+    rows = catalog.unpack_orders(post.orders)
     assert [(row.symbol, row.state, row.filled_quantity) for row in rows] == [("2330", "filled", 1)] * 2
 
 
 async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, valkey_client: Redis) -> None:
-    addresses = {f"u{number}": Addresses(email=f"u{number}@example.com") for number in range(5)}
+    addresses = {f"u{number}": StatementAddresses(email=f"u{number}@example.com") for number in range(5)}
     await with_addresses(database, **addresses)
     made = statements(database, valkey_client)
     page = await enqueue(made, limit=3, rate=0.1)
@@ -141,8 +145,8 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
 ) -> None:
     await with_addresses(
         database,
-        ann=Addresses(webhook_url="https://{ann}/"),
-        bob=Addresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+        ann=StatementAddresses(webhook_url="https://{ann}/"),
+        bob=StatementAddresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
     )
     noon = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
@@ -151,7 +155,7 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
     mail = await job(valkey_client, "statement-mail.2025-10-03.bob")
     assert (mail.name, "orders.csv" in msgspec.json.decode(mail.args)["text"]) == ("email", True)
     post = await job(valkey_client, "statement-post.2025-10-03.bob")
-    told = msgspec.json.decode(post.args, type=job_work.WebhookDelivery)
+    told = msgspec.json.decode(post.args, type=catalog.DeliverWebhook)
     assert (told.event, msgspec.json.decode(told.body)["code"]) == ("statement.too_large", "TOO_MANY_ORDERS")
 
 
@@ -160,8 +164,8 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
 ) -> None:
     await with_addresses(
         database,
-        ann=Addresses(email="ann@example.com"),
-        bob=Addresses(webhook_url="https://bob.example.com/hook"),
+        ann=StatementAddresses(email="ann@example.com"),
+        bob=StatementAddresses(webhook_url="https://bob.example.com/hook"),
     )
     plan = sm.PlanStatements(day=DAY.isoformat())
     for settings, wanted in (
@@ -198,7 +202,7 @@ def test_a_day_has_ended_when_its_evening_has() -> None:
 async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
     database: Database, valkey_client: Redis, temporal_server: TemporalServer
 ) -> None:
-    await with_addresses(database, ann=Addresses(email="ann@example.com"))
+    await with_addresses(database, ann=StatementAddresses(email="ann@example.com"))
     made = statements(database, valkey_client)
     client = await Client.connect(temporal_server.address)
     async with Worker(

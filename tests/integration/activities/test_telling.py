@@ -10,16 +10,16 @@ import pytest
 import structlog
 from temporalio.client import Client
 
-from activities.exit_watch import ExitWatch
-from activities.relay import Relay
-from activities.slot import ask
+from activities.events.exit_watcher import ExitWatcher
+from activities.events.relay import Relay
+from activities.pool.entries import ask
 from infra import tasks
-from infra.database import worker_sessions
+from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import Listener, listening, signals
 from tests.integration.activities.scripted import POOL, ScriptedWorker
-from worker_runtime.board import Board
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
@@ -37,8 +37,8 @@ async def user_with_worker(yard: Yard, name: str) -> tuple[str, ScriptedWorker]:
     return user, worker
 
 
-def watch(yard: Yard, temporal: Client) -> ExitWatch:
-    return ExitWatch(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+def watch(yard: Yard, temporal: Client) -> ExitWatcher:
+    return ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
 
 
 async def test_the_end_of_a_users_worker_reaches_that_users_workflow(yard: Yard, temporal: Client) -> None:
@@ -47,7 +47,7 @@ async def test_the_end_of_a_users_worker_reaches_that_users_workflow(yard: Yard,
         task = asyncio.create_task(watch(yard, temporal).run())
         yard.launcher.end(worker.task_id, -9, "killed")
         heard = await signals(handle, 1)
-        await tasks.end(task)
+        await tasks.cancel_tasks(task)
     assert heard[0][0] == "worker_lost"
     assert (heard[0][1]["worker_id"], heard[0][1]["exit_code"]) == (worker.worker_id, -9)
 
@@ -60,7 +60,7 @@ async def test_the_end_of_a_free_worker_reaches_its_pool_and_nobody_can_claim_it
         task = asyncio.create_task(watch(yard, temporal).run())
         yard.launcher.end(worker.task_id)
         heard = await signals(handle, 1)
-        await tasks.end(task)
+        await tasks.cancel_tasks(task)
     assert heard == [("worker_gone", {"worker_id": worker.worker_id})]
     assert not await ask(yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id)))
 
@@ -105,14 +105,14 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
     last = await yard.worker()
     yard.launcher.end(last.task_id)
     await busy.until(pool, 3)
-    await tasks.end(task)
+    await tasks.cancel_tasks(task)
     assert busy.signalled.count(pool) == 3
 
 
 async def test_an_end_that_the_workflow_ordered_is_not_told_again(yard: Yard, temporal: Client) -> None:
     user, worker = await user_with_worker(yard, "ordered")
     async with yard.database.session() as session:
-        await worker_sessions.end(session, claim_id="c1", reason="idle")
+        await worker_sessions.end_session(session, claim_id="c1", reason="idle")
     async with listening(temporal, names.user_worker_id(user)) as handle:
         yard.launcher.end(worker.task_id)
         async for ended in yard.launcher.exits():
@@ -152,7 +152,7 @@ async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
             # Heard is not yet noted as told, and what is not is told again: that changes only the count.
             while await ask(yard.client.get(keys.EXITS_TOLD)) != f"fake:{told}".encode():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            await tasks.end(task)
+            await tasks.cancel_tasks(task)
         gone = [said["worker_id"] for _, said in await pool.query(Listener.heard)]
         assert len(set(gone)) == len(gone)
         assert await signals(handle, 1) == heard
@@ -170,15 +170,15 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
         await watch(yard, temporal).tell(ended)
         break
     async with yard.database.session() as session:
-        assert await worker_sessions.of_worker(session, worker.worker_id) is None
-        row = await worker_sessions.last_of_worker(session, worker.worker_id)
+        assert await worker_sessions.open_session_of_worker(session, worker.worker_id) is None
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert (row.end_reason, row.crashed) == ("killed, no workflow", False)
 
 
 async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
     user = f"relay-{os.getpid()}"
-    board = Board()  # numbers the events, as it does in a worker
+    board = SharedState()  # numbers the events, as it does in a worker
     kinds = [
         WorkerEventKind.CONNECTED,
         WorkerEventKind.RECONNECTING,

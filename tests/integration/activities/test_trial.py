@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from activities.slot import ask
-from activities.trial import Trial, Trials
-from infra.database import worker_sessions
+from activities.pool.entries import ask
+from activities.rollout.canary import CanaryRegistry, CanaryRelease
+from infra.database.workers import sessions as worker_sessions
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
-from workflows import messages as m
-from workflows.rollout_messages import Release
+from workflows.rollout.messages import Release
+from workflows.user_worker import messages as m
 
-TRIAL = Trial(version="2", before=Release(version="1", image="w:1"), since=5.0)
+TRIAL = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
 
 
 async def free(yard: Yard, worker_id: str, version: str) -> ScriptedWorker:
@@ -30,13 +30,13 @@ def claim(user: str, claim_id: str, *failed: str) -> m.ClaimRequest:
     )
 
 
-async def counts(yard: Yard, trial: Trial = TRIAL) -> tuple[int, int]:
-    return await Trials(yard.client).begin(POOL, trial)
+async def counts(yard: Yard, trial: CanaryRelease = TRIAL) -> tuple[int, int]:
+    return await CanaryRegistry(yard.client).begin(POOL, trial)
 
 
 async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(yard: Yard) -> None:
     assert await counts(yard) == (0, 0)
-    trials = Trials(yard.client)
+    trials = CanaryRegistry(yard.client)
     for user, version in [("u1", "2"), ("u1", "2"), ("u2", "2"), ("u3", "1")]:
         await trials.failed(POOL, version, user)
     assert await counts(yard) == (0, 2)
@@ -48,23 +48,23 @@ async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(yard: Yard)
 
 async def test_another_rollout_of_the_same_version_is_counted_afresh(yard: Yard) -> None:
     await counts(yard, replace(TRIAL, condemned=True))
-    trials = Trials(yard.client)
+    trials = CanaryRegistry(yard.client)
     await trials.served(POOL, "2")
     await trials.failed(POOL, "2", "u1")
     assert await counts(yard, replace(TRIAL, condemned=True)) == (1, 1)
     assert await counts(yard, replace(TRIAL, since=6.0)) == (0, 0)
-    assert await Trials(yard.client).of(POOL) == replace(TRIAL, since=6.0)
+    assert await CanaryRegistry(yard.client).of(POOL) == replace(TRIAL, since=6.0)
 
 
 async def test_what_is_left_of_a_trial_after_a_flush_is_none(yard: Yard) -> None:
     await counts(yard)
-    trials = Trials(yard.client)
+    trials = CanaryRegistry(yard.client)
     assert await trials.of(POOL) == TRIAL
     await ask(yard.client.flushall())
     await trials.served(POOL, "2")  # by what this process still knows
-    assert await Trials(yard.client).of(POOL) is None
+    assert await CanaryRegistry(yard.client).of(POOL) is None
     assert await counts(yard) == (0, 0)
-    assert await Trials(yard.client).of(POOL) == TRIAL
+    assert await CanaryRegistry(yard.client).of(POOL) == TRIAL
 
 
 async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(yard: Yard) -> None:
@@ -77,7 +77,7 @@ async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(ya
     assert first.worker is not None
     assert (first.worker.worker_id, first.worker.version) == ("p-new-1", "2")
     async with yard.database.session() as session:
-        await worker_sessions.end(session, claim_id="c1", reason="it froze")
+        await worker_sessions.end_session(session, claim_id="c1", reason="it froze")
     second = await yard.run(yard.claiming.claim_worker, claim(user, "c2", "2"))
     assert second.worker is not None
     assert second.worker.worker_id == "p-old"

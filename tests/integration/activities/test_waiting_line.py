@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.launching import Launching
-from activities.slot import ask
+from activities.pool.entries import ask
+from activities.pool.launch import LaunchActivities
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
-from workflows import messages as m
+from workflows.user_worker import messages as m
 
 
-def limited(yard: Yard, limit: int) -> Launching:
+def limited(yard: Yard, limit: int) -> LaunchActivities:
     yard.settings = yard.settings.model_copy(update={"pool_limit": limit})
     yard.__post_init__()
     return yard.launching
@@ -23,7 +23,7 @@ def launch(user: str) -> m.LaunchForClaim:
     return m.LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=5.0)
 
 
-async def refused(yard: Yard, launching: Launching, user: str) -> str:
+async def refused(yard: Yard, launching: LaunchActivities, user: str) -> str:
     with pytest.raises(ApplicationError) as failed:
         await yard.run(launching.launch_for_claim, launch(user))
     assert failed.value.type == "POOL_EXHAUSTED"
@@ -61,4 +61,4 @@ async def test_a_free_worker_is_not_claimed_past_the_line(yard: Yard) -> None:
 
 async def test_without_a_limit_nobody_waits_in_line(yard: Yard) -> None:
     await yard.run(yard.launching.launch_for_claim, launch("anyone"))
-    assert not await ask(yard.client.exists(keys.pool_line(POOL), keys.pool_asked(POOL)))
+    assert not await ask(yard.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)))

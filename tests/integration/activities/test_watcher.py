@@ -18,22 +18,25 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.absences import Absences
-from activities.slot import ask
-from activities.watcher import LOCK, Watcher
-from infra import switching, tasks, valkey
-from infra.database import switches, worker_sessions
+from activities.events.absences import Absences
+from activities.events.mark_watcher import LOCK, MarkWatcher
+from activities.pool.entries import ask
+from infra import tasks
 from infra.database.engine import DatabaseUnavailable
-from infra.database.leader import lead
-from infra.database.switches import Scope
+from infra.database.locks import lead
+from infra.database.trading import switches
+from infra.database.trading.switches import TradingScope
+from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer, free_port
+from infra.valkey import client as valkey
+from infra.valkey import switch_fanout
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import Listener, listening, signals
 from tests.integration.activities.test_ending import mark
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.switches import SERVER, SwitchState, UserSwitch
-from workflows import messages as m
 from workflows import names
+from workflows.user_worker import messages as m
 
 CONFIRM, SETTLE = 0.4, 0.6
 
@@ -48,11 +51,11 @@ async def watching(yard: Yard, temporal: Client) -> AsyncIterator[None]:
     settings = yard.settings.model_copy(
         update={"watch_period": 0.05, "watch_confirm": CONFIRM, "mark_ttl": SETTLE}
     )
-    task = asyncio.create_task(Watcher(yard.client, temporal, settings).run())
+    task = asyncio.create_task(MarkWatcher(yard.client, temporal, settings).run())
     try:
         yield
     finally:
-        await tasks.end(task)
+        await tasks.cancel_tasks(task)
 
 
 class Serving:
@@ -112,7 +115,7 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     yard: Yard, temporal: Client
 ) -> None:
     workers = [await serving(yard) for _ in range(2)]
-    watcher = Watcher(yard.client, temporal, yard.settings)
+    watcher = MarkWatcher(yard.client, temporal, yard.settings)
     absences = Absences(confirm=0.0, settle=30.0)
     async with (
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
@@ -137,15 +140,15 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard, temporal: Client) -> None:
     one = await serving(yard)
     absences = Absences(confirm=0.0, settle=0.0)
-    away = valkey.connect(f"redis://127.0.0.1:{free_port()}/0")
+    away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
         listening(temporal, names.user_worker_id(one.user)) as handle,
         yard.database.engine.connect() as connection,
     ):
         await one.die()
-        await Watcher(away, temporal, yard.settings).look(connection, absences)
+        await MarkWatcher(away, temporal, yard.settings).look(connection, absences)
         assert await handle.query(Listener.heard) == []
-        await Watcher(yard.client, temporal, yard.settings).look(connection, absences)
+        await MarkWatcher(yard.client, temporal, yard.settings).look(connection, absences)
         assert len(await signals(handle, 1)) == 1
     await away.aclose()
 
@@ -153,7 +156,7 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard,
 async def test_one_without_a_workflow_is_logged_once_and_no_more(yard: Yard, temporal: Client) -> None:
     one = await serving(yard)
     await one.die()
-    watcher, absences = Watcher(yard.client, temporal, yard.settings), Absences(confirm=0.0, settle=0.0)
+    watcher, absences = MarkWatcher(yard.client, temporal, yard.settings), Absences(confirm=0.0, settle=0.0)
     async with yard.database.engine.connect() as connection:
         with structlog.testing.capture_logs() as logs:
             for _ in range(3):
@@ -166,17 +169,17 @@ async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_wat
     fresh_user, worker = await yard.user(), await yard.worker()
     await yard.run(yard.claiming.claim_worker, yard.claim(fresh_user, "fresh", reply_wait=0.05))
     async with yard.database.engine.connect() as connection:
-        assert [found.user_id for found in await worker_sessions.in_service(connection)] == [one.user]
+        assert [found.user_id for found in await worker_sessions.workers_in_service(connection)] == [one.user]
         # Its connect was never written down.
         await connection.execute(
             text(
                 "update worker_sessions set claimed_at = claimed_at - interval '1 h' where claim_id = 'fresh'"
             )
         )
-        found = {each.worker_id for each in await worker_sessions.in_service(connection)}
+        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
         assert found == {one.ref.worker_id, worker.worker_id}
         await connection.execute(text("update users set epoch = epoch + 1 where id = :id"), {"id": one.user})
-        found = {each.worker_id for each in await worker_sessions.in_service(connection)}
+        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
         assert found == {worker.worker_id}
 
 
@@ -213,7 +216,7 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
         changed.clear()
         await changed.wait()
     assert leading == ["first", "first stopped", "second"]
-    await tasks.end(second)
+    await tasks.cancel_tasks(second)
 
 
 #: Stops itself between two statements, or in the middle of one: a new statement is parsed by a message of
@@ -276,7 +279,9 @@ async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
 ) -> None:
     one, other = await serving(yard), await serving(yard)
     async with yard.database.session() as session:  # as if the API had died right after its commit
-        await switches.put(session, Scope(one.user), SwitchState.HALTED, actor="key:1", reason="a test")
+        await switches.put_switch(
+            session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
+        )
     await yard.client.delete(keys.switch(other.user))
     async with watching(yard, temporal):
         await until_field(yard, one.user, b"halted")
@@ -288,12 +293,14 @@ async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
 async def test_a_switch_that_is_thrown_and_lost_during_a_look_does_not_come_back_open(
     yard: Yard, temporal: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, look, tell, told = await serving(yard), switching.behind, switching.tell, []
+    one, look, tell, told = await serving(yard), switch_fanout.users_behind, switch_fanout.write_switches, []
 
     async def thrown_and_flushed(*given: Any) -> list[str]:
-        monkeypatch.setattr(switching, "behind", look)
+        monkeypatch.setattr(switch_fanout, "users_behind", look)
         async with yard.database.session() as session:
-            await switches.put(session, Scope(one.user), SwitchState.HALTED, actor="key:1", reason="a test")
+            await switches.put_switch(
+                session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
+            )
         await yard.client.delete(keys.switch(one.user))
         return await look(*given)
 
@@ -301,8 +308,8 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_look_does_not_come_back
         told.append(said[one.user].every)
         await tell(client, server, said)
 
-    monkeypatch.setattr(switching, "behind", thrown_and_flushed)
-    monkeypatch.setattr(switching, "tell", telling)
+    monkeypatch.setattr(switch_fanout, "users_behind", thrown_and_flushed)
+    monkeypatch.setattr(switch_fanout, "write_switches", telling)
     async with watching(yard, temporal):
         await until_field(yard, one.user, b"halted")
     assert set(told) == {SwitchState.HALTED}
@@ -310,12 +317,14 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_look_does_not_come_back
 
 async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard, temporal: Client) -> None:
     one, other = await serving(yard), await serving(yard)
-    server = (await valkey.server_id(yard.client)).encode()
+    server = (await valkey.read_server_id(yard.client)).encode()
     for user in (one.user, other.user):  # as the claim told it
         assert await ask(yard.client.hget(keys.switch(user), SERVER)) == server
     # A copy that lagged: the same version, for nobody switched since, or an older one.
     async with yard.database.session() as session:
-        await switches.put(session, Scope(one.user), SwitchState.HALTED, actor="key:1", reason="a test")
+        await switches.put_switch(
+            session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
+        )
     for user in (one.user, other.user):
         await ask(yard.client.hset(keys.switch(user), SERVER, "another one"))
     async with watching(yard, temporal):
@@ -329,7 +338,7 @@ async def test_one_that_stands_by_tells_the_switches_to_a_new_server_whoever_lea
 ) -> None:
     """The leader may be of an earlier release, which leaves another server's switch as it is."""
     one = await serving(yard)
-    server = (await valkey.server_id(yard.client)).encode()
+    server = (await valkey.read_server_id(yard.client)).encode()
     await ask(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
     leads = asyncio.Event()
 
@@ -342,30 +351,30 @@ async def test_one_that_stands_by_tells_the_switches_to_a_new_server_whoever_lea
     async with watching(yard, temporal):
         await until_field(yard, one.user, server, SERVER)
         assert not leader.done()
-    await tasks.end(leader)
+    await tasks.cancel_tasks(leader)
 
 
 async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_ever(
     yard: Yard, temporal: Client
 ) -> None:
-    server = await valkey.server_id(yard.client)
+    server = await valkey.read_server_id(yard.client)
     one = await serving(yard)
     await ask(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, server.encode(), SERVER)
-    assert await valkey.known_since(yard.client) == 0.0
-    await ask(yard.client.hset(keys.SINCE, "server", "the one before"))
-    assert await valkey.known_since(yard.client) == math.inf
+    assert await valkey.server_known_since(yard.client) == 0.0
+    await ask(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    assert await valkey.server_known_since(yard.client) == math.inf
     await ask(yard.client.hset(keys.switch(one.user), SERVER, "the one before"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, server.encode(), SERVER)
-    since = await valkey.known_since(yard.client)
+    since = await valkey.server_known_since(yard.client)
     before = (await yard.client.time())[0]
     running = (await yard.client.info("server"))["uptime_in_seconds"]  # asked between two looks at the clock
     after = (await yard.client.time())[0]
     assert before - running - 1 <= since <= after - running + 1
     await valkey.note_server(yard.client, server)
-    assert await valkey.known_since(yard.client) == since
+    assert await valkey.server_known_since(yard.client) == since
 
 
 async def until_field(yard: Yard, user: str, state: bytes, name: str = "*") -> None:

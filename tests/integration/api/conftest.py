@@ -21,13 +21,13 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from api.app import create_app
-from api.services.container import Services
-from infra.database import api_keys
+from api.container import Services
+from infra.database import users
 from infra.database.engine import Database
 from infra.local.servers import TemporalServer, ValkeyServer, free_port
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
-from infra.vault.master_key import create_master_key
+from infra.vault.key_pairs import create_master_key
 from tests.integration.api.lifecycle import Lifecycle, orchestrator
 from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
 
@@ -127,11 +127,11 @@ async def served(api: Api) -> AsyncIterator[str]:
         await asyncio.wait_for(task, 30)
 
 
-async def make_key(settings: Settings, role: api_keys.Role) -> str:
+async def make_key(settings: Settings, role: users.Role) -> str:
     database = Database(settings.database_url, pool_size=1)
     try:
         async with database.session() as session:
-            return (await api_keys.create(session, role)).token
+            return (await users.create_api_key(session, role)).token
     finally:
         await database.close()
 

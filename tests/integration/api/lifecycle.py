@@ -12,7 +12,8 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from tests.integration.api.scripted_worker import ScriptedWorker
-from workflows.messages import (
+from workflows.names import LIFECYCLE_QUEUE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
+from workflows.user_worker.messages import (
     ActiveWorker,
     EnsureActive,
     ReloadResult,
@@ -21,7 +22,6 @@ from workflows.messages import (
     UserWorkerView,
     WorkerRef,
 )
-from workflows.names import LIFECYCLE_QUEUE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 
 
 class Lifecycle:

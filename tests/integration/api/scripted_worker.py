@@ -12,9 +12,9 @@ from decimal import Decimal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra import tasks, valkey
+from infra import tasks
+from infra.valkey import client as valkey
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import (
     Answer,
     Failure,
@@ -24,7 +24,7 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, Request
+from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, Request, parse_frame
 from worker_runtime.protocol.switches import OPEN
 
 #: What the worker does with an order; None: it never answers.
@@ -71,7 +71,7 @@ class ScriptedWorker:
         #: What it says to cancels, changes and queries; None: nothing.
         self.reply: Callable[[Question], Answer | None] = lambda question: None
         self.taken = asyncio.Event()
-        self._client = valkey.connect(url, socket_timeout=10.0)
+        self._client = valkey.connect_valkey(url, socket_timeout=10.0)
         self._task: asyncio.Task[None] | None = None
 
     async def mark(self) -> None:
@@ -79,16 +79,18 @@ class ScriptedWorker:
         generation = await valkey.ensure_generation(self._client, "generation-1")
         owner, user = keys.owner(self.user_id), self.user_id
         owned = ["1", "scripted", generation, *OPEN.words()]
-        await valkey.run(self._client, scripts.OWN, [owner, keys.switch(user)], owned)
+        await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(user)], owned)
         args = ["1", "scripted", "30000", "state", "Active", "version", "0"]
-        await valkey.run(self._client, scripts.MARK, [owner, keys.mark(user), keys.metadata(user)], args)
+        await valkey.run_script(
+            self._client, scripts.RENEW_MARK, [owner, keys.mark(user), keys.metadata(user)], args
+        )
 
     async def start(self) -> None:
         await self.mark()
         self._task = asyncio.create_task(self._serve())
 
     async def stop(self) -> None:
-        await tasks.end(self._task)
+        await tasks.cancel_tasks(self._task)
         await self._client.aclose()
 
     async def _serve(self) -> None:
@@ -101,7 +103,7 @@ class ScriptedWorker:
         user = self.user_id
         names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
         try:
-            kind, item, left, *_ = await valkey.run(
+            kind, item, left, *_ = await valkey.run_script(
                 self._client,
                 scripts.POP,
                 [*names, keys.pop(user), keys.switch(user)],
@@ -112,7 +114,7 @@ class ScriptedWorker:
             return False
         if kind != b"request":
             return False
-        request: Request = decode(parse(item).payload, Request)
+        request: Request = decode(parse_frame(item).payload, Request)
         assert left > 0
         if isinstance(request, PlaceOrder):
             self.popped.append(request)
@@ -127,7 +129,7 @@ class ScriptedWorker:
 
     async def answer(self, item: bytes, answer: Answer, channel: str) -> None:
         names = keys.answering(self.user_id, answer.request_id)
-        await valkey.run(
+        await valkey.run_script(
             self._client, scripts.ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]
         )
 

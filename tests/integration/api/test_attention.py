@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.database import attention, orders, reconciliations
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
+from infra.database.trading import reconciliations
 from tests.integration.api.conftest import Api, StartWorker, an_order
 from tests.integration.api.scripted_worker import failed
 from worker_runtime.protocol.errors import OutcomeUnknown
@@ -23,14 +25,14 @@ async def an_unknown_order(api: Api, user: httpx.AsyncClient, start_worker: Star
     assert placed.status_code == 202, placed.text
     order: dict[str, Any] = placed.json()
     async with api.services.database.session() as session:
-        row = await orders.get(session, uuid.UUID(order["id"]))
+        row = await orders.get_order(session, uuid.UUID(order["id"]))
         row.state = "unknown"  # as the recorder writes it
     return order
 
 
 async def demand(api: Api, order: dict[str, Any], reason: str = "nobody knows") -> None:
     async with api.services.database.session() as session:
-        assert await attention.demand(session, uuid.UUID(order["id"]), reason)
+        assert await attention.demand_attention(session, uuid.UUID(order["id"]), reason)
 
 
 async def test_an_unknown_order_blocks_its_symbol_and_says_which_it_is(
@@ -78,7 +80,7 @@ async def test_a_user_has_an_own_order_looked_at_again_and_no_other(
     again = await user.post(f"/orders/{order['id']}/recheck")
     assert (again.status_code, again.json()["state"]) == (202, "needs_attention")
     async with api.services.database.session() as session:
-        assert (await orders.get(session, uuid.UUID(order["id"]))).verify_at is not None
+        assert (await orders.get_order(session, uuid.UUID(order["id"]))).verify_at is not None
     async with api.client(api.admin_key) as admin:
         made = await admin.post("/users", json={"user_id": f"{api.user}-other"})
         assert (await admin.post(f"/orders/{uuid.uuid4()}/recheck")).status_code == 404
@@ -136,7 +138,7 @@ async def test_differences_with_the_broker_are_shown_and_closed_by_an_operator(
     api: Api, user: httpx.AsyncClient
 ) -> None:
     async with api.services.database.session() as session:
-        row = await reconciliations.note(
+        row = await reconciliations.note_differences(
             session,
             user_id=api.user,
             account_id="main",

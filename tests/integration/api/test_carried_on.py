@@ -13,9 +13,9 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
-from api.services.alert_keeper import AlertKeeper
+from api.webhooks.keeper import AlertKeeper
 from infra.database.models import AuditEntry, Order
-from infra.database.trading_models import WebhookDelivery
+from infra.database.trading.models import WebhookAlert
 from infra.local.process import HOST
 from tests.integration.activities.maintaining import Line
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
@@ -33,9 +33,9 @@ async def leave(api: Api, **columns: str) -> None:
             await session.execute(text(f"update webhook_deliveries set {name} = {value}"))  # noqa: S608
 
 
-async def delivery(api: Api) -> WebhookDelivery:
+async def delivery(api: Api) -> WebhookAlert:
     async with api.services.database.session() as session:
-        return (await session.scalars(select(WebhookDelivery))).one()
+        return (await session.scalars(select(WebhookAlert))).one()
 
 
 async def failures(api: Api) -> list[AuditEntry]:
@@ -125,7 +125,7 @@ async def test_after_its_deadline_an_alert_opens_nothing_and_its_end_is_written(
     keeper = AlertKeeper(api.services.database, api.services.webhooks)
     await keeper.round()  # or the process's own, at the same time
 
-    async def ended() -> WebhookDelivery:
+    async def ended() -> WebhookAlert:
         while (row := await delivery(api)).refused is None:
             await keeper.round()
         return row
@@ -273,16 +273,16 @@ async def test_an_alert_that_cannot_be_read_holds_up_no_other(api: Api, start_wo
     async with api.services.database.session() as session:
         for digest, alert in (("1" * 64, {}), ("2" * 64, None)):
             now = func.clock_timestamp()
-            row = WebhookDelivery(webhook_id=UUID(made["id"]), digest=digest, alert=alert)
+            row = WebhookAlert(webhook_id=UUID(made["id"]), digest=digest, alert=alert)
             row.until, row.held_until = now + timedelta(seconds=60), now - timedelta(seconds=60)
             session.add(row)
-        session.add(WebhookDelivery(webhook_id=uuid4(), digest="3" * 64, alert={}, held_until=func.now()))
+        session.add(WebhookAlert(webhook_id=uuid4(), digest="3" * 64, alert={}, held_until=func.now()))
     await leave(api, held_until="least(held_until, now())")
     keeper = AlertKeeper(api.services.database, api.services.webhooks)
 
     async def refusals() -> list[str]:
         async with api.services.database.session() as session:
-            return [str(one) for one in await session.scalars(select(WebhookDelivery.refused)) if one]
+            return [str(one) for one in await session.scalars(select(WebhookAlert.refused)) if one]
 
     await keeper.round()
     await until(lambda: len(worker.popped) == 2)

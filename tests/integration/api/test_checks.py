@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.database import trading_limits
-from infra.database.trading_limits import Limits
+from infra.database.trading import limits as trading_limits
+from infra.database.trading.limits import LimitOverrides
 from tests.integration.api.conftest import Api, StartWorker, an_order, on_one_day, running_api
 
 
@@ -26,7 +26,9 @@ async def put_account(api: Api, account_id: str, broker: str, broker_type: str) 
 
 async def limit(api: Api, account_id: str = "main", **limits: Any) -> None:
     async with api.services.database.session() as session:
-        await trading_limits.put(session, api.user, account_id, Limits(**limits), actor="key:1")
+        await trading_limits.put_limits(
+            session, api.user, account_id, LimitOverrides(**limits), actor="key:1"
+        )
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: Api, pl
     assert await place(10, quantity=2) == (201, "filled")
     await limit(api, duplicate_window_s=0)
     async with api.services.database.session() as session:
-        assert (await trading_limits.get(session, api.user, "main")).duplicate_window_s == 0
+        assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
 
 
 async def test_taifex_takes_no_market_order_that_rests(api: Api, place: Any) -> None:

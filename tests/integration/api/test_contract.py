@@ -32,7 +32,7 @@ from tests.integration.api.lifecycle import Lifecycle
 from tests.integration.api.scripted_worker import Question
 from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
-from worker_runtime.protocol.requests import AccountReport, CancelOrder, QueryAccount, told
+from worker_runtime.protocol.requests import AccountReport, CancelOrder, QueryAccount, encode_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -63,7 +63,7 @@ def reply(question: Question) -> Answer:
             positions=[Position(symbol="2330", quantity=2, average_price="1001.5")],  # type: ignore[arg-type]
             balance=Balance(currency="TWD", cash=10, available=7),  # type: ignore[arg-type]
         )
-        return Answer(request_id=question.request_id, report=told(report))
+        return Answer(request_id=question.request_id, report=encode_report(report))
     state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
     outcome = OrderOutcome(order_id=question.order_id, state=state, broker_order_id="P-1")
     return Answer(request_id=question.request_id, outcome=outcome)

@@ -8,10 +8,10 @@ import time
 import httpx
 import pytest
 
-from api.errors import IntentExpired
-from api.schemas.orders import PlaceOrder
-from api.services.placing import Leg
-from infra.database import closing
+from api.http.errors import IntentExpired
+from api.orders.placer import OrderLeg
+from api.orders.schemas import OrderRequest
+from infra.database.orders import checks as closing
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import until
 from tests.integration.api.test_intents import broker, sent, want
@@ -82,11 +82,11 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
 ) -> None:
     worker = await start_worker(api.user)
     services = api.services
-    body = PlaceOrder.model_validate(an_order(symbol="MXFA6"))
-    leg = Leg(fingerprint="a leg", origin="a test")
+    body = OrderRequest.model_validate(an_order(symbol="MXFA6"))
+    leg = OrderLeg(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
-        await closing.alone(session, api.user, "main", "MXFA6")  # another process is at the position
-        since = await closing.clock(session)
+        await closing.lock_symbol(session, api.user, "main", "MXFA6")  # another process is at the position
+        since = await closing.database_clock(session)
         opening = asyncio.create_task(
             services.closing.open(api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2)
         )
@@ -95,5 +95,5 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     with pytest.raises(IntentExpired):
         await opening
     async with services.database.session() as session:
-        assert await closing.by_client_ids(session, api.user, [body.client_order_id]) == {}
+        assert await closing.orders_by_client_ids(session, api.user, [body.client_order_id]) == {}
     assert worker.popped == []

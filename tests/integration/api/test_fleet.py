@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infra.database import maintenance
+from infra.database.workers import maintenance
 from tests.integration.api.conftest import Api, served
 from tests.integration.api.lifecycle import Lifecycle
 
@@ -98,7 +98,7 @@ async def test_operators_see_the_last_pass_of_maintenance(api: Api) -> None:
         async with api.services.database.session() as session:
             number = await maintenance.begin_pass(
                 session,
-                place=maintenance.Place(generation="g", server="s", tasks=3),
+                place=maintenance.PassBasis(generation="g", server="s", tasks=3),
                 boot="b",
                 boottime=1.0,
                 scanned=3,
@@ -139,7 +139,7 @@ async def test_the_last_pass_is_a_table_on_the_command_line(api: Api, tmp_path: 
         async with api.services.database.session() as session:
             await maintenance.begin_pass(
                 session,
-                place=maintenance.Place(),
+                place=maintenance.PassBasis(),
                 boot="b",
                 boottime=1.0,
                 scanned=7,

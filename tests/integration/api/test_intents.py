@@ -12,7 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import func
 
-from infra.database import closing
+from infra.database.orders import checks as closing
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, silent, until
 from tests.integration.api.test_order_changes import resting, set_row
@@ -125,7 +125,7 @@ async def test_a_user_whose_closes_wait_holds_up_nobody_else(
         await broker(other, start_worker, 2)
         async with api.services.database.session() as session:
             for symbol in symbols:  # another process is at all of his positions
-                await closing.alone(session, api.user, "main", symbol)
+                await closing.lock_symbol(session, api.user, "main", symbol)
             path = f"/users/{api.user}/accounts/main/positions"
             waiting = [
                 asyncio.create_task(

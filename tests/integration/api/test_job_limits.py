@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database.models import AuditEntry
 from infra.settings import Settings
-from infra.vault.key_file import write
+from infra.vault.key_file import write_key_file
 from tests.integration.api.conftest import Api, running_api, served
 from tests.integration.jobs.stage import Stage, claim, ids
-from worker_runtime.protocol import job_keys
+from worker_runtime.jobs.protocol import keys as job_keys
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}
@@ -95,14 +95,14 @@ async def test_wrong_limits_unknown_types_and_users_are_refused(api: Api) -> Non
         assert (await admin.put("/job-limits/no-such-type", json={})).status_code == 404
         assert (await user.put("/job-limits/webhook", json={})).json()["code"] == "FORBIDDEN"
         assert (await user.get("/job-limits")).json()["code"] == "FORBIDDEN"
-        stored = await api.services.valkey.hgetall(job_keys.meta(job_keys.FLEET))
+        stored = await api.services.valkey.hgetall(job_keys.meta(job_keys.FLEET_TAG))
         assert not [name for name in stored if b"webhook" in name]
 
 
 async def test_the_command_line_sets_lists_and_clears(settings: Settings, tmp_path: Path) -> None:
     async with running_api(settings) as api, served(api) as url:
         key = tmp_path / "operator.key"
-        write(key, api.admin_key.encode(), private=True)
+        write_key_file(key, api.admin_key.encode(), private=True)
         where = ["--url", url.removesuffix("/v1"), "--key-file", str(key)]
 
         async def cli(*words: str, code: int = 0) -> str:

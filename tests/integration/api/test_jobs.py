@@ -22,7 +22,7 @@ from infra.database.models import AuditEntry
 from infra.settings import Settings
 from tests.integration.api.conftest import Api, an_order, on_one_day, running_api
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.protocol import job_keys
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol.messages import encode
 
 StartRunner = Callable[[str], None]
@@ -57,7 +57,7 @@ async def test_a_users_export_and_statement_are_made_of_his_orders(
     api: Api, user: httpx.AsyncClient, start_runner: StartRunner
 ) -> None:
     await on_one_day()
-    start_runner(job_keys.of_user(api.user))
+    start_runner(job_keys.user_tag(api.user))
     for number in (1, 2):
         made = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order(number))
         assert made.status_code == 202, made.text
@@ -92,14 +92,14 @@ async def test_waiting_ends_with_the_job_and_not_before(
     assert (await user.get(f"{path}?wait=0.05")).json()["state"] == "waiting"
     waiting = asyncio.create_task(user.get(f"{path}?wait=30"))
     await _somebody_waits(api, asked["id"])
-    start_runner(job_keys.of_user(api.user))
+    start_runner(job_keys.user_tag(api.user))
     job = (await waiting).json()
     assert (job["state"], job["attempt"], job["value"]["orders"]) == ("done", 1, 0)
 
 
 async def _somebody_waits(api: Api, job_id: str) -> None:
     client: Redis = api.services.valkey
-    channel = job_keys.done(job_keys.of_user(api.user), job_id)
+    channel = job_keys.done(job_keys.user_tag(api.user), job_id)
     for _ in range(1000):
         if (await client.pubsub_numsub(channel))[0][1]:
             return
@@ -115,7 +115,7 @@ async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
     assert (first.status_code, again.status_code) == (202, 202)
     assert first.json() == again.json()
     assert await api.services.valkey.zcard(
-        job_keys.lane(job_keys.of_user(api.user), "default", "statement")
+        job_keys.subqueue(job_keys.user_tag(api.user), "default", "statement")
     ) == (1)
     other = await put(user, api.user, type="statement", day="2026-11-19", job_id="s-1")
     assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
@@ -123,7 +123,9 @@ async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
 
 async def test_an_id_keeps_its_meaning_as_long_as_its_job_is_there(api: Api, user: httpx.AsyncClient) -> None:
     await put(user, api.user, **STATEMENT, job_id="s-1")
-    await api.services.valkey.delete(job_keys.asked(job_keys.of_user(api.user), "s-1"))  # a day has passed
+    await api.services.valkey.delete(
+        job_keys.request_digest(job_keys.user_tag(api.user), "s-1")
+    )  # a day has passed
     for _ in range(2):
         other = await put(user, api.user, type="statement", day="2026-11-19", job_id="s-1")
         assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
@@ -164,7 +166,7 @@ async def test_a_user_asks_for_so_many_jobs_while_results_are_kept_and_no_more(
     seen = [await asks_and_cancels() for _ in range(51)]
     assert seen == ["cancelled"] * 50 + ["TOO_MANY_JOBS"]
     client: Redis = api.services.valkey
-    assert 0 < await client.ttl(job_keys.lately(job_keys.of_user(api.user))) <= 500
+    assert 0 < await client.ttl(job_keys.recent_requests(job_keys.user_tag(api.user))) <= 500
 
 
 async def test_calls_that_come_at_once_get_no_more_than_one_after_the_other(
@@ -195,7 +197,7 @@ async def test_the_fleets_jobs_are_for_operators(
     for method, path in (("POST", "/jobs"), ("GET", "/jobs/x"), ("POST", "/jobs/x/cancel")):
         refused = await user.request(method, path, json=ping if path == "/jobs" else None)
         assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
-    start_runner(job_keys.FLEET)
+    start_runner(job_keys.FLEET_TAG)
     async with api.client(api.admin_key) as admin:
         assert (await admin.post("/jobs", json=ping)).status_code == 202
         job = (await admin.get(f"/jobs/ping-{api.user}?wait=20")).json()

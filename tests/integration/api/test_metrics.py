@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from infra.database import maintenance
 from infra.database.models import Order, WorkerSession
+from infra.database.workers import maintenance
 from tests.integration.api.conftest import Api
 from worker_runtime.protocol import keys
 
@@ -90,7 +90,7 @@ async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(a
         )
         number = await maintenance.begin_pass(
             session,
-            place=maintenance.Place(),
+            place=maintenance.PassBasis(),
             boot="b",
             boottime=1.0,
             scanned=7,

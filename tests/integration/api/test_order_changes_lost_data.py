@@ -8,10 +8,10 @@ from uuid import UUID
 
 import httpx
 
-from api.schemas.order_changes import CancelOrder
-from infra import valkey
-from infra.database import orders
+from api.orders.schemas import CancelRequest
 from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.valkey import client as valkey
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import silent
 from tests.integration.api.test_order_changes import set_row
@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 async def row_of(api: Api, order_id: str) -> Order:
     async with api.services.database.session() as session:
-        return await orders.get(session, UUID(order_id))
+        return await orders.get_order(session, UUID(order_id))
 
 
 async def queued(api: Api, user: httpx.AsyncClient) -> str:
@@ -59,11 +59,11 @@ async def promoted(api: Api, ahead: int = 0) -> None:
     be an older copy."""
     client = api.services.valkey
     note: dict[Any, Any] = {
-        "server": await valkey.server_id(client),
+        "server": await valkey.read_server_id(client),
         "at_ms": ((await client.time())[0] + ahead) * 1000,
     }
     async with client.pipeline() as pipe:
-        pipe.hset(keys.SINCE, mapping=note)
+        pipe.hset(keys.SERVER_SINCE, mapping=note)
         await pipe.execute()
 
 
@@ -100,7 +100,7 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
     order_id = await queued(api, user)
     before = await row_of(api, order_id)
     await set_row(api, order_id, state="submitting")  # and the queue is that of a moment before
-    changed = await api.services.changing.cancel(before, CancelOrder(request_id="x"), 0, "key:1")
+    changed = await api.services.changing.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
     assert (changed.order.state, changed.order.final, changed.answered) == (OrderState.UNKNOWN, False, False)
     found = await row_of(api, order_id)
     assert found.state == "unknown"

@@ -12,10 +12,10 @@ from uuid import UUID
 import httpx
 from sqlalchemy import update
 
-from api.services import order_events
-from api.services.order_events import OrderFeed
-from infra.database import orders
+from api.orders import feed as order_events
+from api.orders.feed import OrderFeed
 from infra.database.models import Order
+from infra.database.orders import acceptance as orders
 from tests.integration.api.conftest import Api, served
 from tests.integration.api.test_order_list import write
 from tests.integration.api.test_timeline import SOON, Followed

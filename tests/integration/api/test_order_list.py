@@ -12,9 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from api.services.order_export import COLUMNS, PAGE
-from infra.database import attention, orders
+from api.orders.export import COLUMNS, PAGE
 from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
 from tests.integration.api.conftest import Api
 
 _BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
@@ -40,7 +41,7 @@ async def write(api: Api, count: int = 1, *, first: int = 0, **changes: Any) -> 
                 deadline_at=_BEGIN,
                 trading_day=_BEGIN.date(),
             )
-            order = (await orders.accept(session, new)).order
+            order = (await orders.accept_order(session, new)).order
             values = {"created_at": _BEGIN + timedelta(minutes=number), **changes}
             await session.execute(update(Order).where(Order.id == order.id).values(values))
             made.append(order.id)
@@ -86,7 +87,7 @@ async def test_each_filter_leaves_the_others_out(api: Api, user: httpx.AsyncClie
     (raised,) = await write(api, 1, first=2)
     await write(api, 1, first=3, state="cancelled")
     async with api.services.database.session() as session:
-        assert await attention.demand(session, raised, "not found at the broker")
+        assert await attention.demand_attention(session, raised, "not found at the broker")
     assert await listed(user, api, state="open") == ["c-2", "c-1"]
     assert await listed(user, api, state="final") == ["c-3", "c-0"]
     assert await listed(user, api, state="needs_attention") == ["c-2"]

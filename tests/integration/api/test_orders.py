@@ -14,9 +14,9 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from activities.slot import ask
-from infra.database import orders
+from activities.pool.entries import ask
 from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
 from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import failed, filled, silent, until
 from worker_runtime.protocol import keys

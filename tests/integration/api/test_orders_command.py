@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.database import reconciliations
+from infra.database.trading import reconciliations
 from tests.integration.api.conftest import Api, StartWorker, served
 from tests.integration.api.test_attention import an_unknown_order, demand
 
@@ -73,7 +73,7 @@ async def test_an_operator_looks_rechecks_and_resolves(
 async def test_an_operator_sees_differences_and_closes_one(api: Api, berth: Berth) -> None:
     assert await berth("differences") == (0, "no difference waits for a person\n", "")
     async with api.services.database.session() as session:
-        row = await reconciliations.note(
+        row = await reconciliations.note_differences(
             session,
             user_id=api.user,
             account_id="main",

@@ -15,15 +15,15 @@ import pytest
 from temporalio.client import Client
 
 from api.app import create_app
-from api.errors import ValkeyUnavailable
-from api.services import answers
-from api.services.answers import AnswerListener
-from api.services.container import VALKEY_TIMEOUT
-from infra import valkey
+from api.container import VALKEY_TIMEOUT
+from api.http.errors import ValkeyUnavailable
+from api.workers import answers
+from api.workers.answers import AnswerListener
 from infra.database.migrate import migrate
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
 from infra.settings import Settings
-from infra.valkey_link import Link
+from infra.valkey import client as valkey
+from infra.valkey.link import ValkeyLink
 from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
 from tests.integration.api.lifecycle import Lifecycle, orchestrator
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
@@ -158,7 +158,7 @@ async def test_a_frozen_valkey_is_told_within_its_timeout(
 async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that_is_gone(
     own_valkey: ValkeyServer,
 ) -> None:
-    async with valkey.connect(own_valkey.url, socket_timeout=30.0) as client:
+    async with valkey.connect_valkey(own_valkey.url, socket_timeout=30.0) as client:
         listener = AnswerListener(client)
         os.kill(own_valkey.pid, signal.SIGSTOP)
         try:
@@ -170,7 +170,7 @@ async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that
         await starting
         assert listener.generation
         await listener.close()
-    async with valkey.connect(f"redis://127.0.0.1:{free_port()}/0") as client:
+    async with valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0") as client:
         listener = AnswerListener(client)
         await listener.start(3600.0)
         with pytest.raises(ValkeyUnavailable):
@@ -214,13 +214,13 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
     line = Line(own_valkey.port)
     server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-    beside = Link.beside
+    beside = ValkeyLink.beside
     async with (
         server,
-        valkey.connect(own_valkey.url) as client,
-        valkey.connect(url, socket_timeout=0.5) as over_the_line,
+        valkey.connect_valkey(own_valkey.url) as client,
+        valkey.connect_valkey(url, socket_timeout=0.5) as over_the_line,
     ):
-        monkeypatch.setattr(Link, "beside", lambda _client, heard: beside(over_the_line, heard))
+        monkeypatch.setattr(ValkeyLink, "beside", lambda _client, heard: beside(over_the_line, heard))
         listener = AnswerListener(client)
         await listener.start()
         first = listener.link

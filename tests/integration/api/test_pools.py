@@ -21,9 +21,9 @@ from infra.settings import Settings
 from tests.integration.api.conftest import Api, running_api, served
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.pool_policy import PoolPolicy
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 POOL = "steered"

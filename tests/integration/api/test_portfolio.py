@@ -15,7 +15,7 @@ from tests.integration.api.scripted_worker import Question, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Answer, Failure
-from worker_runtime.protocol.requests import AccountReport, QueryAccount, told
+from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
 
 
 def holding(
@@ -37,7 +37,7 @@ def holding(
             positions=list(positions) if question.positions else [],
             balance=balance if question.balance else None,
         )
-        return Answer(request_id=question.request_id, report=told(report))
+        return Answer(request_id=question.request_id, report=encode_report(report))
 
     return reply
 

@@ -16,19 +16,19 @@ from sqlalchemy import select
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities import schedules
 from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
+from infra.temporal import schedules
 from tests.integration.api.conftest import Api, running_api, served
 from tests.workflow.bulk_fakes import FakeMaintenance, FakeRollout
 from tests.workflow.fakes import FakePool, serving
-from workflows import maintenance_messages as mm
 from workflows import names
-from workflows import pool_messages as pm
-from workflows.pool_policy import PoolPolicy
-from workflows.worker_pool import WorkerPoolWorkflow
+from workflows.maintenance import messages as mm
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 POOL = "rolled"
 Berth = Callable[..., Awaitable[tuple[int, str, str]]]

@@ -9,9 +9,9 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from api.services.settling import PERIOD, Settlement, Settler
-from infra.database import orders
+from api.orders.outcomes import PERIOD, NotedOutcome, OutcomeWriter
 from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
 from tests.integration.api.conftest import Api
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
@@ -33,22 +33,22 @@ async def accepted(api: Api) -> UUID:
         deadline_at=now + timedelta(seconds=30),
         trading_day=now.date(),
     )
-    return (await orders.accept_alone(api.services.database, new)).order.id
+    return (await orders.accept_order_alone(api.services.database, new)).order.id
 
 
 async def state(database: Database, order_id: UUID) -> str:
     async with database.session() as session:
-        return (await orders.get(session, order_id)).state
+        return (await orders.get_order(session, order_id)).state
 
 
-def filled(order_id: UUID) -> Settlement:
+def filled(order_id: UUID) -> NotedOutcome:
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=1)
-    return Settlement(outcome, None)
+    return NotedOutcome(outcome, None)
 
 
 async def test_an_outcome_is_written_after_a_period_and_not_before(api: Api) -> None:
     database = api.services.database
-    settler = Settler(database)
+    settler = OutcomeWriter(database)
     order_id = await accepted(api)
     settler.start()
     await asyncio.sleep(PERIOD - 0.1)  # the first round comes at once
@@ -65,7 +65,7 @@ async def test_an_outcome_is_written_after_a_period_and_not_before(api: Api) -> 
 @pytest.mark.parametrize("count", [1, 201])
 async def test_whatever_is_noted_is_written_at_the_end(api: Api, count: int) -> None:
     database = api.services.database
-    settler = Settler(database)
+    settler = OutcomeWriter(database)
     ids = [await accepted(api) for _ in range(count)]
     for order_id in ids:
         settler.note(filled(order_id))

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from sqlalchemy import func, select
 
-from infra import valkey
-from infra.database import worker_sessions
 from infra.database.models import Order
+from infra.database.workers import sessions as worker_sessions
+from infra.valkey import client as valkey
 from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder
@@ -26,7 +26,7 @@ async def with_worker(api: Api) -> None:
     """The user has an assignment, as a claim makes one."""
     async with api.services.database.session() as session:
         claim = f"claim-{api.user}"
-        await worker_sessions.assign(session, user_id=api.user, claim_id=claim, pool="default")
+        await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim, pool="default")
         await worker_sessions.set_worker(session, claim_id=claim, worker_id="w1", task_id="", warm=True)
 
 
@@ -44,7 +44,7 @@ async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at
         written = await in_valkey(api)
     body = answer.json()
     assert (answer.status_code, body["told"], body["held_by"]) == (200, True, "operator")
-    server = await valkey.server_id(api.services.valkey)
+    server = await valkey.read_server_id(api.services.valkey)
     assert written == {"*version": str(body["version"]), "*": "halted", "*server": server}
     refused = await user.post(f"/users/{api.user}/orders", json=an_order())
     assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from api.services.streams import MOST_OF_ONE
-from infra.database import timeline
+from api.http.streams import MOST_OF_ONE
+from infra.database.workers import timeline
 from tests.integration.api.conftest import Api, served
 from tests.integration.api.scripted_worker import until
 
@@ -26,7 +26,7 @@ SOON = 12.0
 async def note(api: Api, *states: str, user: str = "", first: int = 0) -> None:
     """Writes one change for each step from state to state."""
     rows = [
-        timeline.Row(
+        timeline.NewTransition(
             number=first + number,
             at=1_800_000_000.0 + number,
             before=before,
@@ -38,7 +38,9 @@ async def note(api: Api, *states: str, user: str = "", first: int = 0) -> None:
         for number, (before, after) in enumerate(itertools.pairwise(states))
     ]
     async with api.services.database.session() as session:
-        await timeline.record(session, user_id=user or api.user, chain=f"chain-{user}", transitions=rows)
+        await timeline.record_transitions(
+            session, user_id=user or api.user, chain=f"chain-{user}", transitions=rows
+        )
 
 
 class Followed:

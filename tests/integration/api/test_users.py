@@ -9,12 +9,12 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from api.middleware import MAX_BODY
+from api.http.middleware import MAX_BODY
 from infra.database import accounts
 from infra.database.engine import Database
 from infra.settings import Settings
 from infra.vault import vault
-from infra.vault.master_key import load_ring
+from infra.vault.key_pairs import load_ring
 from tests.integration.api.conftest import Api, StartWorker, an_order, make_key
 
 CREDENTIALS = {
@@ -115,12 +115,16 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         "reload_signalled": False,
     }
     async with database.session() as session:
-        found = {account.account_id: account for account in await accounts.of_user(session, api.user)}
+        found = {
+            account.account_id: account for account in await accounts.accounts_of_user(session, api.user)
+        }
         dump = ""
         for table in ("credentials", "broker_accounts", "audit_trail"):
             dump += str(await session.scalar(text(f"select string_agg(t::text, ' ') from {table} t")))  # noqa: S608
     ring = load_ring(api.settings.master_key_file)
-    clear = await vault.decrypt(found["real"].encrypted, ring, user_id=api.user, account_id="real")
+    clear = await vault.decrypt_credentials(
+        found["real"].encrypted, ring, user_id=api.user, account_id="real"
+    )
     assert (clear.api_key, clear.secret_key) == ("canary-api-key", "canary-secret-key")
     assert (clear.ca_certificate, clear.ca_password) == (b"canary-certificate", "canary-ca-password")
     output = capfd.readouterr()

@@ -12,11 +12,11 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from api.schemas.webhooks import Alert
-from api.services.alerts import wish_of
-from infra.database import webhooks
+from api.webhooks.alerts import plan_of
+from api.webhooks.schemas import Alert
 from infra.database.models import AuditEntry
-from infra.database.trading_models import Webhook, WebhookDelivery
+from infra.database.trading import webhooks
+from infra.database.trading.models import Webhook, WebhookAlert
 from tests.integration.api.conftest import Api, StartWorker, running_api
 from tests.integration.api.scripted_worker import filled, silent, until
 from tests.integration.api.test_intents import broker, sent
@@ -72,7 +72,7 @@ async def test_an_alert_becomes_one_order_however_often_it_comes(api: Api, start
     other = await told(api, made, an_alert(made, id="2"))
     assert other.status_code == 201
     async with api.services.database.session() as session:
-        deliveries = list(await session.scalars(select(WebhookDelivery)))
+        deliveries = list(await session.scalars(select(WebhookAlert)))
     assert {str(one.order_id) for one in deliveries} == {first.json()["id"], other.json()["id"]}
 
 
@@ -231,8 +231,8 @@ async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not
     late = an_alert(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())
     webhook = Webhook(id=UUID(made["id"]), user_id=api.user, account_id="main")
     async with api.services.database.session() as session:
-        digest = wish_of(Alert.model_validate(late), webhook).digest
-        await webhooks.take(session, webhook.id, digest, {})
+        digest = plan_of(Alert.model_validate(late), webhook).digest
+        await webhooks.note_alert(session, webhook.id, digest, {})
     assert (await post(api, made, late)).json()["code"] == "ALERT_OUTDATED"
     assert worker.popped == []
 

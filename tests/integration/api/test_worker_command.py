@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.database import timeline
+from infra.database.workers import timeline
 from tests.integration.api.conftest import Api, served
 from tests.integration.api.lifecycle import Lifecycle
 from tests.integration.api.scripted_worker import until
-from workflows.messages import ReloadResult
+from workflows.user_worker.messages import ReloadResult
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 Command = Callable[..., Awaitable[tuple[int, str, str]]]
@@ -81,9 +81,11 @@ async def test_a_timeline_is_listed_and_followed(whole_api: Api, key_file: Path)
     api = whole_api
 
     async def note(number: int, before: str, after: str) -> None:
-        row = timeline.Row(number=number, at=1_800_000_000.0, before=before, after=after, reason="because")
+        row = timeline.NewTransition(
+            number=number, at=1_800_000_000.0, before=before, after=after, reason="because"
+        )
         async with api.services.database.session() as session:
-            await timeline.record(session, user_id=api.user, chain="chain", transitions=[row])
+            await timeline.record_transitions(session, user_id=api.user, chain="chain", transitions=[row])
 
     await note(0, "PoolIdle", "Claimed")
     async with served(api) as url:

@@ -13,7 +13,7 @@ from tests.integration.api.conftest import Api, StartWorker, an_order
 from tests.integration.api.lifecycle import Lifecycle
 from tests.integration.api.scripted_worker import until
 from worker_runtime.protocol import keys
-from workflows.messages import ReloadResult
+from workflows.user_worker.messages import ReloadResult
 
 
 async def test_two_orders_without_a_worker_call_ensure_active_once(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.bench.cpu_group import cpu_group
+from infra.lab.bench.starvation.cpu_group import cpu_group
 from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from infra import valkey
-from infra.bench.simulated.habits import Habits
-from infra.bench.simulated.keeper import SimulatedKeeper
-from infra.bench.simulated.link import Link
+from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
+from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
+from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.launchers.port import LaunchFailed, LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
 from infra.node.address import listen
 from infra.node.server import NodeServer
+from infra.valkey import client as valkey
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
@@ -28,7 +28,7 @@ from worker_runtime.protocol.messages import (
     ClaimReply,
     Event,
     Message,
-    Release,
+    ReleaseClaim,
     Shutdown,
     WorkerEvent,
     decode,
@@ -69,7 +69,7 @@ class Stage:
     async def take(self, claim_id: str = CLAIM_ID) -> list[bytes]:
         """What `claim.lua` says once a worker is ready."""
         while True:
-            found: list[bytes] = await valkey.run(
+            found: list[bytes] = await valkey.run_script(
                 self.client,
                 scripts.CLAIM,
                 [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)],
@@ -102,9 +102,9 @@ class Stage:
         return reply
 
     async def own(self, worker_id: str, epoch: int) -> bytes:
-        owned: bytes = await valkey.run(
+        owned: bytes = await valkey.run_script(
             self.client,
-            scripts.OWN,
+            scripts.SET_OWNER,
             [keys.owner(USER), keys.switch(USER)],
             [epoch, worker_id, "g1", *OPEN.words()],
         )
@@ -124,13 +124,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def _stage(server: ValkeyServer, folder: Path, habits: Habits) -> AsyncIterator[Stage]:
-    link = Link(server.url)
+async def _stage(server: ValkeyServer, folder: Path, habits: SimulatedBehaviour) -> AsyncIterator[Stage]:
+    link = SimulatedConnections(server.url)
     keeper = SimulatedKeeper(link, habits)
     node = NodeServer(keeper, keeper, limits="none")
     socket = folder / "node.sock"
     await node.start(listen(socket))
-    client: Any = valkey.connect(server.url, socket_timeout=15.0)
+    client: Any = valkey.connect_valkey(server.url, socket_timeout=15.0)
     await client.flushall()
     launcher = ProcessLauncher(socket)
     try:
@@ -145,7 +145,7 @@ async def _stage(server: ValkeyServer, folder: Path, habits: Habits) -> AsyncIte
 
 @pytest.fixture
 async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIterator[Stage]:
-    async with _stage(valkey_server, short_directory, Habits(start=0.0, connect=0.0)) as made:
+    async with _stage(valkey_server, short_directory, SimulatedBehaviour(start=0.0, connect=0.0)) as made:
         yield made
 
 
@@ -187,7 +187,9 @@ async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: Stag
 async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: Stage) -> None:
     await stage.active("w1")
     signed = sealing.sign(Shutdown(user_id=USER, epoch=1, reason="idle"), KEY)
-    await valkey.run(stage.client, scripts.CONTROL, [keys.control(USER), keys.doorbell(USER)], [signed])
+    await valkey.run_script(
+        stage.client, scripts.SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], [signed]
+    )
     assert await stage.ended() == ("w1", 0, "exited")
     assert not await stage.client.exists(keys.mark(USER), keys.metadata(USER))
     assert await stage.told() == ["connected", "closed"]
@@ -197,8 +199,11 @@ async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: Stage)
     await stage.launch("w1")
     await stage.take()
     entry = keys.pool_worker(POOL, "w1")
-    assert await valkey.run(stage.client, scripts.SETTLE, [entry], [CLAIM_ID, "released"]) == b"released"
-    await stage.push("w1", Release(claim_id=CLAIM_ID, worker_id="w1", reason="too late"))
+    assert (
+        await valkey.run_script(stage.client, scripts.SETTLE_CLAIM, [entry], [CLAIM_ID, "released"])
+        == b"released"
+    )
+    await stage.push("w1", ReleaseClaim(claim_id=CLAIM_ID, worker_id="w1", reason="too late"))
     worker_id, code, _ = await stage.ended()
     assert worker_id == "w1"
     assert code in (0, 67)  # by the message, or by the renewal that noticed it
@@ -217,7 +222,7 @@ async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(st
 async def test_the_users_of_busy_workers_show_activity_again_and_again(
     valkey_server: ValkeyServer, short_directory: Path
 ) -> None:
-    habits = Habits(start=0.0, connect=0.0, used=True)
+    habits = SimulatedBehaviour(start=0.0, connect=0.0, used=True)
     async with _stage(valkey_server, short_directory, habits) as stage:
         await stage.active("w1")
         seen = {await stage.client.hget(keys.metadata(USER), "last_activity_ms")}
@@ -231,7 +236,7 @@ async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: S
     await stage.active("w1")
     names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
     payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'
-    await valkey.run(stage.client, scripts.ENQUEUE, names, ["r1", payload, 10_000, 3_600_000])
+    await valkey.run_script(stage.client, scripts.ENQUEUE, names, ["r1", payload, 10_000, 3_600_000])
     data = None
     while data is None:
         await asyncio.sleep(0.01)

@@ -12,17 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, text
 
-from infra.database import attention, blocking, orders
-from infra.database.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.engine import Database
 from infra.database.models import AuditEntry, Order, WorkerSession
-from infra.database.order_states import Progress
-from infra.database.orders import OrderNotFound
-from infra.database.trading_models import Reconciliation
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
+from infra.database.orders import checks as blocking
+from infra.database.orders.acceptance import OrderNotFound
+from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
+from infra.database.orders.states import OrderProgress
+from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-from worker_runtime.unsettled import may_be_same
+from worker_runtime.trading.order_checks import may_be_same_contract
 
 __all__ = ["database"]  # the fixture, shared with the room's first file
 
@@ -34,7 +36,7 @@ CANCELLED = Resolution(
 async def placed(database: Database, client_order_id: str = "c-1", symbol: str = "2330") -> uuid.UUID:
     async with database.session() as session:
         wanted = replace(new_order(client_order_id), symbol=symbol)
-        return (await orders.accept(session, wanted)).order.id
+        return (await orders.accept_order(session, wanted)).order.id
 
 
 async def tell(database: Database, order_id: uuid.UUID, state: OrderState, filled: int = 0) -> None:
@@ -44,7 +46,7 @@ async def tell(database: Database, order_id: uuid.UUID, state: OrderState, fille
 
 async def row(database: Database, order_id: uuid.UUID) -> Order:
     async with database.session() as session:
-        return await orders.get(session, order_id)
+        return await orders.get_order(session, order_id)
 
 
 @pytest.mark.parametrize("by_answer", [True, False])
@@ -52,7 +54,7 @@ async def test_a_final_order_is_looked_at_by_nobody(database: Database, by_answe
     order_id = await placed(database)
     assert (await row(database, order_id)).verify_at is not None
     async with database.session() as session:
-        assert await attention.demand(session, order_id, "nobody knows")
+        assert await attention.demand_attention(session, order_id, "nobody knows")
     if by_answer:
         async with database.session() as session:
             outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
@@ -62,19 +64,21 @@ async def test_a_final_order_is_looked_at_by_nobody(database: Database, by_answe
     found = await row(database, order_id)
     assert (found.verify_at, found.attention, found.attention_at) == (None, None, None)
     async with database.session() as session:
-        assert not await attention.demand(session, order_id, "too late")
-        assert await attention.waiting(session) == []
+        assert not await attention.demand_attention(session, order_id, "too late")
+        assert await attention.orders_for_a_person(session) == []
 
 
 async def test_a_demand_takes_the_order_from_the_sweeper_and_is_noted_once(database: Database) -> None:
     order_id = await placed(database)
     for _ in range(2):
         async with database.session() as session:
-            assert await attention.demand(session, order_id, "the broker does not list it")
+            assert await attention.demand_attention(session, order_id, "the broker does not list it")
     found = await row(database, order_id)
     assert (found.verify_at, found.attention) == (None, "the broker does not list it")
     async with database.session() as session:
-        steps = [(step.state, step.data.get("reason")) for step in await orders.events(session, order_id)]
+        steps = [
+            (step.state, step.data.get("reason")) for step in await orders.events_of_order(session, order_id)
+        ]
     assert steps == [("accepted", None), ("needs_attention", "the broker does not list it")]
 
 
@@ -82,11 +86,11 @@ async def test_those_that_wait_longest_come_first_page_by_page(database: Databas
     ids = [await placed(database, f"c-{number}") for number in range(3)]
     for order_id in ids:
         async with database.session() as session:
-            await attention.demand(session, order_id, "?")
+            await attention.demand_attention(session, order_id, "?")
     async with database.session() as session:
-        [first, second] = await attention.waiting(session, limit=2)
+        [first, second] = await attention.orders_for_a_person(session, limit=2)
         assert second.attention_at is not None
-        rest = await attention.waiting(session, after=(second.attention_at, second.id))
+        rest = await attention.orders_for_a_person(session, after=(second.attention_at, second.id))
     assert [first.id, second.id, *(order.id for order in rest)] == ids
 
 
@@ -95,34 +99,34 @@ async def test_a_recheck_gives_the_order_back_to_the_sweeper_and_leaves_it_on_th
 ) -> None:
     order_id = await placed(database)
     async with database.session() as session:
-        await attention.demand(session, order_id, "?")
+        await attention.demand_attention(session, order_id, "?")
     async with database.session() as session:
-        await attention.recheck(session, order_id, actor="key:7")
+        await attention.recheck_order(session, order_id, actor="key:7")
     found = await row(database, order_id)
     assert found.verify_at is not None
     assert found.attention == "?"
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
-            await attention.recheck(session, uuid.uuid4(), actor="key:7")
+            await attention.recheck_order(session, uuid.uuid4(), actor="key:7")
 
 
 async def test_a_person_ends_an_order_once_and_it_is_in_the_audit_trail(database: Database) -> None:
     order_id = await placed(database)
     await tell(database, order_id, OrderState.UNKNOWN)
     async with database.session() as session:
-        await attention.demand(session, order_id, "?")
+        await attention.demand_attention(session, order_id, "?")
     async with database.session() as session:
-        await attention.resolve(session, order_id, CANCELLED, actor="key:7")
+        await attention.resolve_order(session, order_id, CANCELLED, actor="key:7")
     await tell(database, order_id, OrderState.FILLED)
     found = await row(database, order_id)
     assert (found.state, found.reason) == ("cancelled", "seen in the broker's app")
     assert (found.verify_at, found.attention) == (None, None)
     with pytest.raises(OrderSettled):
         async with database.session() as session:
-            await attention.resolve(session, order_id, CANCELLED, actor="key:7")
+            await attention.resolve_order(session, order_id, CANCELLED, actor="key:7")
     with pytest.raises(OrderSettled):
         async with database.session() as session:
-            await attention.recheck(session, order_id, actor="key:7")
+            await attention.recheck_order(session, order_id, actor="key:7")
     async with database.session() as session:
         [entry] = await session.scalars(select(AuditEntry).where(AuditEntry.action == "order.resolved"))
     assert (entry.actor, entry.data["before"], entry.data["state"]) == ("key:7", "unknown", "cancelled")
@@ -148,7 +152,7 @@ async def test_an_end_that_cannot_be_is_refused(
     found = Resolution(state=state, filled_quantity=filled, average_price=price, reason="r")
     with pytest.raises(ResolutionInvalid):
         async with database.session() as session:
-            await attention.resolve(session, order_id, found, actor="key:7")
+            await attention.resolve_order(session, order_id, found, actor="key:7")
     assert (await row(database, order_id)).state == "part_filled"
 
 
@@ -176,8 +180,8 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
     async with database.session() as session:
         await session.execute(text(many))
         await session.execute(text("analyze orders"))
-        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST.text}"), asked))
-        assert str(await session.scalar(blocking.FIRST, asked)) == str(order_id)
+        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked))
+        assert str(await session.scalar(blocking.FIRST_UNSETTLED, asked)) == str(order_id)
     assert "orders_unsettled" in plan, plan
     assert "orders_by_state" not in plan, plan
 
@@ -185,7 +189,7 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
 async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database: Database) -> None:
     asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
     async with database.session() as session:
-        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST.text}"), asked))
+        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked))
     assert "order_events_pkey" in plan, plan
     assert "Seq Scan on order_events" not in plan, plan
 
@@ -204,7 +208,7 @@ async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database:
 async def test_a_rolling_code_and_the_contracts_that_it_may_stand_for_block_each_other(
     database: Database, unknown: str, other: str, blocked: bool
 ) -> None:
-    assert may_be_same(unknown, other) is blocked  # the worker's rule is this one
+    assert may_be_same_contract(unknown, other) is blocked  # the worker's rule is this one
     order_id = await placed(database, symbol=unknown)
     await tell(database, order_id, OrderState.UNKNOWN)
     if blocked:
@@ -224,17 +228,19 @@ async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
     async with database.session() as session:
         if blocked:
             with pytest.raises(SymbolBlocked, match=str(order_id)):
-                await orders.accept(session, other)
+                await orders.accept_order(session, other)
         else:
-            assert (await orders.accept(session, other)).new
+            assert (await orders.accept_order(session, other)).new
 
 
 async def test_with_the_block_off_the_same_symbol_passes(database: Database) -> None:
     await tell(database, await placed(database), OrderState.UNKNOWN)
     async with database.session() as session:
-        assert (await orders.accept(session, replace(new_order("c-2"), unknown_blocks="off"))).new
+        assert (await orders.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))).new
         with pytest.raises(UnknownAccount):
-            await orders.accept(session, replace(new_order("c-3", account_id="no"), unknown_blocks="off"))
+            await orders.accept_order(
+                session, replace(new_order("c-3", account_id="no"), unknown_blocks="off")
+            )
 
 
 @pytest.mark.parametrize(("ended", "unknown_blocks"), [(True, "symbol"), (True, "off"), (False, "symbol")])
@@ -255,11 +261,11 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
     if ended and unknown_blocks == "symbol":
         with pytest.raises(SymbolBlocked, match=str(order_id)):
             async with database.session() as session:
-                await orders.accept(session, second)
+                await orders.accept_order(session, second)
         await placed(database, "c-3", symbol="2317")
         await tell(database, order_id, OrderState.SUBMITTED)
     async with database.session() as session:
-        assert (await orders.accept(session, second)).new
+        assert (await orders.accept_order(session, second)).new
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -290,7 +296,7 @@ async def test_the_statements_do_what_the_state_machine_says(
     database: Database, batches: list[list[tuple[OrderState, int]]]
 ) -> None:
     order_id = await placed(database, uuid.uuid4().hex, symbol=uuid.uuid4().hex)
-    expected = Progress()
+    expected = OrderProgress()
     for number, batch in enumerate(batches):
         told = [
             event(str(order_id), f"{order_id}:{number}:{place}", state, filled)

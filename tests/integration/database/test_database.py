@@ -18,15 +18,19 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from infra.database import accounts, api_keys, audit, orders, trading_models, users, worker_sessions
+from infra.database import accounts, audit, users
+from infra.database import users as api_keys
 from infra.database.engine import IDLE_IN_TRANSACTION, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
-from infra.database.order_states import rank
-from infra.database.orders import NewOrder, OrderNotFound
+from infra.database.orders import acceptance as orders
+from infra.database.orders.acceptance import NewOrder, OrderNotFound
+from infra.database.orders.states import rank
+from infra.database.trading import models as trading_models
+from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import PostgresServer, free_port
 from infra.vault import vault
-from infra.vault.master_key import MasterKeyRing
+from infra.vault.key_pairs import MasterKeyRing
 from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.messages import Credentials, OrderEvent, OrderOutcome, OrderState
 
@@ -38,15 +42,15 @@ SECRET = Credentials(api_key="canary", secret_key="canary")
 async def database(migrated_database: str) -> AsyncIterator[Database]:
     database = Database(migrated_database, pool_wait=30.0)
     async with database.session() as session:
-        await users.create(session, "42")
+        await users.create_user(session, "42")
         await put_account(database, session_user="42", session=session)
     yield database
     await database.close()
 
 
 async def put_account(database: Database, *, session_user: str, session: object) -> int:
-    encrypted = await vault.encrypt(SECRET, RING.public, user_id=session_user, account_id="main")
-    return await accounts.put(
+    encrypted = await vault.encrypt_credentials(SECRET, RING.public, user_id=session_user, account_id="main")
+    return await accounts.put_account(
         session,  # type: ignore[arg-type]
         user_id=session_user,
         account_id="main",
@@ -97,7 +101,7 @@ async def test_eight_processes_that_start_together_migrate_once(empty_database: 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
     async def accept() -> tuple[uuid.UUID, bool]:
         async with database.session() as session:
-            accepted = await orders.accept(session, new_order())
+            accepted = await orders.accept_order(session, new_order())
             return accepted.order.id, accepted.new
 
     results = await asyncio.gather(*(accept() for _ in range(20)))
@@ -106,14 +110,14 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
     async with database.session() as session:
         count = await session.scalar(text("select count(*) from audit_trail where action = 'order.accepted'"))
         assert count == 1
-        assert [event.state for event in await orders.events(session, results[0][0])] == ["accepted"]
+        assert [event.state for event in await orders.events_of_order(session, results[0][0])] == ["accepted"]
 
 
 async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
     async with database.session() as session:
-        await orders.accept(session, new_order(fingerprint="one"))
+        await orders.accept_order(session, new_order(fingerprint="one"))
     async with database.session() as session:
-        repeated = await orders.accept(session, new_order(fingerprint="two"))
+        repeated = await orders.accept_order(session, new_order(fingerprint="two"))
     assert not repeated.new
     assert not repeated.same_request
 
@@ -121,13 +125,13 @@ async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
 async def test_an_order_for_an_account_that_is_not_there_is_refused(database: Database) -> None:
     with pytest.raises(UnknownAccount):
         async with database.session() as session:
-            await orders.accept(session, new_order(account_id="other"))
+            await orders.accept_order(session, new_order(account_id="other"))
 
 
 async def test_tags_are_unique_and_six_characters(database: Database) -> None:
     async def accept(number: int) -> str:
         async with database.session() as session:
-            return (await orders.accept(session, new_order(f"c-{number}"))).order.tag
+            return (await orders.accept_order(session, new_order(f"c-{number}"))).order.tag
 
     tags = await asyncio.gather(*(accept(number) for number in range(60)))
     assert len(set(tags)) == 60
@@ -140,7 +144,7 @@ async def test_a_tag_does_not_come_again_on_another_day(database: Database) -> N
     async with database.session() as session:
         for number, day in enumerate([*days, days[-1]]):
             new = replace(new_order(f"day-{number}"), trading_day=day)
-            tags.append((await orders.accept(session, new)).order.tag)
+            tags.append((await orders.accept_order(session, new)).order.tag)
     assert tags == ["000001", "8Z0001", "900001", "LX0001", "LX0002"]
 
 
@@ -149,7 +153,7 @@ async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_i
 ) -> None:
     async def assign(claim_id: str) -> int:
         async with database.session() as session:
-            assigned = await worker_sessions.assign(session, user_id="42", claim_id=claim_id, pool="p")
+            assigned = await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
             return assigned.epoch
 
     epochs = await asyncio.gather(*(assign(f"claim-{number}") for number in range(25)))
@@ -157,33 +161,33 @@ async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_i
     assert await assign("claim-7") == epochs[7]
     with pytest.raises(users.UserNotFound):
         async with database.session() as session:
-            await worker_sessions.assign(session, user_id="nobody", claim_id="x", pool="p")
+            await worker_sessions.assign_epoch(session, user_id="nobody", claim_id="x", pool="p")
 
 
 async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(database: Database) -> None:
     async with database.session() as session:
-        await worker_sessions.assign(session, user_id="42", claim_id="c", pool="p")
+        await worker_sessions.assign_epoch(session, user_id="42", claim_id="c", pool="p")
         for warm in (True, True):
             await worker_sessions.set_worker(session, claim_id="c", worker_id="w", task_id="t", warm=warm)
         await worker_sessions.set_connected(session, claim_id="c", at=1_000.0)
         await worker_sessions.set_connected(session, claim_id="c", at=2_000.0)
-        open_row = await worker_sessions.of_worker(session, "w")
+        open_row = await worker_sessions.open_session_of_worker(session, "w")
         assert open_row is not None
-        assert await worker_sessions.assigned(session, {"w", "free"}) == {"w"}
-        await worker_sessions.end(session, claim_id="c", reason="first")
-        await worker_sessions.end(session, claim_id="c", reason="second")
+        assert await worker_sessions.assigned_workers(session, {"w", "free"}) == {"w"}
+        await worker_sessions.end_session(session, claim_id="c", reason="first")
+        await worker_sessions.end_session(session, claim_id="c", reason="second")
     async with database.session() as session:
-        row = await worker_sessions.latest(session, "42")
+        row = await worker_sessions.latest_session(session, "42")
         assert row is not None
         assert (row.end_reason, row.connected_at) == ("first", datetime.fromtimestamp(1_000.0, UTC))
-        assert await worker_sessions.of_worker(session, "w") is None
-        assert await worker_sessions.assigned(session, {"w", "free"}) == set()
+        assert await worker_sessions.open_session_of_worker(session, "w") is None
+        assert await worker_sessions.assigned_workers(session, {"w", "free"}) == set()
 
 
 async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(database: Database) -> None:
-    async def assign(claim_id: str) -> worker_sessions.Assigned:
+    async def assign(claim_id: str) -> worker_sessions.AssignmentResult:
         async with database.session() as session:
-            return await worker_sessions.assign(session, user_id="42", claim_id=claim_id, pool="p")
+            return await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
 
     await assign("one")
     async with database.session() as session:
@@ -193,10 +197,10 @@ async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(da
     repeated = await assign("one")
     assert (repeated.epoch, repeated.worker_id, repeated.ended, repeated.unended) == (1, "w", False, None)
     async with database.session() as session:
-        assert await worker_sessions.end(session, claim_id="one", reason="stopped") == "w"
-        assert not await worker_sessions.end(session, claim_id="one", reason="again")
+        assert await worker_sessions.end_session(session, claim_id="one", reason="stopped") == "w"
+        assert not await worker_sessions.end_session(session, claim_id="one", reason="again")
     assert (await assign("one")).ended
-    assert await assign("two") == worker_sessions.Assigned(epoch=2)
+    assert await assign("two") == worker_sessions.AssignmentResult(epoch=2)
 
 
 async def test_no_transaction_keeps_its_locks_while_its_process_stands_still(database: Database) -> None:
@@ -207,15 +211,17 @@ async def test_no_transaction_keeps_its_locks_while_its_process_stands_still(dat
 
 async def served(database: Database, claim_id: str, *, crashed: bool, connected: bool = True) -> None:
     async with database.session() as session:
-        await worker_sessions.assign(session, user_id="42", claim_id=claim_id, pool="p")
+        await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
         if connected:
             await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-        await worker_sessions.end(session, claim_id=claim_id, reason="ended", crashed=crashed)
+        await worker_sessions.end_session(session, claim_id=claim_id, reason="ended", crashed=crashed)
 
 
-async def crashes(database: Database, claim_id: str, window: float = 600.0) -> worker_sessions.Assigned:
+async def crashes(
+    database: Database, claim_id: str, window: float = 600.0
+) -> worker_sessions.AssignmentResult:
     async with database.session() as session:
-        return await worker_sessions.assign(
+        return await worker_sessions.assign_epoch(
             session, user_id="42", claim_id=claim_id, pool="p", crash_limit=2, crash_window=window
         )
 
@@ -233,8 +239,8 @@ async def test_crashes_of_late_keep_a_new_claim_from_being_assigned(database: Da
     assert (await crashes(database, "two")).epoch == 2
     assert (await crashes(database, "five", window=0.0)).epoch == 4
     async with database.session() as session:
-        plain = await worker_sessions.assign(session, user_id="42", claim_id="six", pool="p")
-    assert plain == worker_sessions.Assigned(epoch=5)
+        plain = await worker_sessions.assign_epoch(session, user_id="42", claim_id="six", pool="p")
+    assert plain == worker_sessions.AssignmentResult(epoch=5)
 
 
 async def test_a_worker_that_served_and_ended_in_order_clears_earlier_crashes(database: Database) -> None:
@@ -248,12 +254,12 @@ async def test_a_worker_that_served_and_ended_in_order_clears_earlier_crashes(da
 
 async def test_a_crash_is_noted_also_after_the_worker_said_that_it_closes(database: Database) -> None:
     async with database.session() as session:
-        await worker_sessions.assign(session, user_id="42", claim_id="c", pool="p")
-        await worker_sessions.end(session, claim_id="c", reason="worker closed")
+        await worker_sessions.assign_epoch(session, user_id="42", claim_id="c", pool="p")
+        await worker_sessions.end_session(session, claim_id="c", reason="worker closed")
     before = await latest(database)
     for crashed in (True, True, False):
         async with database.session() as session:
-            await worker_sessions.end(session, claim_id="c", reason="killed", crashed=crashed)
+            await worker_sessions.end_session(session, claim_id="c", reason="killed", crashed=crashed)
     after = await latest(database)
     assert (before.crashed, after.crashed) == (False, True)
     assert (after.end_reason, after.ended_at) == ("worker closed", before.ended_at)
@@ -261,7 +267,7 @@ async def test_a_crash_is_noted_also_after_the_worker_said_that_it_closes(databa
 
 async def latest(database: Database) -> WorkerSession:
     async with database.session() as session:
-        row = await worker_sessions.latest(session, "42")
+        row = await worker_sessions.latest_session(session, "42")
     assert row is not None
     return row
 
@@ -269,7 +275,7 @@ async def latest(database: Database) -> WorkerSession:
 @pytest.mark.parametrize("statement", ["update audit_trail set actor = 'x'", "delete from audit_trail"])
 async def test_the_audit_trail_cannot_be_changed(database: Database, statement: str) -> None:
     async with database.session() as session:
-        audit.append(session, actor="a", action="b", subject="c", field=1)
+        audit.append_entry(session, actor="a", action="b", subject="c", field=1)
     with pytest.raises(DBAPIError, match="append-only"):
         async with database.session() as session:
             await session.execute(text(statement))
@@ -277,15 +283,15 @@ async def test_the_audit_trail_cannot_be_changed(database: Database, statement: 
 
 async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(database: Database) -> None:
     async with database.session() as session:
-        key = await api_keys.create(session, "user", "42")
+        key = await api_keys.create_api_key(session, "user", "42")
     async with database.session() as session:
-        found = await api_keys.find(session, key.token)
+        found = await api_keys.find_api_key(session, key.token)
         assert found is not None
         assert key.token not in (found.key_hash, repr(key))
-        assert await api_keys.find(session, "berth_guess") is None
-        await api_keys.revoke(session, key.id)
+        assert await api_keys.find_api_key(session, "berth_guess") is None
+        await api_keys.revoke_api_key(session, key.id)
     async with database.session() as session:
-        assert await api_keys.find(session, key.token) is None
+        assert await api_keys.find_api_key(session, key.token) is None
 
 
 async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_retired(
@@ -295,12 +301,15 @@ async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_r
         assert await put_account(database, session_user="42", session=session) == 2
     old = next(iter(RING._keys.values()))
     new = X25519PrivateKey.generate()
-    assert await vault.rewrap_all(database, MasterKeyRing(new, old), MasterKeyRing(new).public) == 1
+    assert await vault.rewrap_all_data_keys(database, MasterKeyRing(new, old), MasterKeyRing(new).public) == 1
     async with database.session() as session:
-        [account] = await accounts.of_user(session, "42")
+        [account] = await accounts.accounts_of_user(session, "42")
     assert account.version == 2
     assert (
-        await vault.decrypt(account.encrypted, MasterKeyRing(new), user_id="42", account_id="main") == SECRET
+        await vault.decrypt_credentials(
+            account.encrypted, MasterKeyRing(new), user_id="42", account_id="main"
+        )
+        == SECRET
     )
 
 
@@ -336,7 +345,7 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
     async with database.session() as session:
         # A symbol of its own: an unknown order of an earlier example would block it.
         wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order = (await orders.accept(session, wanted)).order
+        order = (await orders.accept_order(session, wanted)).order
     told = [
         event(str(order.id), f"{order.id}:{number}", state, filled)
         for number, (state, filled) in enumerate(happened)
@@ -350,23 +359,23 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
         if rank(one.state) > rank(best):
             best = one.state
         async with database.session() as session:
-            now = await orders.get(session, order.id)
+            now = await orders.get_order(session, order.id)
         assert now.state == best.value
     assert now.filled_quantity == max(filled for _, filled in happened)
     async with database.session() as session:
-        assert len(await orders.events(session, order.id)) == len(happened) + 1
+        assert len(await orders.events_of_order(session, order.id)) == len(happened) + 1
 
 
 async def test_the_answer_and_its_events_agree_in_any_order(database: Database) -> None:
     async with database.session() as session:
-        order = (await orders.accept(session, new_order())).order
+        order = (await orders.accept_order(session, new_order())).order
         outcome = OrderOutcome(
             order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
         )
         await orders.apply_outcome(session, outcome)
         await orders.record_event(session, event(str(order.id), "late", OrderState.SUBMITTED))
     async with database.session() as session:
-        now = await orders.get(session, order.id)
+        now = await orders.get_order(session, order.id)
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
 
 

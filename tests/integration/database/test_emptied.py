@@ -33,7 +33,7 @@ async def test_rows_and_numbers_of_an_earlier_test_are_gone_and_whoever_is_conne
     name = databases.take()
     database = Database(postgres_server.url(name))
     async with database.session() as session:
-        await users.create(session, "left-behind")
+        await users.create_user(session, "left-behind")
     await database.close()
     await told(postgres_server, name, "select nextval('switch_version')")
     left_open = await asyncpg.connect(

@@ -8,9 +8,10 @@ from decimal import Decimal
 
 from sqlalchemy import text
 
-from infra.database import open_orders, orders
 from infra.database.engine import Database
-from infra.database.orders import NewOrder
+from infra.database.orders import acceptance as orders
+from infra.database.orders import listing as open_orders
+from infra.database.orders.acceptance import NewOrder
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.messages import OrderState, PriceType
 
@@ -21,7 +22,7 @@ TODAY = datetime.now(UTC).date() + timedelta(days=1)  # Taipei may be a day ahea
 
 async def accept(database: Database, new: NewOrder, *states: OrderState) -> str:
     async with database.session() as session:
-        order_id = str((await orders.accept(session, new)).order.id)
+        order_id = str((await orders.accept_order(session, new)).order.id)
         for state in states:
             await orders.record_event(session, event(order_id, f"{order_id}-{state.value}", state))
     return order_id
@@ -35,8 +36,8 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(datab
         database, replace(new_order("c"), symbol="2317", trading_day=TODAY), OrderState.UNKNOWN
     )
     async with database.session() as session:
-        accounts, found = await open_orders.with_accounts(session, "42")
-        stored = await orders.get(session, found[0].order_id)  # type: ignore[arg-type]
+        accounts, found = await open_orders.open_orders_with_accounts(session, "42")
+        stored = await orders.get_order(session, found[0].order_id)  # type: ignore[arg-type]
     assert [account.account_id for account in accounts] == ["main"]
     assert [order.order_id for order in found] == [resting, unknown]
     assert (found[0].price, found[0].price_type, found[0].quantity) == (
@@ -59,7 +60,7 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
     async with database.session() as session:
         await session.execute(text("update orders set broker_order_id = 'b1' where state = 'submitted'"))
     async with database.session() as session:
-        _, found = await open_orders.with_accounts(session, "42")
+        _, found = await open_orders.open_orders_with_accounts(session, "42")
     assert [(order.order_id, order.broker_order_id) for order in found] == [
         (named, "b1"),
         *((order_id, None) for order_id in others),
@@ -79,7 +80,7 @@ async def test_a_tag_of_an_earlier_release_counts_on_its_own_day_only(database: 
         named_now = "update orders set broker_order_id = 'b1' where client_order_id = 'a'"
         await session.execute(text(named_now))
     async with database.session() as session:
-        _, found = await open_orders.with_accounts(session, "42")
+        _, found = await open_orders.open_orders_with_accounts(session, "42")
     assert [order.order_id for order in found] == [named, of_today]
     assert of_yesterday not in {order.order_id for order in found}
 
@@ -91,7 +92,7 @@ async def test_an_order_says_whether_its_submission_was_begun(database: Database
         new = replace(new_order(f"b{number}"), symbol=f"S{number}", trading_day=TODAY)
         ids.append(await accept(database, new, state))
     async with database.session() as session:
-        _, found = await open_orders.with_accounts(session, "42")
+        _, found = await open_orders.open_orders_with_accounts(session, "42")
     assert [(order.order_id, order.begun) for order in found] == list(
         zip(ids, [False, False, True, True, True], strict=True)
     )
@@ -99,5 +100,5 @@ async def test_an_order_says_whether_its_submission_was_begun(database: Database
 
 async def test_a_user_without_accounts_or_orders_has_none(database: Database) -> None:
     async with database.session() as session:
-        assert await open_orders.with_accounts(session, "nobody") == ([], [])
-        assert (await open_orders.with_accounts(session, "42"))[1] == []
+        assert await open_orders.open_orders_with_accounts(session, "nobody") == ([], [])
+        assert (await open_orders.open_orders_with_accounts(session, "42"))[1] == []

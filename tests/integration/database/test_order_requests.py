@@ -10,10 +10,11 @@ from decimal import Decimal
 import pytest
 from msgspec import structs
 
-from infra.database import order_requests, orders
 from infra.database.engine import Database
 from infra.database.models import Order
-from infra.database.order_requests import Change
+from infra.database.orders import acceptance as orders
+from infra.database.orders import changes as order_requests
+from infra.database.orders.changes import OrderChange
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.messages import OrderState
 
@@ -24,7 +25,7 @@ async def resting(database: Database) -> uuid.UUID:
     """An order of 5 lots at 100, at the broker."""
     limit = replace(new_order(uuid.uuid4().hex), price_type="LMT", price=Decimal(100), quantity=5)
     async with database.session() as session:
-        order = (await orders.accept(session, limit)).order
+        order = (await orders.accept_order(session, limit)).order
         await orders.record_event(session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED))
     return order.id
 
@@ -33,14 +34,14 @@ async def ask(
     database: Database, order_id: uuid.UUID, request_id: str, quantity: int | None, price: str | None
 ) -> None:
     """As the API does before it sends a change; and then it dies."""
-    change = Change(
+    change = OrderChange(
         quantity=quantity,
         price=None if price is None else Decimal(price),
         generation="g",
         deadline_at=datetime.now(UTC) + timedelta(seconds=30),
     )
     async with database.session() as session:
-        order = await orders.get(session, order_id)
+        order = await orders.get_order(session, order_id)
         assert await order_requests.note_change(session, order, request_id, change, actor="test") is None
 
 
@@ -58,7 +59,7 @@ async def shown(
     async with database.session() as session:
         await orders.record_events(session, [told])
     async with database.session() as session:
-        return await orders.get(session, order_id)
+        return await orders.get_order(session, order_id)
 
 
 async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(database: Database) -> None:
@@ -68,7 +69,7 @@ async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(
         order = await shown(database, order_id, 2, "101.00")
         assert (order.quantity, order.price, order.state) == (2, Decimal(101), "submitted")
     async with database.session() as session:
-        events = [row.event_id for row in await orders.events(session, order_id)]
+        events = [row.event_id for row in await orders.events_of_order(session, order_id)]
     assert events.count(f"{order_id}:replace:r#confirmed") == 1
 
 
@@ -104,7 +105,7 @@ async def test_two_changes_under_way_together_are_both_in_the_books(
         order = await shown(database, order_id, quantity, price)
     assert (order.quantity, order.price) == (3, Decimal(101))
     async with database.session() as session:
-        ids = [row.event_id for row in await orders.events(session, order_id)]
+        ids = [row.event_id for row in await orders.events_of_order(session, order_id)]
     assert sum(event_id.endswith("#confirmed") for event_id in ids) == 2
 
 

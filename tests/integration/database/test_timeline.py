@@ -11,12 +11,12 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.timeline import Timeline
-from infra.database import timeline
+from activities.events.recorder import TimelineActivity
 from infra.database.engine import Database
 from infra.database.models import WorkerTransition
-from infra.database.timeline import Row
-from workflows import messages as m
+from infra.database.workers import timeline
+from infra.database.workers.timeline import NewTransition
+from workflows.user_worker import messages as m
 
 
 @pytest.fixture
@@ -26,20 +26,22 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await database.close()
 
 
-def row(number: int, reason: str = "") -> Row:
-    return Row(number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason)
+def row(number: int, reason: str = "") -> NewTransition:
+    return NewTransition(
+        number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason
+    )
 
 
-async def record(database: Database, user_id: str, chain: str, *rows: Row) -> int:
+async def record(database: Database, user_id: str, chain: str, *rows: NewTransition) -> int:
     async with database.session() as session:
-        return await timeline.record(session, user_id=user_id, chain=chain, transitions=rows)
+        return await timeline.record_transitions(session, user_id=user_id, chain=chain, transitions=rows)
 
 
 async def stored(
     database: Database, user_id: str, after: int = 0, limit: int = 100
 ) -> list[WorkerTransition]:
     async with database.session() as session:
-        return await timeline.of_user(session, user_id, after=after, limit=limit)
+        return await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
 
 
 async def test_a_transition_that_is_told_twice_stands_once(database: Database) -> None:
@@ -90,7 +92,7 @@ async def test_listeners_are_told_of_new_transitions_only(database: Database, mi
     def hear(*notice: object) -> None:
         heard.put_nowait(str(notice[-1]))
 
-    await listener.add_listener(timeline.CHANNEL, hear)
+    await listener.add_listener(timeline.TIMELINE_CHANNEL, hear)
     try:
         await record(database, "42", "run-1", row(1))
         await record(database, "42", "run-1", row(1))
@@ -121,7 +123,7 @@ async def test_the_activity_writes_what_the_workflow_noted(database: Database) -
         ),
     )
     for _ in range(2):
-        await ActivityEnvironment().run(Timeline(database).record_timeline, request)
+        await ActivityEnvironment().run(TimelineActivity(database).record_timeline, request)
     first, last = await stored(database, "42")
     assert (first.before, first.after, first.worker_id, first.epoch) == ("Connecting", "Active", "p-1", 3)
     assert first.reason == "a NUL   in the broker's text"
@@ -133,5 +135,5 @@ async def test_rows_that_the_database_never_takes_are_not_tried_for_an_hour(data
     transition = m.Transition(number=1, at=1_000.0, before="PoolIdle", after="Claimed")
     request = m.RecordTimeline(user_id="u" * 65, chain="run-1", transitions=(transition,))
     with pytest.raises(ApplicationError) as refused:
-        await ActivityEnvironment().run(Timeline(database).record_timeline, request)
+        await ActivityEnvironment().run(TimelineActivity(database).record_timeline, request)
     assert refused.value.non_retryable

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.database import turn
+from infra.database import locks as turn
 from infra.database.engine import Database
 
 
@@ -19,20 +19,20 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
 
 async def test_one_at_a_time_has_the_turn_and_the_end_gives_it_back(database: Database) -> None:
     async with database.session() as one, database.session() as other:
-        assert await turn.take(one, "move")
-        assert not await turn.take(other, "move")
-        assert await turn.take(other, "something else")
+        assert await turn.take_turn(one, "move")
+        assert not await turn.take_turn(other, "move")
+        assert await turn.take_turn(other, "something else")
         await one.commit()
-        assert await turn.take(other, "move")
+        assert await turn.take_turn(other, "move")
 
 
 async def test_a_failure_gives_it_back(database: Database) -> None:
     async def fails() -> None:
         async with database.session() as one:
-            assert await turn.take(one, "move")
+            assert await turn.take_turn(one, "move")
             raise RuntimeError("on the way")
 
     with pytest.raises(RuntimeError):
         await fails()
     async with database.session() as other:
-        assert await turn.take(other, "move")
+        assert await turn.take_turn(other, "move")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from worker_runtime.protocol import job_keys
-from worker_runtime.valkey import Valkey
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.process.valkey import Valkey
 
 _MS = ("due", "queued_at", "started_at", "born_at", "seen_at")
 
 
-def step(client: Valkey, seconds: float, tag: str = job_keys.FLEET) -> None:
+def step(client: Valkey, seconds: float, tag: str = job_keys.FLEET_TAG) -> None:
     """The clock goes ahead by `seconds`, or back if that is negative."""
     ms = round(seconds * 1000)
     prefix = job_keys.meta(tag).removesuffix("meta")

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from tests.integration.jobs.scripted import Script
 from tests.integration.jobs.stage import Stage
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobResult
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobResult
 from worker_runtime.protocol.messages import encode
 
 ROOT = Path(__file__).parents[3]
@@ -139,19 +140,19 @@ class Fleet:
         return runner
 
     def beats(self) -> list[str]:
-        reply = self.stage.client.execute("HKEYS", job_keys.beats(job_keys.FLEET))
+        reply = self.stage.client.execute("HKEYS", job_keys.beats(job_keys.FLEET_TAG))
         return [runner.decode() for runner in reply]
 
     def beat(self, name: str) -> int:
         """How often the runner with this name has renewed its lease."""
         [runner] = [one for one in self.beats() if one.startswith(f"{name}-")]
-        return int(self.stage.client.execute("HGET", job_keys.beats(job_keys.FLEET), runner))
+        return int(self.stage.client.execute("HGET", job_keys.beats(job_keys.FLEET_TAG), runner))
 
     def add(self, job_id: str, *, script: Script | None = None, **fields: Any) -> None:
         script = script or Script()
         values = {**{name: getattr(script, name) for name in script.__struct_fields__}}
         values["ledger"] = str(self.ledger_path)
-        arguments = job_calls.arguments(Script(**values))
+        arguments = job_calls.encode_arguments(Script(**values))
         assert self.stage.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
 
     def waits(self, job_id: str) -> bool:

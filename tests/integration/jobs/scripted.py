@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from worker_runtime.jobs.__main__ import main
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.ping import PING
-from worker_runtime.jobs.registry import JobType, Registry, RetryLater
+from worker_runtime.jobs.types.job_registry import PING_JOB
+from worker_runtime.jobs.types.job_type import JobContext, JobRegistry, JobType, RetryLater
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,4 +83,4 @@ def fork_if_there_is_room() -> int:
 if __name__ == "__main__":
     if "BERTH_FULL" in os.environ:
         os.fork = fork_if_there_is_room
-    sys.exit(main(Registry(SCRIPTED, PING)))
+    sys.exit(main(JobRegistry(SCRIPTED, PING_JOB)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from worker_runtime.jobs.queue import ClaimedJob, Finish, JobQueue, RunnerIdentity
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus, read_result
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus, read_result
+from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
+from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.messages import Failure, encode
-from worker_runtime.valkey import Argument, Valkey
 
 _numbers = itertools.count(1)
 #: Seconds that Valkey may take for an answer: the machine may stand still.
@@ -32,7 +33,7 @@ class Stage:
         queue.join()
         return queue
 
-    def call(self, call: job_calls.Call) -> Any:
+    def call(self, call: job_calls.QueueCall) -> Any:
         reply = self.client.run(*call)
         if isinstance(reply, list):
             return [part.decode() if isinstance(part, bytes) else part for part in reply]
@@ -42,14 +43,14 @@ class Stage:
         return str(self.call(job_calls.enqueue(Job(job_id=job_id, name=name, **fields)))[0])
 
     def setting(self, field: str, value: object) -> None:
-        self.client.execute("HSET", job_keys.meta(job_keys.FLEET), field, str(value))
+        self.client.execute("HSET", job_keys.meta(job_keys.FLEET_TAG), field, str(value))
 
     def result(self, job_id: str) -> JobResult | None:
-        stored = self.client.execute("GET", job_keys.result(job_keys.FLEET, job_id))
+        stored = self.client.execute("GET", job_keys.result(job_keys.FLEET_TAG, job_id))
         return None if stored is None else read_result(stored)
 
     def field(self, job_id: str, field: str) -> str | None:
-        value = self.client.execute("HGET", job_keys.job(job_keys.FLEET, job_id), field)
+        value = self.client.execute("HGET", job_keys.job(job_keys.FLEET_TAG, job_id), field)
         return None if value is None else str(value.decode())
 
     def now_ms(self) -> int:
@@ -59,8 +60,8 @@ class Stage:
 
     def make_due(self, job_id: str) -> None:
         """Time passes for one delayed job."""
-        self.client.execute("HSET", job_keys.job(job_keys.FLEET, job_id), "due", 1)
-        self.client.execute("ZADD", job_keys.delayed(job_keys.FLEET), "XX", 1, job_id)
+        self.client.execute("HSET", job_keys.job(job_keys.FLEET_TAG, job_id), "due", 1)
+        self.client.execute("ZADD", job_keys.delayed(job_keys.FLEET_TAG), "XX", 1, job_id)
 
     def close(self) -> None:
         for client in self._clients:
@@ -85,10 +86,10 @@ def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
 
 def ending(
     job: ClaimedJob, status: JobStatus = JobStatus.DONE, *, delay: float = 0.0, crashed: bool = False
-) -> Finish:
+) -> FinishedRun:
     failure = Failure(code="X", detail="") if status is JobStatus.FAILED else None
     result = encode(JobResult(job_id=job.job_id, status=status, attempt=job.attempt, failure=failure))
-    return Finish(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
+    return FinishedRun(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
 
 
 def end(runner: JobQueue, job: ClaimedJob, status: JobStatus = JobStatus.DONE, **more: Any) -> str:

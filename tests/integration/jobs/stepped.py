@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.integration.jobs.scripted import SCRIPTED
 from worker_runtime.jobs.__main__ import main
-from worker_runtime.jobs.ping import PING
-from worker_runtime.jobs.registry import Registry
+from worker_runtime.jobs.types.job_registry import PING_JOB
+from worker_runtime.jobs.types.job_type import JobRegistry
 
 _wall, _wall_ns = time.time, time.time_ns
 
@@ -26,4 +26,4 @@ def _off() -> int:
 if __name__ == "__main__":
     time.time = lambda: _wall() + _off()
     time.time_ns = lambda: _wall_ns() + _off() * 1_000_000_000
-    sys.exit(main(Registry(SCRIPTED, PING)))
+    sys.exit(main(JobRegistry(SCRIPTED, PING_JOB)))

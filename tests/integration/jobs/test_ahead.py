@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tests.integration.jobs.stage import Stage, claim, die, end, ending, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobStatus
 
-FLEET = job_keys.FLEET
+FLEET = job_keys.FLEET_TAG
 
 
 def ahead(runner: JobQueue, want: int = 1, spare: int = 8, brief: str = "work") -> list[ClaimedJob]:
@@ -26,7 +27,7 @@ def fill(stage: Stage, *job_ids: str, **fields: Any) -> None:
 
 
 def lane(stage: Stage, name: str = "work", queue: str = "default") -> list[tuple[bytes, float]]:
-    reply = stage.client.execute("ZRANGE", job_keys.lane(FLEET, queue, name), 0, -1, "WITHSCORES")
+    reply = stage.client.execute("ZRANGE", job_keys.subqueue(FLEET, queue, name), 0, -1, "WITHSCORES")
     return [(job_id, float(score)) for job_id, score in zip(reply[::2], reply[1::2], strict=True)]
 
 
@@ -82,7 +83,7 @@ def test_nothing_is_taken_ahead_behind_a_job_that_is_not_plain(stage: Stage, fie
     assert ids(ahead(runner, 0)) == ["b", "c"]
 
 
-@pytest.mark.parametrize("setting", [job_calls.limit, job_calls.node_limit, job_calls.rate])
+@pytest.mark.parametrize("setting", [job_calls.limit_field, job_calls.node_limit_field, job_calls.rate_field])
 def test_a_type_with_a_limit_or_a_rate_is_not_taken_ahead(stage: Stage, setting: Any) -> None:
     runner = stage.runner()
     stage.setting(setting("work"), 100)
@@ -124,7 +125,7 @@ def test_other_runners_are_woken_for_what_is_left(stage: Stage) -> None:
 
 def test_what_is_given_back_is_as_if_it_had_not_been_claimed(stage: Stage) -> None:
     runner, other = stage.runner("one"), stage.runner("two")
-    stage.setting(job_calls.weight("default"), 4)
+    stage.setting(job_calls.weight_field("default"), 4)
     fill(stage, "a", "b", "c", "d")
     before = lane(stage)
     ready = job_keys.ready(FLEET)
@@ -194,7 +195,7 @@ def test_the_first_of_a_group_keeps_its_place_when_it_is_given_back(stage: Stage
 
 def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: Stage) -> None:
     runner = stage.runner()
-    stage.call(job_calls.configure({job_calls.weight("default"): "0"}))
+    stage.call(job_calls.configure({job_calls.weight_field("default"): "0"}))
     fill(stage, "a", "b", "c")
     _, *rest = ahead(runner, 1, 1)
     assert runner.release(rest) == ["returned"]
@@ -205,13 +206,13 @@ def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: Stage) -> None:
 @pytest.mark.parametrize("weight", ["0", "2"])
 def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(stage: Stage, weight: str) -> None:
     runner = stage.runner()
-    stage.call(job_calls.configure({job_calls.weight("default"): weight}))
+    stage.call(job_calls.configure({job_calls.weight_field("default"): weight}))
     fill(stage, "only")
     for _ in range(3):
         [only] = ahead(runner, 1, 0)
         assert runner.release([only]) == ["returned"]
         assert (stage.field("only", "state"), stage.field("only", "attempt")) == ("waiting", "0")
-    stage.call(job_calls.configure({job_calls.weight("default"): None}))
+    stage.call(job_calls.configure({job_calls.weight_field("default"): None}))
     assert ids(ahead(runner, 1, 0)) == ["only"]
 
 
@@ -219,5 +220,5 @@ def test_a_claim_tells_whose_type_has_a_limit(stage: Stage) -> None:
     runner = stage.runner()
     fill(stage, "free")
     stage.enqueue("limited", name="narrow", idempotent=True)
-    stage.call(job_calls.configure({job_calls.limit("narrow"): "1"}))
+    stage.call(job_calls.configure({job_calls.limit_field("narrow"): "1"}))
     assert {job.job_id: job.limited for job in ahead(runner, 2, 0)} == {"free": 0, "limited": 1}

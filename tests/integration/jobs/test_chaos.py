@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.chaos import jobs
+from infra.lab.chaos.jobs import experiment
 
 
 @pytest.mark.timeout(240)
 def test_killed_and_frozen_runners_lose_no_job_and_run_none_twice(short_directory: Path) -> None:
-    result = jobs.run(kills=200, seed=1, folder=short_directory)
+    result = experiment.run(kills=200, seed=1, folder=short_directory)
     assert result["findings"] == []
     assert (result["lost"], result["doubled"], result["wrong"]) == (0, 0, 0)
     assert result["kills"] >= 200

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from tests.integration.jobs.fleet import Fleet, eventually
 from tests.integration.jobs.scripted import Script
-from worker_runtime.protocol import job_keys
-from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 
@@ -162,7 +162,7 @@ def test_a_runner_of_the_fleet_is_started_from_the_command_line(fleet: Fleet, tm
     words += ["--config", str(config)]
     with running(words, stderr=subprocess.PIPE) as process:
         (runner,) = eventually(fleet.beats, "a registered runner")
-        own = job_keys.runner(job_keys.FLEET, runner)
+        own = job_keys.runner(job_keys.FLEET_TAG, runner)
         entry = fleet.stage.client.execute("HMGET", own, "queues", "version")
         fleet.stage.enqueue("j", "ping", queue="b")
         result = fleet.result("j")

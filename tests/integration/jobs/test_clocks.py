@@ -11,12 +11,13 @@ from tests.integration.jobs import clock
 from tests.integration.jobs.fleet import Fleet, alive, eventually
 from tests.integration.jobs.scripted import Script
 from tests.integration.jobs.stage import Stage, claim, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobStatus
 
 HOUR = 3600
-FLEET = job_keys.FLEET
+FLEET = job_keys.FLEET_TAG
 #: Seconds of a lease of runners that live: one that stands still for a while is not taken for dead.
 CALM = 3.0
 both_ways = pytest.mark.parametrize("step", [HOUR, -HOUR])
@@ -139,7 +140,7 @@ def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: Stage) -> N
 
 
 def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), 10_000)  # milliseconds between two
+    stage.setting(job_calls.rate_field("work"), 10_000)  # milliseconds between two
     runner = stage.runner()
     stage.enqueue("j0", rate_key="a")
     end(runner, claim(runner)[0])

@@ -10,8 +10,10 @@ import pytest
 from infra.local.servers import ValkeyServer, free_port
 from tests.integration.jobs.fleet import eventually
 from tests.integration.jobs.stage import Stage, claim, die, end, ids
-from worker_runtime.protocol import job_calls, job_keys, job_scripts
-from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 
 class ClusterNode(ValkeyServer):
@@ -46,8 +48,10 @@ def test_every_script_runs_on_a_cluster(cluster: Stage) -> None:
     assert cluster.call(job_calls.requeue(["a"])) == ["a"]
     assert cluster.call(job_calls.cancel("c")) == "cancelled"
     assert cluster.call(job_calls.suspend(queue="other")) == 1
-    assert cluster.call(job_calls.configure({job_calls.limit("work"): "9"})) == 1
-    assert two.client.run(job_scripts.COUNT, [job_keys.meta(job_keys.FLEET)], ("r", 1, b'{"late": 1}')) == 1
+    assert cluster.call(job_calls.configure({job_calls.limit_field("work"): "9"})) == 1
+    assert (
+        two.client.run(job_scripts.COUNT, [job_keys.meta(job_keys.FLEET_TAG)], ("r", 1, b'{"late": 1}')) == 1
+    )
     two.ring()
     order = []
     while jobs := claim(two):

@@ -9,23 +9,23 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from infra.chaos.jobbing.runner import Victim
-from infra.chaos.jobbing.spell import Spell
-from infra.chaos.jobbing.steps import Step
+from infra.lab.chaos.jobs.freeze import FreezePlan
+from infra.lab.chaos.jobs.runner import ProxiedRunner
+from infra.lab.chaos.jobs.steps import RunnerStep
 from tests.integration.jobs.fleet import LEASE, Fleet, RunnerProcess, eventually
 from tests.integration.jobs.scripted import Script
-from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 #: Longer than others need to take its jobs, on a machine that stands still for seconds.
-SPELL = Spell(seconds=8 * LEASE, children=False, life=3600.0)
+SPELL = FreezePlan(seconds=8 * LEASE, children=False, life=3600.0)
 
 
 @pytest.fixture
-async def victim(fleet: Fleet, short_directory: Path) -> AsyncIterator[Victim]:
+async def victim(fleet: Fleet, short_directory: Path) -> AsyncIterator[ProxiedRunner]:
     """The line of a runner named `frozen`; another one notices its end, and takes only jobs of `other`."""
     parts = urlsplit(fleet.stage.url)
     target = parts.hostname or "", parts.port or 0
-    victim = Victim("frozen", short_directory, target, lambda _: None, lambda: None)
+    victim = ProxiedRunner("frozen", short_directory, target, lambda _: None, lambda: None)
     await victim.open()
     yield victim
     victim.close()
@@ -33,7 +33,7 @@ async def victim(fleet: Fleet, short_directory: Path) -> AsyncIterator[Victim]:
         await asyncio.wait(lines, timeout=20)
 
 
-async def start(fleet: Fleet, victim: Victim) -> RunnerProcess:
+async def start(fleet: Fleet, victim: ProxiedRunner) -> RunnerProcess:
     """The runner on the line; to be called before it is armed."""
     runner = await asyncio.to_thread(fleet.start, victim.name, valkey_url=victim.url)
     victim.born(runner.process.pid)
@@ -42,10 +42,10 @@ async def start(fleet: Fleet, victim: Victim) -> RunnerProcess:
 
 @pytest.mark.timeout(120)
 async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
-    fleet: Fleet, victim: Victim
+    fleet: Fleet, victim: ProxiedRunner
 ) -> None:
     frozen = await start(fleet, victim)
-    victim.arm(Step.END_ASKED, spell=SPELL)
+    victim.arm(RunnerStep.END_ASKED, spell=SPELL)
     fleet.add("j", script=Script(until=fleet.gate(), returns="x"), idempotent=True)
     old = await asyncio.to_thread(fleet.started, "j")
     fleet.open()
@@ -53,7 +53,7 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     await asyncio.to_thread(Path(fleet.gate()).unlink)
     await asyncio.to_thread(fleet.start, "second")
     new = await asyncio.to_thread(fleet.started, "j", 2)
-    await victim.thawed()
+    await victim.wait_thawed()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.stage.result("j") is None
     assert fleet.stage.field("j", "fence") == str(new.fence) != str(old.fence)
@@ -65,16 +65,16 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
 
 @pytest.mark.timeout(120)
 async def test_a_job_that_was_reported_as_unknown_does_not_begin_afterwards(
-    fleet: Fleet, victim: Victim
+    fleet: Fleet, victim: ProxiedRunner
 ) -> None:
     frozen = await start(fleet, victim)
     await asyncio.to_thread(fleet.start, "second", queues=("other",))
-    victim.arm(Step.CLAIMED, spell=SPELL)
+    victim.arm(RunnerStep.CLAIMED, spell=SPELL)
     fleet.add("j")
     result = await asyncio.to_thread(fleet.result, "j")
     assert result.failure is not None
     assert result.failure.code == "JOB_OUTCOME_UNKNOWN"
     assert fleet.ledger("j") == []  # an operator may look now, and requeue it
-    await victim.thawed()
+    await victim.wait_thawed()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.ledger("j") == []

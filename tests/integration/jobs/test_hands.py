@@ -10,8 +10,8 @@ import pytest
 
 from tests.integration.jobs.fleet import Fleet, eventually
 from tests.integration.jobs.scripted import Script
-from worker_runtime.protocol import job_calls
-from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 #: Fewer than a claim brings ahead.
 BEHIND = [f"behind{number}" for number in range(6)]

@@ -13,8 +13,8 @@ from infra.local.servers import ValkeyServer
 from tests.integration.jobs.fleet import LEASE, Fleet, alive, eventually
 from tests.integration.jobs.scripted import Script
 from tests.integration.jobs.stage import Stage
-from worker_runtime.protocol import job_keys
-from worker_runtime.protocol.job_messages import JobStatus
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 #: Seconds of a lease of two runners that live: one that stands still for a while is not taken for dead.
 CALM = 6.0
@@ -89,7 +89,7 @@ def test_a_live_runner_with_a_long_job_keeps_it(fleet: Fleet) -> None:
     fleet.add("long", script=Script(until=fleet.gate()), idempotent=True)
     fleet.started("long")
     other = fleet.start("other", lease=CALM)
-    beats = job_keys.beats(job_keys.FLEET)
+    beats = job_keys.beats(job_keys.FLEET_TAG)
     before = dict.fromkeys(fleet.beats(), 0)
     # Both beat on for more than one lease, of three beats each.
     eventually(

@@ -6,12 +6,14 @@ import msgspec
 import pytest
 
 from tests.integration.jobs.stage import Stage, claim, claiming, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import MAX_JOB, FailedJob, Job, JobStatus, read_job
 from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
-from worker_runtime.protocol import job_calls, job_keys, job_scripts
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.job_messages import MAX_JOB, FailedJob, Job, JobStatus, read_job
 
-FLEET = job_keys.FLEET
+FLEET = job_keys.FLEET_TAG
 
 
 def test_a_job_is_taken_once_whatever_is_repeated(stage: Stage) -> None:
@@ -287,7 +289,7 @@ def test_users_and_fleet_have_queues_of_their_own(stage: Stage) -> None:
         {"timeout": 0},
         {"delay": -1.0},
         {"attempts": 0},
-        {"args": job_calls.arguments("x" * MAX_JOB)},
+        {"args": job_calls.encode_arguments("x" * MAX_JOB)},
     ],
 )
 def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object]) -> None:
@@ -297,7 +299,7 @@ def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object])
 
 
 def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage: Stage) -> None:
-    for tag, kept in ((job_keys.of_user("alice"), 50), (FLEET, 60)):
+    for tag, kept in ((job_keys.user_tag("alice"), 50), (FLEET, 60)):
         runner = JobQueue(stage.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
         runner.join()
         for number in range(60):

@@ -8,22 +8,24 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from infra import job_metrics
-from infra.job_desk import JobDesk
-from infra.prometheus import Page
+from infra.jobs import metrics
+from infra.jobs.client import JobClient
+from infra.metrics import MetricsPage
 from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
 from tests.integration.jobs.scripted import Script
 from tests.integration.jobs.stage import Stage
 from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.catalog import PingRunner
 from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
-from worker_runtime.protocol import job_calls, job_keys, job_work
-from worker_runtime.protocol.job_work import Ping
 
 
 async def page(client: Redis) -> dict[str, float]:
     """The samples by their names and labels."""
-    written = Page()
-    await job_metrics.write(written, client)
+    written = MetricsPage()
+    await metrics.write_job_metrics(written, client)
     lines = written.text().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
@@ -34,7 +36,7 @@ async def test_what_waits_is_told_by_queue_and_priority(stage: Stage, valkey_cli
     stage.enqueue("low", queue="a", priority=1, name="other")
     stage.enqueue("b", queue="b")
     stage.enqueue("later", delay=60.0)
-    stage.client.execute("HINCRBY", job_keys.job(job_keys.FLEET, "low"), "due", -90_000)
+    stage.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
     found = await page(valkey_client)
     assert found['berth_jobs_waiting{queue="a",priority="9"}'] == 3
     assert found['berth_jobs_waiting{queue="a",priority="1"}'] == 1
@@ -45,10 +47,10 @@ async def test_what_waits_is_told_by_queue_and_priority(stage: Stage, valkey_cli
 
 
 async def test_what_is_not_looked_at_is_counted_all_the_same(stage: Stage, valkey_client: Redis) -> None:
-    for number in range(job_metrics.LOOKED_AT + 5):
+    for number in range(metrics.SCANNED_JOBS + 5):
         stage.enqueue(f"j{number}")
     found = await page(valkey_client)
-    assert found['berth_jobs_waiting{queue="default",priority="5"}'] == job_metrics.LOOKED_AT
+    assert found['berth_jobs_waiting{queue="default",priority="5"}'] == metrics.SCANNED_JOBS
     assert found['berth_jobs_waiting{queue="default",priority=""}'] == 5
 
 
@@ -85,7 +87,7 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
     stage: Stage, valkey_client: Redis
 ) -> None:
     for user, number in (("alice", 2), ("bob", 3), ("bob", 3)):
-        tag = job_keys.of_user(user)
+        tag = job_keys.user_tag(user)
         runner = JobQueue(stage.client, RunnerIdentity(f"r-{user}", user, "n"), tag)
         runner.join()
         # The reply of the first may have been lost: the same number again.
@@ -98,8 +100,8 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
 async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
     stage: Stage, short_directory: Path, valkey_client: Redis
 ) -> None:
-    tag = job_keys.of_user("alice")
-    stage.call(job_calls.enqueue(job_work.job_of("p-1", Ping(text="hello")), tag))
+    tag = job_keys.user_tag("alice")
+    stage.call(job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), tag))
     config = RunnerConfig(name="alices", valkey_url=stage.url, tag=tag, lease=15.0)
     runner = RunnerProcess(short_directory, config, "worker_runtime.jobs")
     try:
@@ -116,16 +118,16 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
 
 
 def _started(fleet: Fleet) -> int:
-    reply = fleet.stage.client.execute("HGETALL", job_keys.totals(job_keys.FLEET))
+    reply = fleet.stage.client.execute("HGETALL", job_keys.totals(job_keys.FLEET_TAG))
     totals = {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
     return sum(value for name, value in totals.items() if name.startswith("wait|") and name[-3:] != "sum")
 
 
 async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_client: Redis) -> None:
     lines: list[bytes] = []
-    desk = JobDesk(valkey_client, lines.append)
+    desk = JobClient(valkey_client, lines.append)
     for _ in range(2):
-        await desk.enqueue(job_work.job_of("j-1", Ping(text="secret"), priority=7))
+        await desk.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
     [line] = lines
     told = json.loads(line)
     assert told["event"] == {"action": "job-queued", "kind": "event", "dataset": "berth.jobs"}

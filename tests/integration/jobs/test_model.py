@@ -18,12 +18,13 @@ from hypothesis.stateful import (
 
 from tests.integration.jobs.model import ModelJob, ModelQueue
 from tests.integration.jobs.stage import Stage, claim, die, end, ending
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobStatus
-from worker_runtime.valkey import Command
+from worker_runtime.process.valkey import Command
 
-FLEET = job_keys.FLEET
+FLEET = job_keys.FLEET_TAG
 HOUR = 3600.0
 QUEUES = ("a", "b", "scheduler")
 NAMES = ("mail", "export")
@@ -52,8 +53,8 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.stage.client.execute("FLUSHALL")
-        self.stage.setting(job_calls.limit("export"), 2)
-        self.stage.setting(job_calls.weight("a"), 2)
+        self.stage.setting(job_calls.limit_field("export"), 2)
+        self.stage.setting(job_calls.weight_field("a"), 2)
         self.runners = [self.stage.runner("one"), self.stage.runner("two")]
         #: Runners that have not claimed since they joined: they do so without being told.
         self.fresh = {runner.identity.runner_id for runner in self.runners}

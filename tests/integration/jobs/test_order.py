@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.integration.jobs.stage import Stage, claim, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobStatus
 
 
 def drain(runner: JobQueue) -> list[str]:
@@ -32,7 +33,7 @@ def test_types_of_one_queue_share_one_order(stage: Stage) -> None:
 
 
 def test_a_job_that_waited_long_overtakes_a_higher_priority(stage: Stage) -> None:
-    stage.setting(job_calls.boost("default"), 0.001)  # one microsecond a step
+    stage.setting(job_calls.boost_field("default"), 0.001)  # one microsecond a step
     runner = stage.runner()
     stage.enqueue("low", priority=0)
     stage.enqueue("high", priority=9)
@@ -48,7 +49,7 @@ def test_the_scheduler_queue_knows_no_priorities(stage: Stage) -> None:
 
 def test_queues_share_turns_by_weight(stage: Stage) -> None:
     runner = stage.runner()
-    stage.setting(job_calls.weight("a"), 3)
+    stage.setting(job_calls.weight_field("a"), 3)
     for number in range(80):
         stage.enqueue(f"a{number}", queue="a", priority=9)
         stage.enqueue(f"b{number}", queue="b", priority=0)
@@ -123,12 +124,12 @@ def test_a_cancelled_member_lets_its_group_go_on(stage: Stage) -> None:
     assert stage.call(job_calls.cancel("g1")) == "cancelled"
     assert stage.call(job_calls.cancel("g0")) == "cancelled"
     assert drain(runner) == ["g2"]
-    assert stage.client.execute("EXISTS", job_keys.group(job_keys.FLEET, "g")) == 0
+    assert stage.client.execute("EXISTS", job_keys.group(job_keys.FLEET_TAG, "g")) == 0
 
 
 def test_a_type_at_its_limit_is_stepped_over(stage: Stage) -> None:
     runner, other = stage.runner("r", node="n1"), stage.runner("o", node="n2")
-    stage.setting(job_calls.limit("export"), 2)
+    stage.setting(job_calls.limit_field("export"), 2)
     for number in range(50):
         stage.enqueue(f"e{number}", name="export", priority=9)
     stage.enqueue("mail", name="mail", priority=0)
@@ -143,7 +144,7 @@ def test_a_type_at_its_limit_is_stepped_over(stage: Stage) -> None:
 def test_a_limit_of_a_node_counts_that_node_alone(stage: Stage) -> None:
     one, two = stage.runner("one", node="n1"), stage.runner("two", node="n1")
     three = stage.runner("three", node="n2")
-    stage.setting(job_calls.node_limit("export"), 1)
+    stage.setting(job_calls.node_limit_field("export"), 1)
     for number in range(4):
         stage.enqueue(f"e{number}", name="export")
     assert ids(claim(one, 5)) == ["e0"]
@@ -153,7 +154,7 @@ def test_a_limit_of_a_node_counts_that_node_alone(stage: Stage) -> None:
 
 def test_what_a_dead_runner_counted_for_is_free_again(stage: Stage) -> None:
     one, two = stage.runner("one"), stage.runner("two")
-    stage.setting(job_calls.limit("export"), 1)
+    stage.setting(job_calls.limit_field("export"), 1)
     stage.enqueue("e0", name="export", idempotent=True)
     stage.enqueue("e1", name="export", idempotent=True)
     claim(one)

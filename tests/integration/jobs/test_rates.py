@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tests.integration.jobs.stage import Stage, claim, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue
-from worker_runtime.protocol import job_calls
-from worker_runtime.protocol.job_messages import JobStatus
 
 #: Milliseconds: no test lasts as long, so nothing comes by itself.
 LONG = 3_600_000
@@ -22,8 +22,8 @@ def drain(runner: JobQueue) -> list[str]:
 
 
 def test_a_key_has_its_burst_and_then_waits_while_others_go_on(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
-    stage.setting(job_calls.rate_burst("work"), 2)
+    stage.setting(job_calls.rate_field("work"), LONG)
+    stage.setting(job_calls.rate_burst_field("work"), 2)
     runner = stage.runner()
     for number in range(4):
         stage.enqueue(f"a{number}", rate_key="a")
@@ -35,7 +35,7 @@ def test_a_key_has_its_burst_and_then_waits_while_others_go_on(stage: Stage) -> 
 
 
 def test_each_job_that_comes_too_early_has_a_time_of_its_own(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
+    stage.setting(job_calls.rate_field("work"), LONG)
     runner = stage.runner()
     for number in range(4):
         stage.enqueue(f"j{number}", rate_key="a")
@@ -49,7 +49,7 @@ def test_each_job_that_comes_too_early_has_a_time_of_its_own(stage: Stage) -> No
 
 
 def test_another_attempt_asks_for_its_turn_again(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
+    stage.setting(job_calls.rate_field("work"), LONG)
     runner = stage.runner()
     stage.enqueue("j", rate_key="a", retry_delay=0.0)
     [job] = claim(runner)
@@ -60,7 +60,7 @@ def test_another_attempt_asks_for_its_turn_again(stage: Stage) -> None:
 
 
 def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
+    stage.setting(job_calls.rate_field("work"), LONG)
     runner = stage.runner()
     for number in range(3):
         stage.enqueue(f"other{number}", name="other", rate_key="a")
@@ -69,7 +69,7 @@ def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(stage: Stage) ->
 
 
 def test_a_delayed_turn_can_be_cancelled(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
+    stage.setting(job_calls.rate_field("work"), LONG)
     runner = stage.runner()
     stage.enqueue("j0", rate_key="a")
     stage.enqueue("j1", rate_key="a")
@@ -79,7 +79,7 @@ def test_a_delayed_turn_can_be_cancelled(stage: Stage) -> None:
 
 
 def test_a_flood_of_one_key_is_put_off_in_pieces(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), LONG)
+    stage.setting(job_calls.rate_field("work"), LONG)
     runner = stage.runner()
     for number in range(501):
         stage.enqueue(f"j{number}", rate_key="a")
@@ -92,7 +92,7 @@ def test_a_flood_of_one_key_is_put_off_in_pieces(stage: Stage) -> None:
 
 
 def test_jobs_flow_at_their_rate(stage: Stage) -> None:
-    stage.setting(job_calls.rate("work"), 20)
+    stage.setting(job_calls.rate_field("work"), 20)
     runner = stage.runner()
     for number in range(4):
         stage.enqueue(f"j{number}", rate_key="a")

@@ -12,10 +12,10 @@ import pytest
 from tests.integration.jobs.fleet import Fleet, RunnerProcess, eventually
 from tests.integration.jobs.stage import Stage, claim, end, ids
 from tests.integration.worker.wire import Wire
-from worker_runtime.jobs.queue import Claims, JobQueue
-from worker_runtime.protocol import job_calls
-from worker_runtime.protocol.job_messages import JobStatus
-from worker_runtime.valkey import Valkey
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.queue import ClaimBatch, JobQueue
+from worker_runtime.process.valkey import Valkey
 
 
 class Sleeper:
@@ -27,7 +27,7 @@ class Sleeper:
         self._number, behind = self.queue.claim_later("work")
         bell.send_all([("BLPOP", *self.queue.bells(), 0), behind])
 
-    def woken(self) -> Claims | None:
+    def woken(self) -> ClaimBatch | None:
         """What the ring has brought."""
         rung, reply = self._bell.receive(), self._bell.receive()
         assert rung[1] == b"1"
@@ -41,7 +41,7 @@ def sleeper(stage: Stage) -> Any:
     bell.close()
 
 
-def brought(claims: Claims | None) -> tuple[str, list[str]]:
+def brought(claims: ClaimBatch | None) -> tuple[str, list[str]]:
     assert claims is not None
     return claims.status, ids(claims.jobs)
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.integration.jobs.fleet import Fleet, alive, eventually
 from tests.integration.jobs.scripted import Script
-from worker_runtime.protocol import job_calls, job_keys
-from worker_runtime.protocol.job_messages import JobResult, JobStatus
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
 
 
 def code(result: JobResult) -> str:
@@ -93,7 +94,7 @@ def test_an_error_ends_in_the_failed_queue_with_its_traceback(fleet: Fleet) -> N
     assert (result.status, code(result)) == (JobStatus.FAILED, "JOB_FAILED")
     assert "no such account" in result.traceback
     assert "in perform" in result.traceback
-    assert fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET), "j") is not None
+    assert fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
     failed = eventually(lambda: runner.told("job-failed"), "the event")
     assert failed[0]["error"]["code"] == "JOB_FAILED"
 
@@ -178,7 +179,7 @@ def test_poisoned_jobs_are_refused_and_harm_nobody(fleet: Fleet) -> None:
     fleet.stage.enqueue("unknown", "os.system", attempts=1)
     fleet.stage.enqueue("arguments", "scripted", args=msgspec.Raw(b'{"retries": "many"}'))
     fleet.stage.enqueue("nonsense", "scripted")
-    key = job_keys.job(job_keys.FLEET, "later")
+    key = job_keys.job(job_keys.FLEET_TAG, "later")
     fleet.stage.enqueue("later", "scripted", delay=60)
     fleet.stage.client.execute("HSET", key, "body", b"\xff{" + b"[" * 100_000)
     fleet.stage.make_due("later")
@@ -222,7 +223,7 @@ def test_a_suspended_runner_goes_on_at_once_when_resumed(fleet: Fleet) -> None:
     fleet.start()
     fleet.stage.call(job_calls.suspend())
     fleet.add("j")
-    state = job_keys.runner(job_keys.FLEET, fleet.beats()[0])
+    state = job_keys.runner(job_keys.FLEET_TAG, fleet.beats()[0])
     eventually(lambda: fleet.stage.client.execute("HGET", state, "state") == b"suspended", "suspension")
     assert fleet.ledger() == []
     fleet.stage.call(job_calls.resume())

@@ -12,13 +12,14 @@ from tests.unit.jobs.receiver import receiving
 from tests.unit.jobs.test_mail import port_of, serving
 from tests.unit.jobs.test_orders import row
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
-from worker_runtime.protocol import job_calls, job_work
-from worker_runtime.protocol.job_messages import JobStatus
-from worker_runtime.protocol.job_work import MailStatement, PostStatement, pack
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol.catalog import MailStatement, PostStatement, pack_orders
+from worker_runtime.jobs.protocol.messages import JobStatus
 
 
 def test_a_statement_reaches_its_user_by_mail_and_by_webhook(fleet: Fleet) -> None:
-    orders = pack([row(1), row(2, side="sell")])
+    orders = pack_orders([row(1), row(2, side="sell")])
     about: dict[str, Any] = {"user_id": "alice", "day": "2026-11-20", "orders": orders}
     with receiving() as receiver, serving() as server:
         fleet.start(
@@ -32,7 +33,7 @@ def test_a_statement_reaches_its_user_by_mail_and_by_webhook(fleet: Fleet) -> No
             ("mailed", MailStatement(to="alice@example.com", **about)),
             ("posted", PostStatement(url=receiver.url, **about)),
         ):
-            fleet.stage.call(job_calls.enqueue(job_work.job_of(job_id, work)))
+            fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work)))
             assert fleet.result(job_id).status is JobStatus.DONE
     [raw] = server.mails
     mail = message_from_bytes(raw, policy=default)

@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from tests.integration.jobs.stage import Stage, claim, claiming, die, ending, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, JobStatus
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
-from worker_runtime.protocol import job_calls, job_keys, job_scripts
-from worker_runtime.protocol.job_messages import BOOST_MS, FAILED_TTL, JobStatus
 
-FLEET = job_keys.FLEET
+FLEET = job_keys.FLEET_TAG
 
 
 def sent(runner: JobQueue, number: int, *ended: ClaimedJob) -> tuple[list[bytes], list[Any]]:
     """A turn as it was sent once, with the number of its claim."""
     ends = [value for job in ended for value in ending(job).arguments()]
     args = (*claiming(runner, number), FAILED_TTL, BOOST_MS, *ends)
-    *outcomes, claims = runner.client.run(job_scripts.TURN, [job_keys.meta(FLEET)], args)
+    *outcomes, claims = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args)
     return outcomes, claims
 
 
@@ -96,7 +98,7 @@ def test_a_server_that_has_forgotten_the_scripts_is_told_again(stage: Stage) -> 
 
 def test_what_ends_makes_room_under_a_limit_in_the_same_turn(stage: Stage) -> None:
     runner = stage.runner()
-    stage.setting(job_calls.limit("work"), 1)
+    stage.setting(job_calls.limit_field("work"), 1)
     for number in range(3):
         stage.enqueue(f"j{number}")
     (job,) = claim(runner, 2)

@@ -16,29 +16,30 @@ from tests.integration.jobs.stage import Stage
 from tests.unit.jobs.receiver import receiving
 from tests.unit.jobs.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
-from worker_runtime.protocol import job_calls, job_work, keys, scripts
-from worker_runtime.protocol.errors import BerthError, LoginRejected, SessionDown
-from worker_runtime.protocol.exchange import Balance, Position
-from worker_runtime.protocol.frames import parse
-from worker_runtime.protocol.job_messages import JobResult, JobStatus
-from worker_runtime.protocol.job_work import (
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol.catalog import (
+    DeliverWebhook,
     ExportOrders,
     MakeStatement,
     OrderExport,
     PositionSnapshot,
     SnapshotPositions,
     Statement,
-    WebhookDelivery,
     WebhookReceipt,
-    pack,
+    pack_orders,
 )
+from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
+from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.errors import BerthError, LoginRejected, SessionDown
+from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Answer, Failure, decode, encode
-from worker_runtime.protocol.requests import AccountReport, QueryAccount, told
-from worker_runtime.valkey import Valkey
+from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report, parse_frame
 
 
 def done(fleet: Fleet, job_id: str, work: msgspec.Struct, **options: Any) -> JobResult:
-    reply = fleet.stage.call(job_calls.enqueue(job_work.job_of(job_id, work, **options)))
+    reply = fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work, **options)))
     assert reply[0] == "queued"
     return fleet.result(job_id)
 
@@ -48,7 +49,7 @@ def test_a_fleet_delivers_webhooks_again_until_they_are_taken(fleet: Fleet) -> N
     fleet.start(real=True, webhook=outlet, queues=("webhook",))
     with receiving() as receiver:
         receiver.answers = [(503, {}), (200, {})]
-        work = WebhookDelivery(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b'{"a":1}'))
+        work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b'{"a":1}'))
         result = done(fleet, "w-1", work, retry_delay=0.05)
     assert result.status is JobStatus.DONE
     assert msgspec.json.decode(result.value, type=WebhookReceipt).status == 200
@@ -59,8 +60,8 @@ def test_a_fleet_delivers_webhooks_again_until_they_are_taken(fleet: Fleet) -> N
 def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: Fleet) -> None:
     keyless = fleet.start("keyless", real=True)
     with receiving() as receiver:
-        work = WebhookDelivery(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1"))
-        fleet.stage.call(job_calls.enqueue(job_work.job_of("w-3", work, retry_delay=1.0)))
+        work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1"))
+        fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0)))
         eventually(lambda: keyless.told("job-retry"), "an attempt that finds no keys")
         keyless.send(signal.SIGTERM)
         keyless.wait()
@@ -70,7 +71,7 @@ def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: Fleet
 
 def test_a_runner_without_keys_does_not_know_webhooks(fleet: Fleet) -> None:
     fleet.start(real=True)
-    work = WebhookDelivery(url="https://example.com", recipient="a", event="e", body=msgspec.Raw(b"1"))
+    work = DeliverWebhook(url="https://example.com", recipient="a", event="e", body=msgspec.Raw(b"1"))
     result = done(fleet, "w-2", work, attempts=1)
     assert result.failure is not None
     assert result.failure.code == "JOB_UNKNOWN"
@@ -78,13 +79,13 @@ def test_a_runner_without_keys_does_not_know_webhooks(fleet: Fleet) -> None:
 
 def test_statements_and_exports_come_back_as_results(fleet: Fleet) -> None:
     fleet.start(real=True)
-    packed = pack([row(1), row(2, side="sell")])
+    packed = pack_orders([row(1), row(2, side="sell")])
     made = done(fleet, "s-1", MakeStatement(user_id="alice", day="2026-11-20", orders=packed))
     statement = msgspec.json.decode(made.value, type=Statement)
     assert [(line.symbol, line.bought, line.sold) for line in statement.lines] == [("2330", 3, 3)]
     made = done(fleet, "e-1", ExportOrders(user_id="alice", orders=packed))
     export = msgspec.json.decode(made.value, type=OrderExport)
-    assert job_work.csv_of(export).count(b"\r\n") == 3
+    assert catalog.unpack_csv(export).count(b"\r\n") == 3
 
 
 def test_orders_that_cannot_be_read_fail_for_good(fleet: Fleet) -> None:
@@ -108,7 +109,7 @@ def session(stage: Stage, user_id: str, *failures: BerthError) -> Iterator[list[
             popped = client.execute("BRPOPLPUSH", keys.requests(user_id), keys.processing(user_id), "0.1")
             if popped is None:
                 continue
-            query: QueryAccount = decode(parse(popped).payload, QueryAccount)
+            query: QueryAccount = decode(parse_frame(popped).payload, QueryAccount)
             asked.append(query)
             if left:
                 answer = Answer(request_id=query.request_id, failure=Failure.of(left.pop(0)))
@@ -124,7 +125,7 @@ def session(stage: Stage, user_id: str, *failures: BerthError) -> Iterator[list[
                     ],
                     balance=Balance(currency="TWD", cash=10, available=7),  # type: ignore[arg-type]
                 )
-                answer = Answer(request_id=query.request_id, report=told(report))
+                answer = Answer(request_id=query.request_id, report=encode_report(report))
             where = keys.answering(user_id, query.request_id)
             client.run(scripts.ANSWER, where, [popped, encode(answer), 60, query.reply_to])
 

@@ -58,7 +58,7 @@ def test_the_version_is_the_packages() -> None:
 
 def test_help_loads_no_server_library() -> None:
     code = (
-        "import sys; from infra.cli import main; "
+        "import sys; from infra.cli.app import main; "
         "print(*{'pydantic', 'temporalio', 'sqlalchemy', 'fastapi', 'redis', 'httpx', 'cryptography'}"
         " & set(sys.modules))"
     )

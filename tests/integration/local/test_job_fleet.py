@@ -8,22 +8,23 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from infra import job_fleet
-from infra.job_desk import JobDesk
-from infra.local.components import JobFleet
+from infra.jobs import fleet
+from infra.jobs.client import JobClient
+from infra.local.components import JobFleetComponent
 from infra.local.servers import ValkeyServer
 from infra.settings import Settings
-from infra.vault.key_file import KeyFileExposed, write
+from infra.vault.key_file import KeyFileExposed, write_key_file
 from tests.unit.jobs.receiver import receiving
-from worker_runtime.jobs.config import parse
-from worker_runtime.protocol import job_keys, job_work
+from worker_runtime.jobs.config import parse_config
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
 
 
 def settings(folder: Path, **fields: object) -> Settings:
     key = folder / "webhook.key"
-    write(key, b"k" * 32 + b"\n", private=True)
+    write_key_file(key, b"k" * 32 + b"\n", private=True)
     password = folder / "mail.password"
-    write(password, b"a secret\n", private=True)
+    write_key_file(password, b"a secret\n", private=True)
     values = {
         "data_dir": folder,
         "webhook_key_files": (key,),
@@ -38,20 +39,20 @@ def settings(folder: Path, **fields: object) -> Settings:
 
 
 def test_a_runner_is_told_what_the_settings_say(tmp_path: Path) -> None:
-    told = parse(
-        job_fleet.runner_config(settings(tmp_path), name="night", queues=("webhook", "email"), slots=3)
+    told = parse_config(
+        fleet.runner_config(settings(tmp_path), name="night", queues=("webhook", "email"), slots=3)
     )
     assert (told.name, told.queues, told.slots, told.tag) == (
         "night",
         ("webhook", "email"),
         3,
-        job_keys.FLEET,
+        job_keys.FLEET_TAG,
     )
     assert told.webhook is not None
     assert (told.webhook.keys, told.webhook.allow_private) == ((b"k" * 32,), True)
     assert told.mail is not None
     assert (told.mail.host, told.mail.password) == ("mail.example.com", "a secret")
-    bare = parse(job_fleet.runner_config(Settings(data_dir=tmp_path)))
+    bare = parse_config(fleet.runner_config(Settings(data_dir=tmp_path)))
     assert (bare.webhook, bare.mail, bare.queues) == (None, None, ("*",))
 
 
@@ -59,24 +60,22 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     own = settings(tmp_path)
     own.webhook_key_files[0].chmod(0o644)
     with pytest.raises(KeyFileExposed):
-        job_fleet.runner_config(own)
+        fleet.runner_config(own)
 
 
 async def test_the_fleet_of_the_local_stack_does_what_is_enqueued(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
-    desk = JobDesk(valkey_client)
+    desk = JobClient(valkey_client)
     with (
         receiving() as receiver,
-        JobFleet(tmp_path, settings(tmp_path, valkey_url=valkey_server.url)),
+        JobFleetComponent(tmp_path, settings(tmp_path, valkey_url=valkey_server.url)),
     ):
-        work = job_work.WebhookDelivery(
-            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}")
-        )
-        assert await desk.enqueue(job_work.job_of("w-1", work))
-        assert not await desk.enqueue(job_work.job_of("w-1", work))
+        work = catalog.DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
+        assert await desk.enqueue(catalog.make_job("w-1", work))
+        assert not await desk.enqueue(catalog.make_job("w-1", work))
         done = await desk.wait("w-1", 20.0)
         assert done is not None
         assert (done.state, done.attempt) == ("done", 1)
         assert len(receiver.got) == 1
-    assert await valkey_client.hlen(job_keys.beats(job_keys.FLEET)) == 0  # it signed off
+    assert await valkey_client.hlen(job_keys.beats(job_keys.FLEET_TAG)) == 0  # it signed off

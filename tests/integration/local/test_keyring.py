@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from infra.database.migrate import migrate
-from infra.local import keyring
 from infra.settings import Settings
-from infra.vault import master_key
+from infra.vault import key_pairs, keyring
 from infra.vault.key_file import KeyFileMissing
 
 
@@ -22,12 +21,12 @@ def settings(folder: Path) -> Settings:
 
 
 def test_keys_are_made_once_and_never_replaced(settings: Settings) -> None:
-    made = keyring.init(settings)
+    made = keyring.create_missing_keys(settings)
     assert {path.name for path in made} == {"master.key", "master.pub", "orchestrator.key"}
     assert settings.master_key_file.stat().st_mode & 0o777 == 0o600
     assert settings.orchestrator_key_file.stat().st_mode & 0o777 == 0o600
     before = [path.read_bytes() for path in made]
-    assert keyring.init(settings) == []
+    assert keyring.create_missing_keys(settings) == []
     assert [path.read_bytes() for path in made] == before
 
 
@@ -36,23 +35,23 @@ async def test_a_pair_whose_making_was_cut_short_is_completed(
     settings: Settings, public_written: bool
 ) -> None:
     fresh = settings.master_key_file.with_name("master.key.new")
-    master_key.create_master_key(fresh, settings.master_public_file)
+    key_pairs.create_master_key(fresh, settings.master_public_file)
     if not public_written:
         settings.master_public_file.unlink()
-    keyring.init(settings)
-    ring = master_key.load_ring(settings.master_key_file)
-    public = master_key.load_public(settings.master_public_file)
+    keyring.create_missing_keys(settings)
+    ring = key_pairs.load_ring(settings.master_key_file)
+    public = key_pairs.load_public(settings.master_public_file)
     wrapped = await public.wrap(b"k" * 32, b"context")
     assert await ring.unwrap(wrapped, b"context", public.key_id) == b"k" * 32
 
 
 @pytest.mark.parametrize("lost", ["master.key", "master.pub"])
 def test_a_lost_half_of_the_master_key_is_told_and_not_replaced(settings: Settings, lost: str) -> None:
-    keyring.init(settings)
+    keyring.create_missing_keys(settings)
     path = settings.master_key_file.with_name(lost)
     path.unlink()
     with pytest.raises(KeyFileMissing, match=lost):
-        keyring.init(settings)
+        keyring.create_missing_keys(settings)
     assert not path.exists()
 
 

@@ -13,11 +13,10 @@ import pytest
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.migrate import migrate
-from infra.local import keyring
 from infra.local.stack import LocalStack
 from infra.settings import Settings
-from infra.vault import key_file, master_key, rotation, vault
-from infra.vault.master_key import KeyUnwrapper, MasterKeyFiles, PublicMasterKey, UnknownMasterKey
+from infra.vault import key_file, key_pairs, keyring, rotation, vault
+from infra.vault.key_pairs import KeyUnwrapper, MasterKeyFiles, PublicMasterKey, UnknownMasterKey
 from worker_runtime.protocol.messages import Credentials
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -31,7 +30,7 @@ def settings(folder: Path, empty_database: str) -> Settings:
         orchestrator_key_file=folder / "keys" / "orchestrator.key",
         database_url=empty_database,
     )
-    keyring.init(settings)
+    keyring.create_missing_keys(settings)
     return settings
 
 
@@ -40,17 +39,17 @@ async def database(settings: Settings) -> AsyncIterator[Database]:
     await migrate(settings.database_url)
     database = Database(settings.database_url)
     async with database.session() as session:
-        await users.create(session, "42")
+        await users.create_user(session, "42")
     yield database
     await database.close()
 
 
 async def store(database: Database, public: PublicMasterKey, account_id: str) -> None:
-    encrypted = await vault.encrypt(
+    encrypted = await vault.encrypt_credentials(
         Credentials(api_key=account_id, secret_key="s"), public, user_id="42", account_id=account_id
     )
     async with database.session() as session:
-        await accounts.put(
+        await accounts.put_account(
             session,
             user_id="42",
             account_id=account_id,
@@ -63,15 +62,17 @@ async def store(database: Database, public: PublicMasterKey, account_id: str) ->
 
 async def read_all(database: Database, unwrapper: KeyUnwrapper) -> list[str]:
     async with database.session() as session:
-        found = await accounts.of_user(session, "42")
+        found = await accounts.accounts_of_user(session, "42")
     return [
-        (await vault.decrypt(a.encrypted, unwrapper, user_id="42", account_id=a.account_id)).api_key
+        (
+            await vault.decrypt_credentials(a.encrypted, unwrapper, user_id="42", account_id=a.account_id)
+        ).api_key
         for a in found
     ]
 
 
 async def rotate(settings: Settings, database: Database) -> rotation.Rotation:
-    return await rotation.rotate(settings.master_key_file, settings.master_public_file, database)
+    return await rotation.rotate_master_key(settings.master_key_file, settings.master_public_file, database)
 
 
 def berth_rotate(settings: Settings, **more: str) -> subprocess.CompletedProcess[str]:
@@ -92,7 +93,7 @@ def berth_rotate(settings: Settings, **more: str) -> subprocess.CompletedProcess
 async def test_credentials_are_readable_with_the_new_key_alone_after_a_rotation(
     settings: Settings, database: Database
 ) -> None:
-    old = master_key.load_public(settings.master_public_file)
+    old = key_pairs.load_public(settings.master_public_file)
     running = MasterKeyFiles(settings.master_key_file)
     await store(database, old, "a")
     await store(database, old, "b")
@@ -115,9 +116,9 @@ async def test_credentials_are_readable_with_the_new_key_alone_after_a_rotation(
     assert rotation.kept_files(settings.master_key_file) == (kept,)
 
     kept.unlink()
-    new = master_key.load_public(settings.master_public_file)
+    new = key_pairs.load_public(settings.master_public_file)
     assert new != old
-    alone = master_key.load_ring(settings.master_key_file)
+    alone = key_pairs.load_ring(settings.master_key_file)
     assert alone.public == new
     assert await read_all(database, alone) == ["a", "b", "late"]
     assert (await rotate(settings, database)).started  # the next rotation may begin
@@ -128,23 +129,23 @@ async def test_a_rotation_that_was_killed_is_completed_by_the_next_run(
     settings: Settings, database: Database, done: str
 ) -> None:
     private = settings.master_key_file
-    old = master_key.load_public(settings.master_public_file)
+    old = key_pairs.load_public(settings.master_public_file)
     await store(database, old, "a")
     waiting = private.with_name("master.key.next")
-    new = master_key.create_private_key(waiting)
+    new = key_pairs.create_private_key(waiting)
     if done != "new key written":
         name = f"master-{old.key_id.removeprefix('local:')}.key"
-        key_file.write(private.with_name(name), private.read_bytes(), private=True)
+        key_file.write_key_file(private.with_name(name), private.read_bytes(), private=True)
     if done == "private half replaced":
         waiting.replace(private)
 
     ended = await rotate(settings, database)
     assert (ended.started, ended.rewrapped, ended.left) == (False, 1, 0)
     assert ended.key_id == new.key_id
-    assert master_key.load_public(settings.master_public_file) == new
+    assert key_pairs.load_public(settings.master_public_file) == new
     assert not waiting.exists()
     assert len(ended.kept) == 1
-    assert await read_all(database, master_key.load_ring(private)) == ["a"]
+    assert await read_all(database, key_pairs.load_ring(private)) == ["a"]
 
 
 async def test_no_new_key_is_made_while_the_database_is_away(settings: Settings) -> None:
@@ -159,7 +160,7 @@ async def test_no_new_key_is_made_while_the_database_is_away(settings: Settings)
 async def test_credentials_under_a_key_that_is_gone_are_told_and_left_alone(
     settings: Settings, database: Database, folder: Path
 ) -> None:
-    await store(database, master_key.create_private_key(folder / "foreign.key"), "a")
+    await store(database, key_pairs.create_private_key(folder / "foreign.key"), "a")
     with pytest.raises(UnknownMasterKey):
         await rotate(settings, database)
     listed = json.dumps([str(folder / "foreign.key")])

@@ -139,7 +139,7 @@ def test_a_recorded_process_is_ended_but_a_stranger_with_its_pid_is_not(folder: 
     server = MuteServer(folder)
     server.records = folder / "run"
     server.launch()
-    [entry] = record.read_all(folder / "run")
+    [entry] = record.read_records(folder / "run")
     assert entry.alive()
     stranger = ProcessRecord(entry.name, entry.pid, entry.started - 1, entry.boot)
     assert not stranger.end()
@@ -150,13 +150,13 @@ def test_a_recorded_process_is_ended_but_a_stranger_with_its_pid_is_not(folder: 
     assert entry.end()
     assert not server.running
     server.stop()
-    assert record.read_all(folder / "run") == []
+    assert record.read_records(folder / "run") == []
 
 
 def test_a_record_that_was_cut_short_is_skipped(folder: Path) -> None:
     folder.mkdir()
     (folder / "valkey.json").write_text('{"name": "valk')
-    assert record.read_all(folder) == []
+    assert record.read_records(folder) == []
 
 
 def test_free_ports_are_all_different() -> None:

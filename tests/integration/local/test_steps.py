@@ -7,7 +7,7 @@ import pytest
 
 from infra.local import steps
 from infra.local.process import ServerFailed
-from infra.local.steps import Progress, Status, Step
+from infra.local.steps import StartStep, StepProgress, StepStatus
 
 
 def test_a_step_begins_when_those_it_needs_are_done_and_others_run_beside_it() -> None:
@@ -22,12 +22,14 @@ def test_a_step_begins_when_those_it_needs_are_done_and_others_run_beside_it() -
         order.append("last")
         return ""
 
-    changes: list[Progress] = []
-    steps.run(
-        [Step("last", last, ("a", "b")), Step("a", beside), Step("b", beside)], changes.append, lambda: None
+    changes: list[StepProgress] = []
+    steps.run_steps(
+        [StartStep("last", last, ("a", "b")), StartStep("a", beside), StartStep("b", beside)],
+        changes.append,
+        lambda: None,
     )
     assert order == ["last"]
-    done = [change.step for change in changes if change.status is Status.DONE]
+    done = [change.step for change in changes if change.status is StepStatus.DONE]
     assert done[-1] == "last"
     assert {change.detail for change in changes if change.step == "a"} == {"", "met"}
 
@@ -48,13 +50,13 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
         raise RuntimeError("second")
 
     with pytest.raises(ServerFailed, match=r"^fails: ValueError: first$"):
-        steps.run(
+        steps.run_steps(
             [
-                Step("fails", fail),
-                Step("waits", wait),
-                Step("never", note, ("fails",)),
+                StartStep("fails", fail),
+                StartStep("waits", wait),
+                StartStep("never", note, ("fails",)),
             ],
-            steps.silent,
+            steps.show_nothing,
             given_up.set,
         )
     assert given_up.is_set()
@@ -63,24 +65,27 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
 
 def test_a_librarys_error_is_told_with_its_part_its_type_and_its_first_line() -> None:
     error = TimeoutExpired(["pg_isready"], 60)
-    assert steps.told("postgres", error).detail == f"postgres: TimeoutExpired: {error}"
-    assert steps.told("database", RuntimeError("\nfirst\nsecond")).detail == "database: RuntimeError: first"
+    assert steps.as_berth_error("postgres", error).detail == f"postgres: TimeoutExpired: {error}"
+    assert (
+        steps.as_berth_error("database", RuntimeError("\nfirst\nsecond")).detail
+        == "database: RuntimeError: first"
+    )
 
 
 def test_our_own_error_is_told_as_it_is() -> None:
     error = ServerFailed("valkey ended while starting:\nits log")
-    assert steps.told("valkey", error) is error
+    assert steps.as_berth_error("valkey", error) is error
 
 
 def test_a_failed_step_is_shown_with_the_words_that_are_raised() -> None:
-    changes: list[Progress] = []
+    changes: list[StepProgress] = []
 
     def fail() -> str:
         raise LookupError("nothing there\nmore")
 
     with pytest.raises(ServerFailed):
-        steps.run([Step("database", fail)], changes.append, lambda: None)
+        steps.run_steps([StartStep("database", fail)], changes.append, lambda: None)
     assert [(c.status, c.detail) for c in changes] == [
-        (Status.STARTED, ""),
-        (Status.FAILED, "database: LookupError: nothing there"),
+        (StepStatus.STARTED, ""),
+        (StepStatus.FAILED, "database: LookupError: nothing there"),
     ]

@@ -11,15 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import BUDGET, Script
+from worker_runtime.protocol.scripts import SPEND_BUDGET, Script
 
 OWNER = "person"
 SINCE = keys.budget(OWNER, "since")
 DAY = 86_400_000
 #: The script under a clock that the test owns: its only line about time is replaced.
 _TIME = "local time = redis.call('TIME')"
-assert BUDGET.source.count(_TIME) == 1
-CLOCKED = Script("clocked", BUDGET.source.replace(_TIME, "local time = {ARGV[#ARGV - 1], ARGV[#ARGV]}"), "")
+assert SPEND_BUDGET.source.count(_TIME) == 1
+CLOCKED = Script(
+    "clocked", SPEND_BUDGET.source.replace(_TIME, "local time = {ARGV[#ARGV - 1], ARGV[#ARGV]}"), ""
+)
 
 
 @dataclass
@@ -44,7 +46,7 @@ def spend(
     numbers = [n for each in windows for n in (cost * each.weight, each.span, each.limit, each.reserve)]
     clock = [] if at is None else [at // 1000, at % 1000 * 1000]
     granted, wait, count = scripts.run(
-        BUDGET if at is None else CLOCKED,
+        SPEND_BUDGET if at is None else CLOCKED,
         [SINCE, *(keys.budget(OWNER, each.what) for each in windows)],
         *(call, known, int(fresh), *numbers, *clock),
     )

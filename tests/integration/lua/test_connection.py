@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import CONNECTED, CONNECTION, Script
+from worker_runtime.protocol.scripts import RENEW_CONNECTIONS, TAKE_CONNECTION, Script
 
 OWNER = "person"
 NAMES = [keys.budget(OWNER, name) for name in ("since", "connections", "holders")]
@@ -21,15 +21,15 @@ LIMIT = 2
 
 def take(scripts: Scripts, connection: str, holder: str, *, known: str = "", fresh: bool = True) -> Any:
     words = (connection, holder, LEASE, LIMIT, 10_000, known, int(fresh))
-    return scripts.run(CONNECTION, NAMES, *words)
+    return scripts.run(TAKE_CONNECTION, NAMES, *words)
 
 
 def keep(scripts: Scripts, holder: str, *connections: str) -> Any:
-    return scripts.run(CONNECTED, NAMES[1:], holder, LEASE, *connections)
+    return scripts.run(RENEW_CONNECTIONS, NAMES[1:], holder, LEASE, *connections)
 
 
 def end(scripts: Scripts, holder: str, *connections: str) -> Any:
-    return scripts.run(CONNECTED, NAMES[1:], holder, 0, *connections)
+    return scripts.run(RENEW_CONNECTIONS, NAMES[1:], holder, 0, *connections)
 
 
 def lapse(scripts: Scripts, connection: str) -> None:

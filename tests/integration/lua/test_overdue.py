@@ -8,8 +8,8 @@ import pytest
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.frames import parse
-from worker_runtime.protocol.scripts import ENQUEUE, OVERDUE
+from worker_runtime.protocol.requests import parse_frame
+from worker_runtime.protocol.scripts import ENQUEUE, RESOLVE_OVERDUE
 
 USER = "42"
 HOUR = 3_600_000
@@ -28,7 +28,7 @@ def overdue(scripts: Scripts, request: str = "r") -> Any:
         keys.journal(USER, request),
         keys.response(USER, request),
     ]
-    return scripts.run(OVERDUE, names, request, "expired", 60, HOUR)
+    return scripts.run(RESOLVE_OVERDUE, names, request, "expired", 60, HOUR)
 
 
 def test_a_request_that_is_still_queued_is_taken_back_with_its_answer(scripts: Scripts) -> None:
@@ -43,7 +43,7 @@ def test_a_request_that_was_never_queued_cannot_be_any_more(scripts: Scripts) ->
     assert overdue(scripts) == ["absent", ""]
     new, item, _ = enqueue(scripts)
     assert new == 0
-    assert parse(item.encode()).request_id == "r"
+    assert parse_frame(item.encode()).request_id == "r"
     assert scripts.client.llen(keys.requests(USER)) == 0
     assert overdue(scripts) == ["absent", ""]
 

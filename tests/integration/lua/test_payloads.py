@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.lua.conftest import Scripts
-from worker_runtime.protocol import frames, keys
+from worker_runtime.protocol import keys, requests
 from worker_runtime.protocol.scripts import ENQUEUE
 
 
@@ -19,5 +19,5 @@ def test_a_payload_is_read_back_byte_by_byte(scripts: Scripts, payload: bytes) -
     client.eval(ENQUEUE.source, len(places), *places, "r", payload, 30_000, 1_000)
     [item] = client.lrange(keys.requests("42"), 0, -1)
     assert isinstance(item, bytes)
-    frame = frames.parse(item)
+    frame = requests.parse_frame(item)
     assert (frame.request_id, frame.payload, frame.raw) == ("r", payload, item)

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from infra import valkey
+from infra.valkey import client as valkey
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import CLAIM, LINE, READY, SETTLE
+from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, CLAIM, JOIN_WAIT_QUEUE, SETTLE_CLAIM
 
 POOL = "p"
 
 
 def ready(scripts: Scripts, worker: str, *, reserved: str = "", ttl: int = 30_000) -> Any:
     return scripts.run(
-        READY,
+        ANNOUNCE_WORKER,
         [
             keys.pool_worker(POOL, worker),
             keys.pool_ready(POOL),
@@ -46,7 +46,7 @@ def claim(scripts: Scripts, claim_id: str) -> Any:
 
 
 def settle(scripts: Scripts, worker: str, claim_id: str, state: str) -> Any:
-    return scripts.run(SETTLE, [keys.pool_worker(POOL, worker)], claim_id, state)
+    return scripts.run(SETTLE_CLAIM, [keys.pool_worker(POOL, worker)], claim_id, state)
 
 
 def test_a_lost_claim_reply_returns_the_same_worker(scripts: Scripts) -> None:
@@ -114,7 +114,12 @@ def test_a_version_to_avoid_is_left_in_the_pool_in_its_order(scripts: Scripts) -
         ready(scripts, worker)
         scripts.client.zadd(keys.pool_ready(POOL), {worker: score})
         scripts.client.hset(keys.pool_worker(POOL, worker), "version", worker.partition("-")[0])
-    named = [keys.pool_ready(POOL), keys.pool_claim(POOL, "c"), keys.pool_line(POOL), keys.pool_asked(POOL)]
+    named = [
+        keys.pool_ready(POOL),
+        keys.pool_claim(POOL, "c"),
+        keys.pool_wait_queue(POOL),
+        keys.pool_last_asked(POOL),
+    ]
     given = ["c", keys.pool_worker_prefix(POOL), 3600, "u", 30_000, "new"]
     assert scripts.run(CLAIM, named, *given)[:2] == ["claimed", "old"]
     named[1] = keys.pool_claim(POOL, "d")
@@ -129,7 +134,7 @@ async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, val
         ready(scripts, f"w{number}")
 
     async def one(number: int) -> list[bytes]:
-        return await valkey.run(  # type: ignore[no-any-return]
+        return await valkey.run_script(  # type: ignore[no-any-return]
             valkey_client,
             CLAIM,
             [keys.pool_ready(POOL), keys.pool_claim(POOL, f"c{number}")],
@@ -204,13 +209,22 @@ def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -
 
 
 def line(scripts: Scripts, user: str, patience_ms: int = 30_000) -> int:
-    return int(scripts.run(LINE, [keys.pool_line(POOL), keys.pool_asked(POOL)], user, patience_ms))
+    return int(
+        scripts.run(
+            JOIN_WAIT_QUEUE, [keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)], user, patience_ms
+        )
+    )
 
 
 def claim_for(scripts: Scripts, user: str, claim_id: str) -> Any:
     return scripts.run(
         CLAIM,
-        [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id), keys.pool_line(POOL), keys.pool_asked(POOL)],
+        [
+            keys.pool_ready(POOL),
+            keys.pool_claim(POOL, claim_id),
+            keys.pool_wait_queue(POOL),
+            keys.pool_last_asked(POOL),
+        ],
         *(claim_id, keys.pool_worker_prefix(POOL), 3600, user, 30_000),
     )
 
@@ -227,15 +241,15 @@ def test_who_waits_is_served_in_order_however_often_another_asks(scripts: Script
     ready(scripts, "w3")  # one for him who waits, one for who comes
     assert claim_for(scripts, "stranger", "x3")[0] == "claimed"
     assert claim_for(scripts, "second", "s2")[0] == "claimed"
-    assert not scripts.client.exists(keys.pool_line(POOL), keys.pool_asked(POOL))
+    assert not scripts.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL))
 
 
 def test_who_does_not_ask_again_has_left_the_line(scripts: Scripts) -> None:
     line(scripts, "gone")
-    scripts.client.zadd(keys.pool_asked(POOL), {"gone": 1})
+    scripts.client.zadd(keys.pool_last_asked(POOL), {"gone": 1})
     assert line(scripts, "next") == 0
     line(scripts, "gone")
-    scripts.client.zadd(keys.pool_asked(POOL), {"next": 1})
+    scripts.client.zadd(keys.pool_last_asked(POOL), {"next": 1})
     ready(scripts, "w")
     assert claim_for(scripts, "gone", "c")[:2] == ["claimed", "w"]
 

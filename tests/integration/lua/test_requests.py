@@ -19,13 +19,13 @@ from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (
     ANSWER,
-    CONTROL,
     ENQUEUE,
-    MARK,
-    OWN,
     POP,
     PUT_BACK,
-    UNMARK,
+    REMOVE_MARK,
+    RENEW_MARK,
+    SEND_CONTROL,
+    SET_OWNER,
     WITHDRAW,
 )
 from worker_runtime.protocol.switches import OPEN
@@ -46,7 +46,7 @@ def enqueue(scripts: Scripts, request: str, ttl: int = 30_000) -> Any:
 
 
 def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
-    return scripts.run(OWN, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN.words())
+    return scripts.run(SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN.words())
 
 
 def pop(
@@ -81,7 +81,13 @@ def withdraw(scripts: Scripts, request: str, item: str) -> Any:
 
 def mark(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
     return scripts.run(
-        MARK, [keys.owner(USER), keys.mark(USER), keys.metadata(USER)], epoch, worker, 30_000, "task", "t"
+        RENEW_MARK,
+        [keys.owner(USER), keys.mark(USER), keys.metadata(USER)],
+        epoch,
+        worker,
+        30_000,
+        "task",
+        "t",
     )
 
 
@@ -151,7 +157,7 @@ def test_an_empty_pop_is_remembered_by_its_number_alone(scripts: Scripts) -> Non
 def test_control_messages_overtake_requests(scripts: Scripts) -> None:
     own(scripts)
     enqueue(scripts, "r")
-    scripts.run(CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
+    scripts.run(SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
     assert pop(scripts, 1)[:2] == ["control", "stop"]
     assert pop(scripts, 1)[:2] == ["control", "stop"]
     assert pop(scripts, 2)[0] == "request"
@@ -161,7 +167,7 @@ def test_a_pop_for_control_messages_leaves_the_requests_where_they_are(scripts: 
     own(scripts)
     enqueue(scripts, "r1")
     assert pop(scripts, 1, "control")[0] == "empty"
-    scripts.run(CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
+    scripts.run(SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], "stop")
     assert pop(scripts, 2, "control")[:2] == ["control", "stop"]
     assert pop(scripts, 2, "control")[:2] == ["control", "stop"]
     assert scripts.client.llen(keys.requests(USER)) == 1
@@ -295,8 +301,8 @@ def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
     own(scripts, epoch=2)
     mark(scripts, epoch=2)
     places = [keys.mark(USER), keys.metadata(USER)]
-    assert scripts.run(UNMARK, places, 1, "w") == 0
-    assert scripts.run(UNMARK, places, 2, "w") == 1
+    assert scripts.run(REMOVE_MARK, places, 1, "w") == 0
+    assert scripts.run(REMOVE_MARK, places, 2, "w") == 1
     assert scripts.client.exists(*places) == 0
 
 

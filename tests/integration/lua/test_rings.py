@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_requests import USER, enqueue, mark, own
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import REMIND
+from worker_runtime.protocol.scripts import RING_DOORBELL
 
 
 def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts) -> None:
@@ -17,20 +17,22 @@ def test_the_doorbell_holds_one_ring_however_many_requests_come(scripts: Scripts
 def test_a_ring_that_was_lost_is_repeated_while_requests_wait(scripts: Scripts) -> None:
     own(scripts)
     names = [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)]
-    assert scripts.run(REMIND, names) == 0
+    assert scripts.run(RING_DOORBELL, names) == 0
     assert scripts.client.llen(keys.doorbell(USER)) == 0  # nothing waits
     enqueue(scripts, "r")
     scripts.client.lpop(keys.doorbell(USER))  # by a worker that is frozen
     mark(scripts)
     for _ in range(2):
-        assert scripts.run(REMIND, names) == 1
+        assert scripts.run(RING_DOORBELL, names) == 1
     assert scripts.client.llen(keys.doorbell(USER)) == 1
 
 
 def test_a_control_message_is_rung_for_again(scripts: Scripts) -> None:
     own(scripts)
     scripts.client.lpush(keys.control(USER), "reload")
-    scripts.run(REMIND, [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)])
+    scripts.run(
+        RING_DOORBELL, [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)]
+    )
     assert scripts.client.llen(keys.doorbell(USER)) == 1
 
 

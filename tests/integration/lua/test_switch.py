@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import OWN, SWITCH, Script
+from worker_runtime.protocol.scripts import SET_OWNER, WRITE_SWITCH, Script
 from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
 
 USER = "42"
@@ -17,11 +17,11 @@ HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
 
 
 def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
-    return scripts.run(SWITCH, [keys.switch(USER)], *wanted.words())
+    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *wanted.words())
 
 
 def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
-    return scripts.run(OWN, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *wanted.words())
+    return scripts.run(SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *wanted.words())
 
 
 def written(scripts: Scripts) -> dict[str, str]:

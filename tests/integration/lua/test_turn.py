@@ -10,17 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from infra import valkey
-from infra.launchers.launch_rate import SharedRate
-from infra.launchers.limited import Turns
+from infra.launchers.limited import LaunchTurns, SharedRate
+from infra.valkey import client as valkey
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import TURN, Script
+from worker_runtime.protocol.scripts import TAKE_LAUNCH, Script
 
 #: The script under a clock that the test owns: its only line about time is replaced.
 _TIME = "local time = redis.call('TIME')"
-assert TURN.source.count(_TIME) == 1
-CLOCKED = Script("clocked", TURN.source.replace(_TIME, "local time = {ARGV[3], ARGV[4]}"), "")
+assert TAKE_LAUNCH.source.count(_TIME) == 1
+CLOCKED = Script("clocked", TAKE_LAUNCH.source.replace(_TIME, "local time = {ARGV[3], ARGV[4]}"), "")
 US = 1_000_000
 BEGAN = 1_800_000_000 * US
 
@@ -53,7 +52,7 @@ def test_a_clock_that_is_set_back_holds_no_launch_up(scripts: Scripts) -> None:
 
 
 def test_it_leaves_nothing_behind_once_the_bucket_is_full_again(scripts: Scripts) -> None:
-    assert scripts.run(TURN, [keys.LAUNCHES], 60 * US, 1) == 0
+    assert scripts.run(TAKE_LAUNCH, [keys.LAUNCHES], 60 * US, 1) == 0
     assert 0 < scripts.client.pttl(keys.LAUNCHES) <= 60_001
 
 
@@ -78,7 +77,7 @@ def test_never_more_than_burst_and_rate_in_any_span(
 
 async def test_orchestrators_at_one_valkey_share_the_rate(scripts: Scripts, valkey_client: Redis) -> None:
     rate, burst, each = 50.0, 5, 15
-    fleet = [Turns(SharedRate(valkey_client, rate, burst)) for _ in range(3)]
+    fleet = [LaunchTurns(SharedRate(valkey_client, rate, burst)) for _ in range(3)]
     began = time.monotonic()
     await asyncio.gather(*(turns.take("pool") for turns in fleet for _ in range(each)))
     seconds = time.monotonic() - began
@@ -88,7 +87,7 @@ async def test_orchestrators_at_one_valkey_share_the_rate(scripts: Scripts, valk
 
 
 async def test_without_valkey_each_counts_by_itself() -> None:
-    nobody = valkey.connect("redis://127.0.0.1:1")
+    nobody = valkey.connect_valkey("redis://127.0.0.1:1")
     rate = SharedRate(nobody, 0.01, 3)
     waits = [await rate.take() for _ in range(4)]
     assert waits[:3] == [0.0] * 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from worker_runtime.config import read
-from worker_runtime.log import Log
-from worker_runtime.protocol.exit_codes import ExitCode
-from worker_runtime.zygote import Zygote
+from worker_runtime.process.config import read_config
+from worker_runtime.process.log import Log
+from worker_runtime.process.zygote import Zygote
+from worker_runtime.protocol.launch import ExitCode
 
 
 class BrokenZygote(Zygote):
@@ -16,5 +16,5 @@ class BrokenZygote(Zygote):
 
 
 if __name__ == "__main__":
-    config = read()
+    config = read_config()
     sys.exit(BrokenZygote(config, lambda: None, Log(worker_id=config.worker_id)).run())  # type: ignore[arg-type,return-value]

@@ -104,7 +104,7 @@ class ScriptedBroker:
     def positions(self, timeout: float) -> list[Position]:
         return []
 
-    def looks_first(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:

@@ -12,6 +12,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.integration.worker.worker import PATIENCE, Worker, eventually
+from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
@@ -33,10 +34,9 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import AccountReport, report_of
-from worker_runtime.protocol.scripts import CLAIM, CONTROL, ENQUEUE, OWN
+from worker_runtime.protocol.requests import AccountReport, decode_report
+from worker_runtime.protocol.scripts import CLAIM, ENQUEUE, SEND_CONTROL, SET_OWNER
 from worker_runtime.protocol.switches import OPEN
-from worker_runtime.valkey import Valkey
 
 GENERATION = "g1"
 #: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: of the
@@ -118,7 +118,7 @@ class Stage:
 
     def own(self, worker_id: str, epoch: int, generation: str = GENERATION) -> None:
         names = [keys.owner(self.user), keys.switch(self.user)]
-        assert self.client.run(OWN, names, [epoch, worker_id, generation, *OPEN.words()]) == b"ok"
+        assert self.client.run(SET_OWNER, names, [epoch, worker_id, generation, *OPEN.words()]) == b"ok"
 
     def sealed(
         self,
@@ -321,7 +321,7 @@ class Stage:
         self.control_raw(sealing.sign(message, self.key))
 
     def control_raw(self, data: bytes) -> None:
-        self.client.run(CONTROL, [keys.control(self.user), keys.doorbell(self.user)], [data])
+        self.client.run(SEND_CONTROL, [keys.control(self.user), keys.doorbell(self.user)], [data])
 
     def events(self, *, repeats: bool = False) -> list[Event]:
         """Each once, unless with `repeats`: what the server took without saying so in time is sent again."""
@@ -338,7 +338,7 @@ class Stage:
         return [event.state.value for event in found if event.order_id == order_id]
 
     def reports(self) -> list[AccountReport]:
-        return [report_of(event.report) for event in self.events() if isinstance(event, AccountReported)]
+        return [decode_report(event.report) for event in self.events() if isinstance(event, AccountReported)]
 
     def mark(self) -> str:
         value: bytes | None = self.client.execute("GET", keys.mark(self.user))

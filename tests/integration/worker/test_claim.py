@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.integration.worker.stage import CONNECT_TIMEOUT, Stage
 from tests.integration.worker.worker import PATIENCE, eventually
 from worker_runtime.protocol import keys, sealing
-from worker_runtime.protocol.exit_codes import ExitCode
-from worker_runtime.protocol.messages import Connect, Release
-from worker_runtime.protocol.scripts import SETTLE
+from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.protocol.messages import Connect, ReleaseClaim
+from worker_runtime.protocol.scripts import SETTLE_CLAIM
 
 
 def test_a_launched_worker_announces_itself_with_a_proven_key(stage: Stage) -> None:
@@ -100,7 +100,7 @@ def test_a_released_claim_is_not_confirmed_and_ends_the_worker(stage: Stage) -> 
     worker = stage.ready()
     stage.take("c1")
     entry = keys.pool_worker(stage.pool, worker.worker_id)
-    assert stage.client.run(SETTLE, [entry], ["c1", "released"]) == b"released"
+    assert stage.client.run(SETTLE_CLAIM, [entry], ["c1", "released"]) == b"released"
     stage.own(worker.worker_id, 1)
     stage.push(worker, stage.claim_message(worker, "c1"))
     reply = stage.reply("c1")
@@ -140,7 +140,7 @@ def test_wrong_credentials_are_told_and_not_tried_again(stage: Stage) -> None:
     assert reply.failure is not None
     assert (reply.failure.code, reply.failure.retryable) == ("LOGIN_REJECTED", False)
     assert len(worker.ledger("login")) == 1
-    stage.push(worker, Release(claim_id="c1", worker_id=worker.worker_id, reason="test"))
+    stage.push(worker, ReleaseClaim(claim_id="c1", worker_id=worker.worker_id, reason="test"))
     assert worker.wait() == ExitCode.OK
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from activities.slot import ask
-from infra.launchers.ecs_request import Place, run_task
+from activities.pool.entries import ask
+from infra.launchers.ecs.request import EcsTarget, run_task
 from infra.launchers.port import LaunchSpec
 from infra.local.servers import ValkeyServer
 from tests.unit.worker_runtime.task_metadata import TASK_ID, metadata_server
-from worker_runtime.container_launch import METADATA
+from worker_runtime.process.container_launch import METADATA_VARIABLE
 from worker_runtime.protocol import keys, launch_document
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -36,7 +36,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
         launch_token=b"t" * 32,
         orchestrator_key=bytes(range(32)),
     )
-    place = Place(cluster="c", task_definition="berth-worker", capacity_providers={}, placement="none")
+    place = EcsTarget(cluster="c", task_definition="berth-worker", capacity_providers={}, placement="none")
     request = run_task(place, LaunchSpec(config=config), "token-1", KEY)
     (override,) = request["overrides"]["containerOverrides"]
     key_file = tmp_path / "launch.key"
@@ -46,7 +46,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
             **os.environ,
             **{one["name"]: one["value"] for one in override["environment"]},
             launch_document.KEY_FILE: str(key_file),
-            METADATA: base,
+            METADATA_VARIABLE: base,
         }
         with (tmp_path / "worker.log").open("wb") as log:
             worker = await asyncio.create_subprocess_exec(

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import alive, eventually
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Shutdown
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import Worker, eventually
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEvent
 
 QUICK: dict[str, Any] = {"health_period": 0.2}

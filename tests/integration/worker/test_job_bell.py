@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from tests.integration.worker.stage import Stage
-from worker_runtime.board import Board
-from worker_runtime.boottime import SECOND
-from worker_runtime.job_bell import JobBell
-from worker_runtime.log import Log
-from worker_runtime.valkey import Valkey
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.job_doorbell import JobDoorbell
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Valkey
 
 #: Who may do all that the supervisor does, but not look whether there are jobs.
 _BLIND = "blind"
 
 
 @pytest.fixture
-def board(stage: Stage) -> Board:
-    board = Board()
+def board(stage: Stage) -> SharedState:
+    board = SharedState()
     board.assign(stage.user, "c1", 1)
     return board
 
@@ -34,10 +34,10 @@ def blind_url(stage: Stage) -> Iterator[str]:
     stage.client.execute("ACL", "DELUSER", _BLIND)
 
 
-def listening(url: str, board: Board) -> tuple[JobBell, Valkey]:
+def listening(url: str, board: SharedState) -> tuple[JobDoorbell, Valkey]:
     main = Valkey(url)
     main.connect()
-    return JobBell(url, main, board, Log(), lambda: 1.0), main
+    return JobDoorbell(url, main, board, Log(), lambda: 1.0), main
 
 
 def connections(stage: Stage) -> int:
@@ -48,12 +48,12 @@ def connections(stage: Stage) -> int:
 
 
 def test_a_question_that_is_refused_is_not_asked_again_at_once(
-    stage: Stage, board: Board, blind_url: str
+    stage: Stage, board: SharedState, blind_url: str
 ) -> None:
     bell, main = listening(blind_url, board)
     before, begin = connections(stage), time.monotonic()
     for _ in range(20):
-        bell.tend(reachable=True)
+        bell.run_due(reachable=True)
     # The shortest wait is half a second: after that, the next question is due.
     left, waits = bell.left(), time.monotonic() - begin < 0.5
     assert 0.0 < left <= 15.0 or not waits
@@ -62,7 +62,7 @@ def test_a_question_that_is_refused_is_not_asked_again_at_once(
 
 
 def test_no_name_server_is_asked_while_the_main_connection_is_open(
-    stage: Stage, board: Board, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, board: SharedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bell, main = listening(stage.url.replace("127.0.0.1", "localhost"), board)
     lookup, asked = socket.getaddrinfo, []
@@ -72,22 +72,22 @@ def test_no_name_server_is_asked_while_the_main_connection_is_open(
         return lookup(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", noted)
-    bell.tend(reachable=True)
+    bell.run_due(reachable=True)
     assert 15.0 < bell.left() <= 25.0  # it waits in BLPOP
     assert asked == ["127.0.0.1"]
     main.close()
-    bell.tend(reachable=True)
+    bell.run_due(reachable=True)
     assert bell.left() == 3600.0
     assert asked == ["127.0.0.1"]
 
 
-def test_it_listens_again_when_the_pause_after_dead_runners_is_over(stage: Stage, board: Board) -> None:
+def test_it_listens_again_when_the_pause_after_dead_runners_is_over(stage: Stage, board: SharedState) -> None:
     bell, main = listening(stage.url, board)
     board.jobs_not_before = time.monotonic_ns() + 60 * SECOND
-    bell.tend(reachable=True)
+    bell.run_due(reachable=True)
     assert bell.left() == 3600.0
     board.jobs_not_before = time.monotonic_ns() - 1
-    bell.tend(reachable=True)
+    bell.run_due(reachable=True)
     assert 15.0 < bell.left() <= 25.0  # it waits in BLPOP
     main.close()
-    bell.tend(reachable=True)
+    bell.run_due(reachable=True)

@@ -11,23 +11,25 @@ import msgspec
 
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import Worker, alive, eventually
-from worker_runtime.protocol import job_calls, job_keys, job_work
-from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus, read_result
-from worker_runtime.protocol.job_work import Ping, PositionSnapshot, SnapshotPositions
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.catalog import PingRunner, PositionSnapshot, SnapshotPositions
+from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus, read_result
 from worker_runtime.protocol.messages import Shutdown
 
 
 def enqueue(stage: Stage, job_id: str, work: msgspec.Struct, **options: Any) -> None:
-    put(stage, job_work.job_of(job_id, work, **options))
+    put(stage, catalog.make_job(job_id, work, **options))
 
 
 def put(stage: Stage, job: Job) -> None:
-    reply = stage.client.run(*job_calls.enqueue(job, job_keys.of_user(stage.user)))
+    reply = stage.client.run(*job_calls.enqueue(job, job_keys.user_tag(stage.user)))
     assert reply[0] == b"queued"
 
 
 def result(stage: Stage, job_id: str) -> JobResult:
-    key = job_keys.result(job_keys.of_user(stage.user), job_id)
+    key = job_keys.result(job_keys.user_tag(stage.user), job_id)
     return read_result(eventually(lambda: stage.client.execute("GET", key), f"the result of {job_id}"))
 
 
@@ -56,16 +58,16 @@ def test_a_runner_comes_with_the_first_job_and_goes_when_there_is_none(stage: St
     processes = worker.both()
     assert worker.child("jobs") == 0
     for number in range(3):
-        enqueue(stage, f"j-{number}", Ping(text=str(number)))
+        enqueue(stage, f"j-{number}", PingRunner(text=str(number)))
         assert result(stage, f"j-{number}").status is JobStatus.DONE
         gone(worker)
     assert worker.both() == processes
     assert not worker.logged("job_runner_died")
-    assert stage.client.execute("EXISTS", job_keys.beats(job_keys.of_user(stage.user))) == 0
+    assert stage.client.execute("EXISTS", job_keys.beats(job_keys.user_tag(stage.user))) == 0
 
 
 def test_jobs_that_came_before_the_worker_are_run(stage: Stage) -> None:
-    enqueue(stage, "early", Ping())
+    enqueue(stage, "early", PingRunner())
     stage.active()
     assert result(stage, "early").status is JobStatus.DONE
 
@@ -92,12 +94,12 @@ def test_a_user_has_no_jobs_of_the_fleet(stage: Stage) -> None:
 def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(stage: Stage) -> None:
     worker = stage.active()
     processes = worker.both()
-    enqueue(stage, "j-1", Ping())
+    enqueue(stage, "j-1", PingRunner())
     result(stage, "j-1")
     first = runner(worker)
     os.kill(first, signal.SIGKILL)
     eventually(lambda: worker.child("jobs") not in (0, first), "another runner")
-    enqueue(stage, "j-2", Ping())
+    enqueue(stage, "j-2", PingRunner())
     assert result(stage, "j-2").status is JobStatus.DONE
     assert worker.both() == processes
     assert worker.logged("job_runner_died")
@@ -106,7 +108,7 @@ def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone
 def test_runners_that_die_again_and_again_cost_the_worker_nothing(stage: Stage) -> None:
     worker = stage.active()
     processes = worker.both()
-    enqueue(stage, "j-1", Ping())
+    enqueue(stage, "j-1", PingRunner())
     seen: set[int] = set()
 
     def paused() -> bool:
@@ -127,7 +129,7 @@ def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Stage)
     worker = stage.active()
     processes = worker.both()
     worker.tell_broker("full")
-    enqueue(stage, "j-1", Ping())
+    enqueue(stage, "j-1", PingRunner())
     eventually(lambda: worker.logged("job_runner_not_forked"), "a fork that fails")
     (worker.folder / "full").unlink()
     assert result(stage, "j-1").status is JobStatus.DONE
@@ -136,7 +138,7 @@ def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Stage)
 
 def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(stage: Stage) -> None:
     worker = stage.active()
-    enqueue(stage, "later", Ping(), delay=3600.0)
+    enqueue(stage, "later", PingRunner(), delay=3600.0)
     children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
     child = eventually(lambda: job_child(children), "a child for the next job")
     assert [oom_score(pid) for pid in (runner(worker), child)] == [1000, 1000]
@@ -145,11 +147,11 @@ def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(sta
 
 def test_a_drain_gives_the_job_in_hand_back(stage: Stage) -> None:
     worker = stage.active(shutdown_timeout=15.0)
-    enqueue(stage, "later", Ping(), delay=3600.0)
+    enqueue(stage, "later", PingRunner(), delay=3600.0)
     children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
     os.kill(eventually(lambda: job_child(children), "a child for the next job"), signal.SIGSTOP)
-    enqueue(stage, "j-1", Ping(), idempotent=True)
-    key = job_keys.job(job_keys.of_user(stage.user), "j-1")
+    enqueue(stage, "j-1", PingRunner(), idempotent=True)
+    key = job_keys.job(job_keys.user_tag(stage.user), "j-1")
     eventually(lambda: stage.client.execute("HGET", key, "state") == b"running", "a job in hand")
     stage.control(Shutdown(user_id=stage.user, epoch=1, reason="test"))
     assert worker.wait() == 0
@@ -159,7 +161,7 @@ def test_a_drain_gives_the_job_in_hand_back(stage: Stage) -> None:
 
 def test_the_worker_takes_its_runner_and_jobs_along(stage: Stage) -> None:
     worker = stage.active()
-    enqueue(stage, "j-1", Ping())
+    enqueue(stage, "j-1", PingRunner())
     assert result(stage, "j-1").status is JobStatus.DONE
     pids = [runner(worker), *worker.both()]
     assert worker.end() == 0

@@ -12,9 +12,9 @@ import pytest
 from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import alive, eventually
-from worker_runtime.lease import KILL_MARGIN
+from worker_runtime.process.lease import KILL_MARGIN
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds of a lease. 5 s before its end a session closes, so 4.5 s without a renewal harm nobody: more
 #: than a machine stands still now and then.

@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.client import ExchangeAdmin
-from infra.exchange.process import ExchangeServer
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import Incident, LedgerOrder
 from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import GENERATION, Stage
 from tests.integration.worker.worker import PATIENCE, Worker, eventually
-from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.budget import What
-from worker_runtime.connection import Account
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.limits import Allowance, BrokerLimits
+from worker_runtime.protocol.launch import Allowance, BrokerLimits, WorkerConfig
 from worker_runtime.protocol.messages import (
     Answer,
     Credentials,
@@ -32,7 +28,9 @@ from worker_runtime.protocol.messages import (
     encode,
 )
 from worker_runtime.protocol.requests import QueryAccount
-from worker_runtime.shared_budget import SharedBudget
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.rate_limiter import CallKind
+from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
 
 REAL = ["-m", "worker_runtime"]
 PERSONS, USERS = 4, 5
@@ -159,19 +157,20 @@ def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
 
 
 @pytest.mark.parametrize(
-    ("what", "queries", "orders"), [(What.ORDER, 0, 1), (What.QUERY, 1, 1), (What.LOOK_AND_CHANGE, 1, 2)]
+    ("what", "queries", "orders"),
+    [(CallKind.ORDER, 0, 1), (CallKind.QUERY, 1, 1), (CallKind.QUERY_AND_CHANGE, 1, 2)],
 )
 def test_a_call_counts_in_all_windows_that_it_falls_into(
-    stage: Stage, what: What, queries: int, orders: int
+    stage: Stage, what: CallKind, queries: int, orders: int
 ) -> None:
     config = WorkerConfig(
         worker_id="w", pool="p", valkey_url="", launch_token=b"", orchestrator_key=b"secret"
     )
-    board = Board()
+    board = SharedState()
     board.epoch, board.claimed_session = 1, board.session_number  # a user's first worker: no count was lost
     credentials = Credentials(api_key="k", secret_key="s")
-    account = Account(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials)
-    SharedBudget(stage.client, config, board, Log("ERROR")).spend(account, what, lambda: 1.0)
+    account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials)
+    SharedRateLimiter(stage.client, config, board, Log("ERROR")).spend(account, what, lambda: 1.0)
     counted = {
         key.rsplit(b":", 1)[1]: stage.client.execute("ZCARD", key)
         for key in stage.client.execute("KEYS", "broker:budget:*")

@@ -8,16 +8,16 @@ import pytest
 
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import eventually
-from worker_runtime.board import Board
-from worker_runtime.fills import Ledger
-from worker_runtime.inlet import Inlet, Piece
-from worker_runtime.log import Log
-from worker_runtime.orders import Placing
-from worker_runtime.outbox import Outbox
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PlaceOrder
-from worker_runtime.unsettled import Unsettled
+from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.order_checks import UnknownOutcomes
+from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_tracker import OrderTracker
 
 #: Milliseconds; as the API tells it.
 LIFETIME = 60_000
@@ -27,7 +27,7 @@ ANOTHER = "another server, so that nothing is known of this one"
 def promoted(stage: Stage, *, ago_ms: int = 0, server: str = "") -> int:
     """Notes, as the watcher does, since when the server is known; returns that, in ms."""
     at_ms = stage.now_ms() - ago_ms
-    stage.client.execute("HSET", keys.SINCE, "server", server or stage.client.server(), "at_ms", at_ms)
+    stage.client.execute("HSET", keys.SERVER_SINCE, "server", server or stage.client.server(), "at_ms", at_ms)
     return at_ms
 
 
@@ -67,22 +67,22 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
 class Refusing:
     """Stands for `Calls`; an order that comes as far as this would be submitted."""
 
-    def ready(self, account_id: str, piece: Piece) -> object:
+    def ready(self, account_id: str, piece: QueueItem) -> object:
         raise OrderRejected("it would have been submitted")
 
 
 def executed(stage: Stage, *, epoch: int, accepted_in_ms: int) -> bool:
     """Whether a worker of this epoch carries out an order that was accepted so long after its claim."""
-    board, log = Board(), Log("ERROR")
+    board, log = SharedState(), Log("ERROR")
     board.session_number = 1
     stage.own("w1", epoch)
     board.assign(stage.user, "c1", epoch)
     order = queued(stage, accepted_in_ms=accepted_in_ms)
-    outbox = Outbox(stage.client, stage.config(worker_id="w1"), board, log)
-    ledger = Ledger(epoch, outbox.event, log)
+    outbox = SendBuffer(stage.client, stage.config(worker_id="w1"), board, log)
+    ledger = OrderTracker(epoch, outbox.event, log)
     calls: Any = Refusing()
-    placing = Placing(calls, ledger, Unsettled(ledger), outbox=outbox, board=board, log=log)
-    inlet = Inlet(stage.client, board, "w1")
+    placing = OrderSubmitter(calls, ledger, UnknownOutcomes(ledger), outbox=outbox, board=board, log=log)
+    inlet = RequestQueueReader(stage.client, board, "w1")
     assert inlet.bound()
     done = placing.execute(order, inlet.pop())
     assert done is not None

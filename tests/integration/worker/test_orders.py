@@ -6,10 +6,10 @@ import pytest
 
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import PATIENCE, eventually
+from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.frames import parse
 from worker_runtime.protocol.messages import Answer, OrderEvent, OrderState, decode, encode
-from worker_runtime.valkey import Valkey
+from worker_runtime.protocol.requests import parse_frame
 
 
 def test_an_order_is_filled_answered_and_announced(stage: Stage) -> None:
@@ -79,7 +79,7 @@ def test_a_late_request_is_refused_and_never_submitted(stage: Stage) -> None:
     slow, late = stage.order(symbol="SLOW"), stage.order()
     stage.enqueue(slow)
     eventually(worker.placed, "the slow order is at the broker")
-    deadline_ms = parse(stage.enqueue(late, ttl_ms=1)).deadline_ms
+    deadline_ms = parse_frame(stage.enqueue(late, ttl_ms=1)).deadline_ms
     eventually(lambda: stage.now_ms() > deadline_ms, "the deadline has passed")
     worker.tell_broker("gate")
     answer = stage.answer(late.request_id)

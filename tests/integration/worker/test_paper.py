@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.client import ExchangeAdmin
-from infra.exchange.faults import FaultPoint
-from infra.exchange.process import ExchangeServer
+from infra.exchange.behaviour import Behaviour, FaultPoint
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import LedgerOrder
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import Worker, eventually

@@ -11,8 +11,8 @@ import pytest
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import Worker, alive, eventually
 from worker_runtime.protocol import keys, sealing
-from worker_runtime.protocol.exit_codes import ExitCode
-from worker_runtime.protocol.messages import Connect, Release, Shutdown, WorkerEvent
+from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent
 
 #: Seconds. A session pulses once a second, and a look counts for 2 s at the most: when the whole machine
 #: stands still, a session that runs is not killed for it.
@@ -210,9 +210,9 @@ def test_messages_of_the_claim_are_answered_by_a_fresh_session(stage: Stage) -> 
     stage.push(worker, Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=9.0))
     assert stage.reply("c1").attempt == 2
     stage.push_raw(worker, b"\xff")
-    stage.push(worker, Release(claim_id="another", worker_id=worker.worker_id, reason="test"))
+    stage.push(worker, ReleaseClaim(claim_id="another", worker_id=worker.worker_id, reason="test"))
     eventually(lambda: worker.logged("release_dropped"), "the release of another claim is dropped")
-    stage.push(worker, Release(claim_id="c1", worker_id=worker.worker_id, reason="test"))
+    stage.push(worker, ReleaseClaim(claim_id="c1", worker_id=worker.worker_id, reason="test"))
     assert worker.wait() == ExitCode.OK
 
 

@@ -12,7 +12,7 @@ from tests.integration.worker.test_listing import FILL, at_broker
 from tests.integration.worker.worker import Worker, eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, OrderEvent, OrderState, PlaceOrder, encode
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, report_of
+from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, decode_report
 
 
 def cancel(
@@ -138,7 +138,7 @@ def test_a_query_reports_the_account_and_our_orders_learn_from_it(stage: Stage, 
     worker.broker_lists(at_broker(lost, OrderState.FILLED, FILL), at_broker(other, OrderState.SUBMITTED))
     answer = ask(stage, query(stage))
     assert answer.report is not None
-    report = report_of(answer.report)
+    report = decode_report(answer.report)
     assert [order.tag for order in report.orders] == [lost.tag, other.tag]
     assert report.balance is not None
     assert (report.balance.cash, report.balance.available) == (Decimal(10), Decimal(7))
@@ -146,7 +146,7 @@ def test_a_query_reports_the_account_and_our_orders_learn_from_it(stage: Stage, 
     assert stage.states(lost.order_id)[-1] == "filled"
     only = ask(stage, query(stage, "query-2", tags=(other.tag,), balance=False))
     assert only.report is not None
-    assert [order.tag for order in report_of(only.report).orders] == [other.tag]
+    assert [order.tag for order in decode_report(only.report).orders] == [other.tag]
 
 
 def test_a_query_that_the_broker_does_not_answer_fails_with_its_code(stage: Stage, worker: Worker) -> None:

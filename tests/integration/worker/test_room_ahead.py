@@ -11,21 +11,23 @@ from tests.integration.worker.stage import Stage
 from tests.integration.worker.test_limits import query
 from tests.integration.worker.wire import Wire
 from tests.integration.worker.worker import PATIENCE, eventually
-from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.budget import What
-from worker_runtime.connection import Account
-from worker_runtime.inlet import Inlet, Piece
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Valkey, ValkeyUnreachable
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import RateLimited
-from worker_runtime.protocol.limits import Allowance, BrokerLimits
+from worker_runtime.protocol.launch import Allowance, BrokerLimits
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
-from worker_runtime.protocol.scripts import BUDGET, POP
-from worker_runtime.shared_budget import GRANT, SharedBudget
-from worker_runtime.valkey import Valkey, ValkeyUnreachable
+from worker_runtime.protocol.scripts import POP, SPEND_BUDGET
+from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.rate_limiter import CallKind
+from worker_runtime.trading.shared_rate_limiter import GRANT_LIFETIME, SharedRateLimiter
 
-ACCOUNT = Account(ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"))
+ACCOUNT = OpenedAccount(
+    ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+)
 
 
 @pytest.fixture
@@ -40,24 +42,24 @@ class Till:
     def __init__(self, stage: Stage, client: Valkey, allowance: Allowance | None = None) -> None:
         self.stage = stage
         self.client = client
-        for script in (POP, BUDGET):
+        for script in (POP, SPEND_BUDGET):
             stage.client.execute("SCRIPT", "LOAD", script.source)
         stage.own("w1", 1)
-        board = Board()
+        board = SharedState()
         board.session_number = 1
         board.assign(stage.user, "c1", 1)
         config = stage.config(worker_id="w1", allowance=allowance or Allowance())
-        self.inlet = Inlet(client, board, "w1")
-        self.budget = SharedBudget(client, config, board, Log("ERROR"))
+        self.inlet = RequestQueueReader(client, board, "w1")
+        self.budget = SharedRateLimiter(client, config, board, Log("ERROR"))
         assert self.inlet.bound()
 
-    def pop(self) -> Piece:
+    def pop(self) -> QueueItem:
         return self.inlet.pop(ahead=self.budget, accounts=[ACCOUNT])
 
     def spend(self, patience: float = 0.0) -> int:
         """Commands that an order's room costs now, besides those of the pop."""
         before = self.commands()
-        self.budget.spend(ACCOUNT, What.ORDER, lambda: patience)
+        self.budget.spend(ACCOUNT, CallKind.ORDER, lambda: patience)
         return self.commands() - before
 
     def commands(self) -> int:
@@ -109,7 +111,7 @@ def test_room_that_is_older_than_a_grant_may_be_is_asked_for_anew(stage: Stage) 
     enqueue(stage)
     till.pop()
     popped = stage.now_ms()
-    eventually(lambda: stage.now_ms() - popped > GRANT * 1000, "the grant is void")
+    eventually(lambda: stage.now_ms() - popped > GRANT_LIFETIME * 1000, "the grant is void")
     assert till.spend() == 1
     assert till.counted() == [2]
 
@@ -170,8 +172,10 @@ def test_a_person_and_an_address_count_an_order_once_each(stage: Stage) -> None:
 def test_an_address_without_room_lets_the_order_wait_as_ever(stage: Stage) -> None:
     limits = BrokerLimits(orders_per_10s=2)
     till = Till(stage, stage.client, Allowance(paper=limits, egress="10.0.0.1", egress_persons=1))
-    other = Account(ACCOUNT.key, 1, Credentials(api_key="k", secret_key="s", person_id="another person"))
-    till.budget.spend(other, What.ORDER, lambda: 0.0)  # of the same address
+    other = OpenedAccount(
+        ACCOUNT.key, 1, Credentials(api_key="k", secret_key="s", person_id="another person")
+    )
+    till.budget.spend(other, CallKind.ORDER, lambda: 0.0)  # of the same address
     enqueue(stage)
     assert till.inlet.pop(ahead=till.budget, accounts=[ACCOUNT]).kind == "request"
     with pytest.raises(RateLimited):
@@ -249,7 +253,7 @@ def test_a_worker_asks_ahead_when_it_is_rung_and_not_again_when_that_was_for_not
     ring(stage)
     rung = stage.now_ms()
     assert sum(counted(stage)) - listing == 1
-    eventually(lambda: stage.now_ms() - rung > GRANT * 1000, "the grant is void")
+    eventually(lambda: stage.now_ms() - rung > GRANT_LIFETIME * 1000, "the grant is void")
     ring(stage)
     ring(stage)
     assert sum(counted(stage)) - listing == 1
@@ -260,6 +264,6 @@ def test_whoever_only_asks_for_lists_pays_with_one_call(stage: Stage) -> None:
     listing = settled(stage)
     for number in range(3):
         assert stage.answer(query(stage, number, 60.0)).failure is None
-        until = stage.now_ms() + int(GRANT * 1000)
+        until = stage.now_ms() + int(GRANT_LIFETIME * 1000)
         eventually(lambda: stage.now_ms() > until, "the grant is void")  # noqa: B023
     assert settled(stage) - listing == 3 + 1  # a list counts as an order, too

@@ -9,27 +9,27 @@ import pytest
 
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import eventually
-from worker_runtime.board import Board
-from worker_runtime.budget import Uncounted, What
-from worker_runtime.fills import Ledger
-from worker_runtime.inlet import Inlet, Piece
-from worker_runtime.log import Log
-from worker_runtime.orders import Placing
-from worker_runtime.outbox import Outbox
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
-from worker_runtime.protocol.scripts import SWITCH
+from worker_runtime.protocol.scripts import WRITE_SWITCH
 from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
-from worker_runtime.unsettled import Unsettled
+from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.order_checks import UnknownOutcomes
+from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
 
 HALTED = UserSwitch(version=1, every=SwitchState.HALTED)
 REDUCING = UserSwitch(version=2, every=SwitchState.REDUCING)
 
 
 def switch(stage: Stage, wanted: UserSwitch) -> None:
-    assert stage.client.run(SWITCH, [keys.switch(stage.user)], wanted.words()) == b"ok"
+    assert stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], wanted.words()) == b"ok"
 
 
 def of_another_server(stage: Stage) -> None:
@@ -157,23 +157,25 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
 class Granting:
     """Stands for `Calls`: the wait for the budget ends when the server has become another one."""
 
-    affordable = True
+    grant_is_fresh = True
 
     def __init__(self, granted: Callable[[], None], paused: Callable[[], None]) -> None:
         self._granted = granted
         self._paused = paused
         self.changed = 0
 
-    def ready(self, account_id: str, piece: Piece) -> object:
+    def ready(self, account_id: str, piece: QueueItem) -> object:
         return self
 
-    def afford(self, account_id: str, what: What, piece: Piece) -> None:
+    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
         self._granted()
 
-    def pause(self, piece: Piece) -> None:
+    def pause(self, piece: QueueItem) -> None:
         self._paused()
 
-    def change(self, account_id: str, piece: Piece, call: Callable[[float], ExchangeOrder]) -> ExchangeOrder:
+    def change(
+        self, account_id: str, piece: QueueItem, call: Callable[[float], ExchangeOrder]
+    ) -> ExchangeOrder:
         self.changed += 1
         raise OrderRejected("by the broker")
 
@@ -185,16 +187,16 @@ class Hand:
         stage.own("w1", 1)
         self.order = stage.order()
         self.item = stage.enqueue(self.order)
-        board, log = Board(), Log("ERROR")
+        board, log = SharedState(), Log("ERROR")
         board.session_number = 1
         board.assign(stage.user, "c1", 1)
-        self.inlet = Inlet(stage.client, board, "w1")
-        self.outbox = Outbox(stage.client, stage.config(worker_id="w1"), board, log)
-        ledger = Ledger(1, self.outbox.event, log)
-        self._placing = Placing(
+        self.inlet = RequestQueueReader(stage.client, board, "w1")
+        self.outbox = SendBuffer(stage.client, stage.config(worker_id="w1"), board, log)
+        ledger = OrderTracker(1, self.outbox.event, log)
+        self._placing = OrderSubmitter(
             calls,
             ledger,
-            Unsettled(ledger),
+            UnknownOutcomes(ledger),
             outbox=self.outbox,
             board=board,
             log=log,
@@ -261,10 +263,10 @@ class Uncounting(Granting):
         super().__init__(lambda: None, lambda: None)
         self.left = 10.0
 
-    def afford(self, account_id: str, what: What, piece: Piece) -> None:
-        raise Uncounted("away")
+    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+        raise CountUnavailable("away")
 
-    def remaining(self, piece: Piece) -> float:
+    def remaining(self, piece: QueueItem) -> float:
         return self.left
 
 

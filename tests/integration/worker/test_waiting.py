@@ -7,7 +7,7 @@ from typing import Any
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.worker import Worker, eventually
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 
 #: No pings in between.
 CALM: dict[str, Any] = {"health_period": 3600.0}

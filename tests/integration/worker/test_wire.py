@@ -11,17 +11,17 @@ from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import Stage
 from tests.integration.worker.wire import Wire
 from tests.integration.worker.worker import PATIENCE
-from worker_runtime.board import Board
-from worker_runtime.boottime import SECOND, boot_ns
-from worker_runtime.inlet import Inlet
-from worker_runtime.log import Log
-from worker_runtime.mark import Mark
-from worker_runtime.outbox import Outbox
+from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.log import Log
+from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, WorkerEventKind
 from worker_runtime.protocol.scripts import POP
 from worker_runtime.protocol.switches import SERVER
-from worker_runtime.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
+from worker_runtime.session.queue_reader import RequestQueueReader
+from worker_runtime.session.send_buffer import SendBuffer
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def client(wire: Wire) -> Iterator[Valkey]:
     client.close()
 
 
-def _board(stage: Stage) -> Board:
-    board = Board()
+def _shared_state(stage: Stage) -> SharedState:
+    board = SharedState()
     board.session_number = 1
     board.assign(stage.user, "c1", 1)
     return board
@@ -48,7 +48,7 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(stage: Stage, wire: Wi
     stage.own("w1", 1)
     items = [stage.enqueue(stage.order()) for _ in range(2)]
     client.execute("SCRIPT", "LOAD", POP.source)
-    inlet = Inlet(client, _board(stage), "w1")
+    inlet = RequestQueueReader(client, _shared_state(stage), "w1")
     assert inlet.bound()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
@@ -68,7 +68,7 @@ def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_not_bo
     order = stage.order()
     item = stage.enqueue(order)
     client.execute("SCRIPT", "LOAD", POP.source)
-    inlet = Inlet(client, _board(stage), "w1")
+    inlet = RequestQueueReader(client, _shared_state(stage), "w1")
     assert inlet.bound()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
@@ -92,8 +92,8 @@ def test_a_client_waits_no_longer_than_its_limit(wire: Wire) -> None:
 
 
 def test_a_lost_reply_costs_no_answer_and_no_event(stage: Stage, wire: Wire, client: Valkey) -> None:
-    board = _board(stage)
-    outbox = Outbox(client, stage.config(worker_id="w1"), board, Log("ERROR"))
+    board = _shared_state(stage)
+    outbox = SendBuffer(client, stage.config(worker_id="w1"), board, Log("ERROR"))
     stage.client.execute("LPUSH", keys.processing(stage.user), "item")
     outbox.tell(WorkerEventKind.CONNECTED)
     outbox.answer(b"item", Answer(request_id="r1"), "")
@@ -106,7 +106,7 @@ def test_a_lost_reply_costs_no_answer_and_no_event(stage: Stage, wire: Wire, cli
 
 
 def test_what_cannot_be_sent_stays_in_order(stage: Stage, wire: Wire, client: Valkey) -> None:
-    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("ERROR"))
+    outbox = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
     for kind in (WorkerEventKind.DEGRADED, WorkerEventKind.RECONNECTING, WorkerEventKind.CONNECTED):
         outbox.tell(kind)
     wire.lose = 2
@@ -119,7 +119,7 @@ def test_what_cannot_be_sent_stays_in_order(stage: Stage, wire: Wire, client: Va
 def test_a_journal_entry_without_a_reply_is_not_taken_for_written(
     stage: Stage, wire: Wire, client: Valkey
 ) -> None:
-    outbox = Outbox(client, stage.config(worker_id="w1"), _board(stage), Log("ERROR"))
+    outbox = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
     outbox.journal("o1")
     wire.lose = 2
     assert not outbox.flush()
@@ -134,7 +134,7 @@ def test_a_journal_entry_without_a_reply_is_not_taken_for_written(
 
 def test_the_lease_runs_from_before_the_renewal_was_sent(stage: Stage, wire: Wire, client: Valkey) -> None:
     stage.own("w1", 1)
-    mark = Mark(stage.config(worker_id="w1", mark_ttl=10.0), _board(stage))
+    mark = WorkerMark(stage.config(worker_id="w1", mark_ttl=10.0), _shared_state(stage))
     client.connect()
     wire.hold = 0.3
     before = boot_ns()
@@ -166,4 +166,4 @@ def test_an_error_reply_is_raised_with_its_code_alone(client: Valkey) -> None:
 def test_a_script_that_the_server_does_not_know_is_sent(stage: Stage, client: Valkey) -> None:
     client.execute("SCRIPT", "FLUSH")
     stage.own("w1", 1)
-    assert Inlet(client, _board(stage), "w1").pop().kind == "empty"
+    assert RequestQueueReader(client, _shared_state(stage), "w1").pop().kind == "empty"

@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.absences import FEW, GAP, MANY, TELL_AGAIN, Absences
-from infra.database.worker_sessions import InService
+from activities.events.absences import FEW, GAP, MANY, TELL_AGAIN, Absences
+from infra.database.workers.sessions import WorkerInService
 
 CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
 
 
-def worker(number: int, epoch: int = 1) -> InService:
-    return InService(f"c{number}-{epoch}", f"u{number}", f"w{number}-{epoch}", epoch)
+def worker(number: int, epoch: int = 1) -> WorkerInService:
+    return WorkerInService(f"c{number}-{epoch}", f"u{number}", f"w{number}-{epoch}", epoch)
 
 
 @dataclass
 class Watch:
     """A watcher that looks every PERIOD at workers whose marks a test takes away and gives back."""
 
-    workers: list[InService]
+    workers: list[WorkerInService]
     absences: Absences = field(default_factory=lambda: Absences(confirm=CONFIRM, settle=SETTLE))
-    gone: set[InService] = field(default_factory=set)
+    gone: set[WorkerInService] = field(default_factory=set)
     generation: str = "g1"
     now: float = 1_000.0
-    told: list[tuple[float, InService]] = field(default_factory=list)
+    told: list[tuple[float, WorkerInService]] = field(default_factory=list)
 
-    def look(self) -> list[InService]:
+    def look(self) -> list[WorkerInService]:
         marks = {one: None if one in self.gone else one.mark for one in self.workers}
         due = self.absences.seen(self.now, self.generation, marks)
         for one in due:
@@ -37,7 +37,7 @@ class Watch:
             self.told.append((self.now, one))
         return due
 
-    def go(self, seconds: float) -> list[InService]:
+    def go(self, seconds: float) -> list[WorkerInService]:
         """Looks, as the watcher does, for so long; returns who was told meanwhile."""
         before, end = len(self.told), self.now + seconds
         while self.now < end:
@@ -76,7 +76,7 @@ def test_a_mark_of_another_worker_is_as_good_as_none() -> None:
     watch = settled()
     old, new = worker(3), worker(3, epoch=2)
     watch.workers[3] = new
-    marks: dict[InService, bytes | None] = {one: one.mark for one in watch.workers}
+    marks: dict[WorkerInService, bytes | None] = {one: one.mark for one in watch.workers}
     marks[new] = old.mark
     assert watch.absences.seen(watch.now, "g1", marks) == []
     assert watch.absences.seen(watch.now + CONFIRM, "g1", marks) == [new]

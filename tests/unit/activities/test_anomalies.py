@@ -8,11 +8,18 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.anomalies import Entry, Kind, Limits, Picture, Told, find
-from infra.database.maintenance import Assignment
+from activities.maintenance.anomalies import (
+    AnomalyKind,
+    EntryState,
+    FleetSnapshot,
+    OverdueLimits,
+    ReportedState,
+    find_anomalies,
+)
+from infra.database.workers.maintenance import AssignmentRow
 from infra.launchers.port import Task
 
-LIMITS = Limits(connect=300.0, idle=3600.0)
+LIMITS = OverdueLimits(connect=300.0, idle=3600.0)
 NOW = 1_000_000.0
 
 
@@ -22,8 +29,8 @@ def task(worker: str, number: int = 1) -> Task:
     )
 
 
-def row(user: str, worker: str, epoch: int = 1, **changes: Any) -> Assignment:
-    made = Assignment(
+def row(user: str, worker: str, epoch: int = 1, **changes: Any) -> AssignmentRow:
+    made = AssignmentRow(
         claim_id=f"{user}-{epoch}",
         user_id=user,
         worker_id=worker,
@@ -38,16 +45,18 @@ def row(user: str, worker: str, epoch: int = 1, **changes: Any) -> Assignment:
     return made._replace(**changes)
 
 
-def served(count: int, free: int) -> Picture:
+def served(count: int, free: int) -> FleetSnapshot:
     """Users with their workers, and free workers."""
     users = [f"u{number}" for number in range(count)]
     ready = {f"f{number}" for number in range(free)}
-    return Picture(
+    return FleetSnapshot(
         open=[row(user, f"w-{user}") for user in users],
         tasks=[task(f"w-{user}") for user in users] + [task(worker) for worker in sorted(ready)],
         marks={user: f"1:w-{user}" for user in users},
-        told={user: Told(state="Active", task_id=f"w-{user}/1", last_activity=NOW) for user in users},
-        entries={worker: Entry(state="ready", claim="", expires=1) for worker in ready},
+        told={
+            user: ReportedState(state="Active", task_id=f"w-{user}/1", last_activity=NOW) for user in users
+        },
+        entries={worker: EntryState(state="ready", claim="", expires=1) for worker in ready},
         free={"p": ready},
         now=NOW,
     )
@@ -56,7 +65,7 @@ def served(count: int, free: int) -> Picture:
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(count: int, free: int) -> None:
     picture = served(count, free)
-    assert find(picture, LIMITS) == []
+    assert find_anomalies(picture, LIMITS) == []
     assert (picture.size, picture.in_service, picture.unmarked, picture.unlisted) == (
         count + free,
         count,
@@ -66,31 +75,31 @@ def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(count
 
 
 def test_a_claim_under_way_is_not_odd() -> None:
-    picture = Picture(
+    picture = FleetSnapshot(
         open=[row("u", "", connected=False), row("v", "w", connected=False)],
         tasks=[task("c"), task("w")],
         marks={},
         told={},
         # Launched for the claim, and claimed from birth on.
-        entries={"c": Entry(state="claimed", claim="u-1", expires=1)},
+        entries={"c": EntryState(state="claimed", claim="u-1", expires=1)},
         free={"p": set()},
         now=NOW,
     )
-    assert find(picture, LIMITS) == []
+    assert find_anomalies(picture, LIMITS) == []
     late = replace_rows(picture, [one._replace(age=301.0) for one in picture.open])
-    assert [one.kind for one in find(late, LIMITS)] == [Kind.OVERDUE] * 2
+    assert [one.kind for one in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
 
 
-def replace_rows(picture: Picture, rows: list[Assignment]) -> Picture:
+def replace_rows(picture: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSnapshot:
     return replace(picture, open=rows)
 
 
 def test_of_a_worker_that_runs_twice_the_task_of_the_books_stays() -> None:
     picture = served(1, 1)
     picture = replace(picture, tasks=[*picture.tasks, task("w-u0", 2), task("f0", 2)])
-    assert {(one.kind, one.task_id) for one in find(picture, LIMITS)} == {
-        (Kind.DUPLICATE, "w-u0/2"),  # the assignment names the first one
-        (Kind.DUPLICATE, "f0/1"),  # nobody names one: the older one goes
+    assert {(one.kind, one.task_id) for one in find_anomalies(picture, LIMITS)} == {
+        (AnomalyKind.DUPLICATE, "w-u0/2"),  # the assignment names the first one
+        (AnomalyKind.DUPLICATE, "f0/1"),  # nobody names one: the older one goes
     }
 
 
@@ -99,7 +108,7 @@ USERS = [f"u{number}" for number in range(3)]
 
 
 @st.composite
-def pictures(draw: st.DrawFn) -> Picture:
+def pictures(draw: st.DrawFn) -> FleetSnapshot:
     """Any mess."""
     rows = [
         row(
@@ -115,21 +124,21 @@ def pictures(draw: st.DrawFn) -> Picture:
     ]
     tasks = [task(worker, number) for worker in WORKERS for number in draw(st.sets(st.integers(1, 2)))]
     entry = st.builds(
-        Entry,
+        EntryState,
         state=st.sampled_from(["ready", "claimed", "confirmed", "released"]),
         claim=st.sampled_from(["u0-2", "x"]),
         expires=st.just(5),
     )
     marks = st.builds("{}:{}".format, st.integers(1, 2), st.sampled_from(WORKERS))
     told = st.builds(
-        Told,
+        ReportedState,
         state=st.sampled_from(["Active", "Draining"]),
         task_id=st.just(""),
         last_activity=st.sampled_from([0.0, 1.0, NOW]),
     )
     assigned = {one.worker_id for one in rows}
     ended = {worker: row("u9", worker, ended=True) for worker in WORKERS if worker not in assigned}
-    return Picture(
+    return FleetSnapshot(
         open=rows,
         tasks=tasks,
         marks=draw(st.dictionaries(st.sampled_from(USERS), marks)),
@@ -143,14 +152,14 @@ def pictures(draw: st.DrawFn) -> Picture:
 
 @settings(max_examples=60)
 @given(pictures())
-def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(picture: Picture) -> None:
-    for one in find(picture, LIMITS):
+def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(picture: FleetSnapshot) -> None:
+    for one in find_anomalies(picture, LIMITS):
         rows = [
             each for each in picture.open if one.user_id == each.user_id or one.worker_id == each.worker_id
         ]
         workers = {one.worker_id, *(each.worker_id for each in rows)}
         users = {one.user_id, *(each.user_id for each in rows)}
-        part = Picture(
+        part = FleetSnapshot(
             open=rows,
             tasks=[each for each in picture.tasks if each.worker_id in workers],
             marks={user: mark for user, mark in picture.marks.items() if user in users},
@@ -160,11 +169,11 @@ def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(picture: Picture)
             last=picture.last,
             now=picture.now,
         )
-        assert one in find(part, LIMITS)
+        assert one in find_anomalies(part, LIMITS)
 
 
 @settings(max_examples=60)
 @given(pictures())
-def test_each_anomaly_is_found_once(picture: Picture) -> None:
-    found = find(picture, LIMITS)
+def test_each_anomaly_is_found_once(picture: FleetSnapshot) -> None:
+    found = find_anomalies(picture, LIMITS)
     assert len(found) == len(set(found))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from activities import build
+from activities.orchestrator import promotion
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_names_the_release_and_is_the_same_at_every_start() -> None:
-    assert build.build_id() == build.build_id()
-    assert build.release(build.build_id()) is not None
+    assert promotion.build_id() == promotion.build_id()
+    assert promotion.release_of(promotion.build_id()) is not None
 
 
 def test_a_copy_elsewhere_has_the_same_hash(folder: Path, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_copy_elsewhere_has_the_same_hash(folder: Path, tmp_path: Path) -> Non
     shutil.copytree(folder, copied)
     (copied / "__pycache__").mkdir()
     (copied / "__pycache__" / "one.pyc").write_bytes(b"compiled")
-    assert build.code_hash([copied]) == build.code_hash([folder])
+    assert promotion.code_hash([copied]) == promotion.code_hash([folder])
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_a_copy_elsewhere_has_the_same_hash(folder: Path, tmp_path: Path) -> Non
     ids=["edited", "added", "renamed", "removed"],
 )
 def test_every_change_of_the_code_changes_the_hash(folder: Path, change: object) -> None:
-    before = build.code_hash([folder])
+    before = promotion.code_hash([folder])
     assert callable(change)
     change(folder)
-    assert build.code_hash([folder]) != before
+    assert promotion.code_hash([folder]) != before
 
 
 def test_without_source_files_it_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(build.CodeUnreadable, match="BERTH_BUILD_ID"):
-        build.code_hash([tmp_path])
+    with pytest.raises(promotion.CodeUnreadable, match="BERTH_BUILD_ID"):
+        promotion.code_hash([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_without_source_files_it_says_what_to_set(tmp_path: Path) -> None:
     [("0.1.0-4f0c", (0, 1, 0)), ("1.12", (1, 12)), ("b7", None), ("0.1.0rc1", None), ("", None)],
 )
 def test_the_release_is_read_where_there_is_one(given: str, release: tuple[int, ...] | None) -> None:
-    assert build.release(given) == release
+    assert promotion.release_of(given) == release

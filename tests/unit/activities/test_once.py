@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from activities.once import Once
+from activities.events.stream import LogDeduplicator
 
 
 def test_a_thing_is_new_once() -> None:
-    once = Once()
+    once = LogDeduplicator()
     assert [once.new(thing) for thing in ("a", "b", "a", "a")] == [True, True, False, False]
 
 
 def test_what_was_said_long_ago_may_be_said_again() -> None:
-    once = Once(kept=2)
+    once = LogDeduplicator(kept=2)
     assert [once.new(thing) for thing in ("a", "b", "a", "c", "a", "b")] == [
         True,
         True,

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from activities.outage_guard import FEW, OLD, Look, guarded
-from infra.database.maintenance import Pass, Place
+from activities.maintenance.anomalies import FEW, OLD, ScanSummary, guard_reason
+from infra.database.workers.maintenance import PassBasis, PassRecord
 
-PLACE = Place(generation="g", server="s", tasks=100)
-LOOK = Look(place=PLACE, size=100, anomalies=5, in_service=80, unmarked=0, unlisted=0)
-BEFORE = Pass(id=1, place=PLACE, age=60.0, boot="b", boottime=1.0, guarded="")
+PLACE = PassBasis(generation="g", server="s", tasks=100)
+LOOK = ScanSummary(place=PLACE, size=100, anomalies=5, in_service=80, unmarked=0, unlisted=0)
+BEFORE = PassRecord(id=1, place=PLACE, age=60.0, boot="b", boottime=1.0, guarded="")
 
 
 def test_in_quiet_times_it_may_act() -> None:
-    assert guarded(LOOK, BEFORE) == ""
+    assert guard_reason(LOOK, BEFORE) == ""
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_in_quiet_times_it_may_act() -> None:
         (LOOK, replace(BEFORE, age=OLD + 1), "the first pass in a while"),
         (
             LOOK,
-            replace(BEFORE, place=Place(), guarded="Valkey could not be read"),
+            replace(BEFORE, place=PassBasis(), guarded="Valkey could not be read"),
             "the pass before could not look",
         ),
         (replace(LOOK, place=replace(PLACE, tasks=80)), BEFORE, "the launcher lists far fewer tasks"),
@@ -38,11 +38,11 @@ def test_in_quiet_times_it_may_act() -> None:
         (replace(LOOK, anomalies=20), BEFORE, "too many anomalies at once"),
     ],
 )
-def test_in_doubt_it_may_not(look: Look, before: Pass | None, why: str) -> None:
-    assert guarded(look, before) == why
+def test_in_doubt_it_may_not(look: ScanSummary, before: PassRecord | None, why: str) -> None:
+    assert guard_reason(look, before) == why
 
 
 def test_a_few_odd_workers_are_no_outage_however_small_the_fleet() -> None:
     small = replace(LOOK, size=4, in_service=4, anomalies=FEW, unmarked=FEW, unlisted=FEW)
-    assert guarded(small, BEFORE) == ""
-    assert guarded(replace(small, anomalies=FEW + 1), BEFORE) == "too many anomalies at once"
+    assert guard_reason(small, BEFORE) == ""
+    assert guard_reason(replace(small, anomalies=FEW + 1), BEFORE) == "too many anomalies at once"

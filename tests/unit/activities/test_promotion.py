@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from activities.deployment import Seen
-from activities.promotion import newer
+from activities.orchestrator.deployment import DeploymentSnapshot
+from activities.orchestrator.promotion import is_newer
 
 FIRST = datetime(2026, 11, 21, tzinfo=UTC)
 LATER = FIRST + timedelta(minutes=1)
@@ -28,9 +28,9 @@ LATER = FIRST + timedelta(minutes=1)
 def test_the_release_decides_and_then_who_came_first(
     own: str, own_since: datetime, current: str, current_since: datetime, expected: bool
 ) -> None:
-    seen = Seen(current=current, versions={own: own_since, current: current_since}, token=b"")
-    assert newer(seen, own) is expected
+    seen = DeploymentSnapshot(current=current, versions={own: own_since, current: current_since}, token=b"")
+    assert is_newer(seen, own) is expected
 
 
 def test_any_version_is_newer_than_none() -> None:
-    assert newer(Seen(current="", versions={"a": FIRST}, token=b""), "a")
+    assert is_newer(DeploymentSnapshot(current="", versions={"a": FIRST}, token=b""), "a")

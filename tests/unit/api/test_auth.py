@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from api.auth import Authenticator, Principal, Role, require_staff, require_user
-from api.errors import Forbidden, NotFound, Unauthenticated
+from api.http.auth import Authenticator, Principal, Role, require_staff, require_user
+from api.http.errors import Forbidden, NotFound, Unauthenticated
 
 ALICE = Principal("k1", Role.USER, "alice")
 OPERATOR = Principal("k2", Role.OPERATOR, None)

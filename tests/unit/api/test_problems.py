@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI, Request
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from api import errors, problems
-from api.middleware import MAX_BODY, RequestFrame
-from api.schemas.credentials import StoreCredentials
+from api.http import errors, problems
+from api.http.middleware import MAX_BODY, RequestMiddleware
+from api.users.schemas import CredentialsRequest
 from infra.database.engine import DatabaseUnavailable
 from infra.database.users import UserExists
 from worker_runtime.protocol.errors import (
@@ -29,7 +29,7 @@ from worker_runtime.protocol.errors import (
 def application() -> FastAPI:
     app = FastAPI()
     problems.install(app)
-    app.add_middleware(RequestFrame)
+    app.add_middleware(RequestMiddleware)
 
     @app.get("/raise/{code}")
     async def raise_code(code: str) -> None:
@@ -44,7 +44,7 @@ def application() -> FastAPI:
         raise RuntimeError("canary in a message")
 
     @app.put("/secret")
-    async def secret(body: StoreCredentials) -> None: ...
+    async def secret(body: CredentialsRequest) -> None: ...
 
     @app.post("/echo")
     async def echo(request: Request) -> int:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api.schemas.credentials import StoreCredentials
-from api.schemas.orders import MAX_QUANTITY, ORDER_EXAMPLE, PlaceOrder
-from api.schemas.users import NewUser
-from api.schemas.workers import Why
+from api.orders.schemas import MAX_QUANTITY, ORDER_EXAMPLE, OrderRequest
+from api.users.schemas import CredentialsRequest, UserRequest
+from api.workers.schemas import ReasonBody
 
 
-def order(**changes: Any) -> PlaceOrder:
-    return PlaceOrder.model_validate_json(json.dumps({**ORDER_EXAMPLE, **changes}))
+def order(**changes: Any) -> OrderRequest:
+    return OrderRequest.model_validate_json(json.dumps({**ORDER_EXAMPLE, **changes}))
 
 
 def test_the_example_is_a_valid_order() -> None:
@@ -72,7 +71,7 @@ def test_an_order_that_cannot_be_right_is_refused(changes: dict[str, Any]) -> No
 def test_a_field_without_default_must_be_there(missing: str) -> None:
     body = {name: value for name, value in ORDER_EXAMPLE.items() if name != missing}
     with pytest.raises(ValidationError):
-        PlaceOrder.model_validate(body)
+        OrderRequest.model_validate(body)
 
 
 def test_a_market_order_has_no_price() -> None:
@@ -89,7 +88,7 @@ def test_a_price_stays_exactly_what_was_written(given: object) -> None:
 @pytest.mark.parametrize("user_id", ["", "-1", "a b", "a/b", "{a}", "ü", "x" * 65, ".a", "a\n"])
 def test_a_user_id_fits_into_keys_and_paths(user_id: str) -> None:
     with pytest.raises(ValidationError):
-        NewUser.model_validate({"user_id": user_id})
+        UserRequest.model_validate({"user_id": user_id})
 
 
 def credentials(**changes: Any) -> dict[str, Any]:
@@ -110,11 +109,11 @@ def credentials(**changes: Any) -> dict[str, Any]:
 )
 def test_credentials_out_of_limits_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        StoreCredentials.model_validate(credentials(**changes))
+        CredentialsRequest.model_validate(credentials(**changes))
 
 
 def test_credentials_do_not_show_in_their_representation() -> None:
-    body = StoreCredentials.model_validate(credentials(ca_certificate="Y2FuYXJ5LWNlcnQ="))
+    body = CredentialsRequest.model_validate(credentials(ca_certificate="Y2FuYXJ5LWNlcnQ="))
     assert body.ca_certificate == b"canary-cert"
     assert "canary" not in repr(body)
     assert "canary" not in str(body)
@@ -122,4 +121,4 @@ def test_credentials_do_not_show_in_their_representation() -> None:
 
 def test_a_reason_with_control_characters_is_refused() -> None:
     with pytest.raises(ValidationError):
-        Why(reason="line\nbreak")
+        ReasonBody(reason="line\nbreak")

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from starlette.types import Message
 
-from api.errors import TooManyStreams
-from api.services.notices import Notices
-from api.services.streams import MOST_OF_ONE, ServerEvent, Streams
+from api.http.errors import TooManyStreams
+from api.http.notifications import NotificationListener
+from api.http.streams import MOST_OF_ONE, EventStreams, ServerEvent
 from infra.database.engine import DatabaseUnavailable
 
 
@@ -36,13 +36,13 @@ class FakeFeed:
 
 
 @pytest.fixture
-def notices() -> Notices:
+def notices() -> NotificationListener:
     """Not started: no notice comes but those that a test gives."""
-    return Notices("postgresql+asyncpg://nobody@127.0.0.1:1/none", ("rows",))
+    return NotificationListener("postgresql+asyncpg://nobody@127.0.0.1:1/none", ("rows",))
 
 
 async def sent(
-    streams: Streams, feed: FakeFeed, after: int | None, *, holder: str = "key"
+    streams: EventStreams, feed: FakeFeed, after: int | None, *, holder: str = "key"
 ) -> AsyncIterator[str]:
     answer = await streams.answer(feed, holder, after)
     async for chunk in answer.body_iterator:
@@ -59,26 +59,28 @@ async def until_id(stream: AsyncIterator[str], wanted: int) -> list[str]:
     raise AssertionError(f"the stream ended before {wanted}: {found}")
 
 
-async def test_a_stream_sends_every_row_behind_an_id_page_after_page(notices: Notices) -> None:
-    stream = sent(Streams(notices), FakeFeed(3, 5, 8, 9, 12), 3)
+async def test_a_stream_sends_every_row_behind_an_id_page_after_page(notices: NotificationListener) -> None:
+    stream = sent(EventStreams(notices), FakeFeed(3, 5, 8, 9, 12), 3)
     chunks = await until_id(stream, 12)
     assert chunks[0] == "retry: 1000\n\n"
     assert chunks[1] == 'event: row\ndata: {"n":5}\nid: 5\n\n'
     assert [chunk.split("id: ")[1].strip() for chunk in chunks[1:]] == ["5", "8", "9", "12"]
 
 
-async def test_a_stream_that_begins_now_sends_the_present_and_no_row_of_the_past(notices: Notices) -> None:
+async def test_a_stream_that_begins_now_sends_the_present_and_no_row_of_the_past(
+    notices: NotificationListener,
+) -> None:
     feed = FakeFeed(1, 2)
-    stream = sent(Streams(notices, heartbeat=0.05), feed, None)
+    stream = sent(EventStreams(notices, heartbeat=0.05), feed, None)
     assert await until_id(stream, 2) == ["retry: 1000\n\n", "event: state\ndata: {}\nid: 2\n\n"]
     assert await anext(stream) == ": alive\n\n"
     feed.rows.append(3)
     assert (await until_id(stream, 3))[-1] == 'event: row\ndata: {"n":3}\nid: 3\n\n'
 
 
-async def test_a_notice_is_answered_long_before_the_heartbeat(notices: Notices) -> None:
+async def test_a_notice_is_answered_long_before_the_heartbeat(notices: NotificationListener) -> None:
     feed = FakeFeed(1)
-    stream = sent(Streams(notices, heartbeat=3600.0), feed, 0)
+    stream = sent(EventStreams(notices, heartbeat=3600.0), feed, 0)
     await until_id(stream, 1)
     coming = asyncio.ensure_future(until_id(stream, 2))
     await asyncio.sleep(0)
@@ -88,9 +90,11 @@ async def test_a_notice_is_answered_long_before_the_heartbeat(notices: Notices) 
     assert await asyncio.wait_for(coming, 10) == ['event: row\ndata: {"n":2}\nid: 2\n\n']
 
 
-async def test_a_database_that_fails_under_a_stream_delays_it_and_loses_nothing(notices: Notices) -> None:
+async def test_a_database_that_fails_under_a_stream_delays_it_and_loses_nothing(
+    notices: NotificationListener,
+) -> None:
     feed = FakeFeed(1)
-    stream = sent(Streams(notices, heartbeat=0.02), feed, 0)
+    stream = sent(EventStreams(notices, heartbeat=0.02), feed, 0)
     await until_id(stream, 1)
     feed.failures = 3
     feed.rows += [2, 3]
@@ -102,16 +106,18 @@ async def test_a_database_that_fails_under_a_stream_delays_it_and_loses_nothing(
     assert ": alive\n\n" in chunks
 
 
-async def test_a_database_that_is_down_at_the_start_is_an_error_and_takes_no_place(notices: Notices) -> None:
-    streams, feed = Streams(notices), FakeFeed(1)
+async def test_a_database_that_is_down_at_the_start_is_an_error_and_takes_no_place(
+    notices: NotificationListener,
+) -> None:
+    streams, feed = EventStreams(notices), FakeFeed(1)
     feed.failures = 1
     with pytest.raises(DatabaseUnavailable):
         await streams.answer(feed, "key", 0)
     assert streams.open == 0
 
 
-async def test_streams_end_when_the_server_stops_and_after_their_life(notices: Notices) -> None:
-    streams = Streams(notices, heartbeat=3600.0)
+async def test_streams_end_when_the_server_stops_and_after_their_life(notices: NotificationListener) -> None:
+    streams = EventStreams(notices, heartbeat=3600.0)
     stream = sent(streams, FakeFeed(1), 0)
     await until_id(stream, 1)
     ending = asyncio.ensure_future(anext(stream, "ended"))
@@ -119,14 +125,16 @@ async def test_streams_end_when_the_server_stops_and_after_their_life(notices: N
     streams.end()
     assert await asyncio.wait_for(ending, 10) == "ended"
 
-    short = sent(Streams(notices, heartbeat=0.02, life=0.1), FakeFeed(1), 0)
+    short = sent(EventStreams(notices, heartbeat=0.02, life=0.1), FakeFeed(1), 0)
     chunks = [chunk async for chunk in short]
     assert chunks[1] == 'event: row\ndata: {"n":1}\nid: 1\n\n'
     assert set(chunks[2:]) <= {": alive\n\n"}
 
 
-async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_room(notices: Notices) -> None:
-    streams = Streams(notices, heartbeat=3600.0)
+async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_room(
+    notices: NotificationListener,
+) -> None:
+    streams = EventStreams(notices, heartbeat=3600.0)
     answers = [await streams.answer(FakeFeed(), "key", 0) for _ in range(MOST_OF_ONE)]
     with pytest.raises(TooManyStreams):
         await streams.answer(FakeFeed(), "key", 0)

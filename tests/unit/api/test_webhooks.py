@@ -9,15 +9,15 @@ from uuid import UUID
 import pytest
 from pydantic import ValidationError
 
-from api.errors import InvalidRequest
-from api.problems import shown
-from api.schemas.intents import TradeIntent
-from api.schemas.orders import PlaceOrder
-from api.schemas.webhooks import Alert
-from api.services.alerts import wish_of
-from api.services.closing import Close
-from api.services.webhooks import source_of
-from infra.database.trading_models import Webhook
+from api.http.errors import InvalidRequest
+from api.http.problems import redacted_path
+from api.orders.schemas import OrderRequest
+from api.positions.closer import PositionClose
+from api.positions.schemas import IntentRequest
+from api.webhooks.alerts import plan_of
+from api.webhooks.schemas import Alert
+from api.webhooks.service import source_of
+from infra.database.trading.models import Webhook
 from worker_runtime.protocol.messages import TimeInForce
 
 WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
@@ -52,19 +52,19 @@ def alert(**changes: object) -> Alert:
     return Alert.model_validate(said | changes)
 
 
-def order_of(alert: Alert) -> PlaceOrder:
-    found = wish_of(alert, WEBHOOK).what
-    assert isinstance(found, PlaceOrder)
+def order_of(alert: Alert) -> OrderRequest:
+    found = plan_of(alert, WEBHOOK).what
+    assert isinstance(found, OrderRequest)
     return found
 
 
 @pytest.mark.parametrize("quantity", [1, 1.0, "1", "1.0", "1."])
 def test_the_same_alert_is_one_order_however_its_numbers_are_written(quantity: object) -> None:
-    assert wish_of(alert(quantity=quantity), WEBHOOK) == wish_of(alert(), WEBHOOK)
+    assert plan_of(alert(quantity=quantity), WEBHOOK) == plan_of(alert(), WEBHOOK)
     elsewhere = "2026-11-21T09:00:00+08:00"
     assert datetime.fromisoformat(elsewhere).astimezone(UTC) == alert().time
     assert alert(time=elsewhere).time == alert().time
-    assert wish_of(alert(time=elsewhere), WEBHOOK) == wish_of(alert(), WEBHOOK)
+    assert plan_of(alert(time=elsewhere), WEBHOOK) == plan_of(alert(), WEBHOOK)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_lots_are_whole(quantity: object) -> None:
     ],
 )
 def test_another_alert_is_another_order(changes: dict[str, object]) -> None:
-    other, first = wish_of(alert(**changes), WEBHOOK), wish_of(alert(), WEBHOOK)
+    other, first = plan_of(alert(**changes), WEBHOOK), plan_of(alert(), WEBHOOK)
     assert other.digest != first.digest
     assert set(other.ids).isdisjoint(first.ids)
 
 
 def test_the_oldest_time_of_all_is_read() -> None:
-    wish = wish_of(alert(time="0001-01-01T00:00:00+08:00"), WEBHOOK)
+    wish = plan_of(alert(time="0001-01-01T00:00:00+08:00"), WEBHOOK)
     assert wish.client_order_id.startswith("webhook-")
 
 
@@ -98,21 +98,21 @@ def test_an_alert_of_an_earlier_release_is_the_same_order_today() -> None:
 
 
 def test_a_close_takes_either_side_and_a_reducing_order_only_the_other_one() -> None:
-    close = wish_of(alert(action="close", quantity=None), WEBHOOK)
-    reducing = wish_of(alert(action="sell", reduce_only=True, price_type="LMT", price=10), WEBHOOK)
-    assert isinstance(close.what, Close)
-    assert isinstance(reducing.what, Close)
+    close = plan_of(alert(action="close", quantity=None), WEBHOOK)
+    reducing = plan_of(alert(action="sell", reduce_only=True, price_type="LMT", price=10), WEBHOOK)
+    assert isinstance(close.what, PositionClose)
+    assert isinstance(reducing.what, PositionClose)
     assert (close.what.long, close.what.quantity) == (None, None)
     assert (reducing.what.long, reducing.what.quantity) == (True, 1)
     assert reducing.what.time_in_force is TimeInForce.ROD
 
 
 def test_an_intent_has_ids_for_its_orders() -> None:
-    wish = wish_of(alert(action="short_entry", quantity=3), WEBHOOK)
-    assert isinstance(wish.what, TradeIntent)
+    wish = plan_of(alert(action="short_entry", quantity=3), WEBHOOK)
+    assert isinstance(wish.what, IntentRequest)
     assert (wish.what.intent, wish.what.quantity) == ("short_entry", 3)
     assert wish.ids == (f"{wish.client_order_id}.close", f"{wish.client_order_id}.open")
-    assert wish_of(alert(action="long_exit", quantity=None), WEBHOOK).what.quantity is None
+    assert plan_of(alert(action="long_exit", quantity=None), WEBHOOK).what.quantity is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_opens_says_how_much(changes: dict[str, object]) -> None:
 
 
 def test_a_new_secret_makes_no_new_alert_of_an_old_one() -> None:
-    assert wish_of(alert(secret="another"), WEBHOOK) == wish_of(alert(), WEBHOOK)
+    assert plan_of(alert(secret="another"), WEBHOOK) == plan_of(alert(), WEBHOOK)
 
 
 def test_market_orders_do_not_rest_and_limit_orders_do() -> None:
@@ -136,7 +136,7 @@ def test_market_orders_do_not_rest_and_limit_orders_do() -> None:
     assert order_of(alert(price_type="LMT", price="100")).time_in_force is TimeInForce.ROD
     for action in ("buy", "close", "long_entry"):
         with pytest.raises(InvalidRequest):
-            wish_of(alert(price_type="LMT", action=action), WEBHOOK)
+            plan_of(alert(price_type="LMT", action=action), WEBHOOK)
 
 
 def test_a_time_without_a_zone_is_refused() -> None:
@@ -145,6 +145,6 @@ def test_a_time_without_a_zone_is_refused() -> None:
 
 
 def test_a_webhooks_token_is_in_no_log_and_no_problem() -> None:
-    assert shown("/v1/webhooks/canary/orders") == "/v1/webhooks/…"
-    assert shown("/v1/users/u/webhooks") == "/v1/users/u/webhooks"
+    assert redacted_path("/v1/webhooks/canary/orders") == "/v1/webhooks/…"
+    assert redacted_path("/v1/users/u/webhooks") == "/v1/users/u/webhooks"
     assert "secret" not in repr(alert(secret="canary"))

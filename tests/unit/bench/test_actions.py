@@ -4,7 +4,7 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.api.history.v1 import ActivityTaskStartedEventAttributes, HistoryEvent
 
-from infra.bench.actions import kinds_of
+from infra.lab.bench.fleet.actions import kinds_of
 
 
 @pytest.mark.parametrize(

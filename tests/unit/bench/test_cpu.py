@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from infra.bench import cpu
-from infra.bench.cpu import Stolen
+from infra.lab import cpu
+from infra.lab.cpu import StolenTime
 
 
 class Times(NamedTuple):
@@ -31,14 +31,14 @@ def told(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> None:
 def test_stolen_time_is_a_share_of_what_the_machine_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, Times(100, 50, 900, 5, 20, 30), Times(130, 80, 990, 9, 40, 40))
     # 60 s of CPU time were had, 20 were wanted and given to others; idle time is neither.
-    stolen = Stolen()
+    stolen = StolenTime()
     assert stolen.percent() == pytest.approx(25.0)
 
 
 def test_an_idle_machine_had_nothing_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, Times(100, 50, 900), Times(100, 50, 990))
-    assert Stolen().percent() == 0.0
+    assert StolenTime().percent() == 0.0
 
 
 def test_this_machine_tells_a_share() -> None:
-    assert 0.0 <= Stolen().percent() <= 100.0
+    assert 0.0 <= StolenTime().percent() <= 100.0

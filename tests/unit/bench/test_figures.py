@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from infra.bench.figures import milliseconds, percentile
+from infra.lab.figures import milliseconds, percentile
 
 
 @pytest.mark.parametrize("count", [10, 30, 100, 2000])

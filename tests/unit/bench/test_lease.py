@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.bench.lease import lost
+from infra.lab.bench.starvation.lease import lost_leases
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from infra.bench.lease import lost
     ],
 )
 def test_a_lease_is_lost_for_each_length_without_a_renewal(times: list[float], count: int) -> None:
-    assert lost(times, began=10.0, ended=20.0, lease=5.0) == count
+    assert lost_leases(times, began=10.0, ended=20.0, lease=5.0) == count

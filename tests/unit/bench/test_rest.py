@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from infra.bench.rest import RequestFailed, Rest
+from infra.lab.rest import RequestFailed, RestConnection
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def _answer(body: bytes, *, status: str = "200 OK", more: str = "") -> bytes:
 
 def test_requests_share_a_connection() -> None:
     with serving([_answer(b'{"a": 1}'), _answer(b"")]) as (url, asked):
-        rest = Rest(url, "key")
+        rest = RestConnection(url, "key")
         assert rest.call("POST", "/v1/things", {"b": 2}) == {"a": 1}
         assert rest.call("GET", "/v1/things") is None
         rest.close()
@@ -55,14 +55,14 @@ def test_requests_share_a_connection() -> None:
 def test_an_answer_in_pieces() -> None:
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n|3\r\n[1,\r\n|2\r\n2]|\r\n0\r\n\r\n"
     with serving([chunked]) as (url, _):
-        rest = Rest(url, "key")
+        rest = RestConnection(url, "key")
         assert rest.call("GET", "/") == [1, 2]
         rest.close()
 
 
 def test_a_connection_that_was_to_be_closed_is_made_anew() -> None:
     with serving([_answer(b"1", more="Connection: close\r\n")], [_answer(b"2")]) as (url, _):
-        rest = Rest(url, "key")
+        rest = RestConnection(url, "key")
         assert [rest.call("GET", "/"), rest.call("GET", "/")] == [1, 2]
         rest.close()
 
@@ -78,7 +78,7 @@ def test_a_connection_that_was_to_be_closed_is_made_anew() -> None:
 def test_failures_are_told_and_the_next_call_goes_on(answer: bytes, reason: str) -> None:
     second = [answer, _answer(b"3")] if answer.startswith(b"HTTP/1.1 403") else [answer]
     with serving(second, *([] if len(second) == 2 else [[_answer(b"3")]])) as (url, _):
-        rest = Rest(url, "key")
+        rest = RestConnection(url, "key")
         with pytest.raises(RequestFailed, match="POST /: ") as raised:
             rest.call("POST", "/", {})
         assert reason in str(raised.value)

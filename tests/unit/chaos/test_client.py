@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bench.target import BenchUser
-from infra.chaos.client import Clients
-from infra.chaos.shapes import Shape, Then
+from infra.lab.chaos.orders.client import TradingClients
+from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
+from infra.lab.target import BenchUser
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 USER = BenchUser("u", "key", "acc")
@@ -42,8 +42,8 @@ class Api:
         return self._later(len(self.others), request)
 
 
-def shape(then: Then = Then.NOTHING) -> Shape:
-    return Shape(
+def shape(then: FollowUp = FollowUp.NOTHING) -> OrderShape:
+    return OrderShape(
         number=4,
         at=0.0,
         lot=0.0,
@@ -57,10 +57,12 @@ def shape(then: Then = Then.NOTHING) -> Shape:
     )
 
 
-async def run(api: Api, one: Shape | None = None, *, patience: float = 60.0) -> Clients:
+async def run(api: Api, one: OrderShape | None = None, *, patience: float = 60.0) -> TradingClients:
     async with httpx.AsyncClient(transport=httpx.MockTransport(api), base_url="http://api") as http:
         prices = {"C001": Decimal(100)}
-        clients = Clients(http, 9, [USER], prices, operator_key="operator", patience=patience, pause=0.0)
+        clients = TradingClients(
+            http, 9, [USER], prices, operator_key="operator", patience=patience, pause=0.0
+        )
         await clients.run([one or shape()], asyncio.get_running_loop().time())
         return clients
 
@@ -130,7 +132,7 @@ async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_heard()
 
     cancelled: list[tuple[str, dict[str, Any]]] = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://api") as http:
-        clients = Clients(http, 9, [USER], {"C001": Decimal(100)}, operator_key="operator", pause=0.0)
+        clients = TradingClients(http, 9, [USER], {"C001": Decimal(100)}, operator_key="operator", pause=0.0)
         for number in (4, 5, 6):
             await clients.run([replace(shape(), number=number)], asyncio.get_running_loop().time())
         await clients.cancel_working()
@@ -146,15 +148,15 @@ async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_heard()
 @pytest.mark.parametrize(
     ("then", "path", "body"),
     [
-        (Then.CANCEL, "/v1/orders/o1/cancel", {"request_id": "cancel"}),
-        (Then.REPLACE, "/v1/orders/o1/replace", {"request_id": "replace", "quantity": 1}),
+        (FollowUp.CANCEL, "/v1/orders/o1/cancel", {"request_id": "cancel"}),
+        (FollowUp.REPLACE, "/v1/orders/o1/replace", {"request_id": "replace", "quantity": 1}),
         (
-            Then.CLOSE,
+            FollowUp.CLOSE,
             "/v1/users/u/accounts/acc/positions/C001/close",
             {"client_order_id": "chaos-9-4-close"},
         ),
         (
-            Then.REVERSE,
+            FollowUp.REVERSE,
             "/v1/users/u/accounts/acc/intents",
             {
                 "client_order_id": "chaos-9-4-reverse",
@@ -167,7 +169,7 @@ async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_heard()
     ],
 )
 async def test_what_follows_an_order_is_asked_for_under_one_id_until_it_is_answered(
-    then: Then, path: str, body: dict[str, Any]
+    then: FollowUp, path: str, body: dict[str, Any]
 ) -> None:
     def later(attempt: int, request: httpx.Request) -> httpx.Response:
         if attempt == 1:
@@ -190,7 +192,8 @@ async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -
         lambda attempt, request: httpx.Response(200, json={"legs": legs, "complete": True}),
     )
     found = {
-        one.client_order_id: (one.order_id, one.ends) for one in (await run(api, shape(Then.REVERSE))).placed
+        one.client_order_id: (one.order_id, one.ends)
+        for one in (await run(api, shape(FollowUp.REVERSE))).placed
     }
     assert found == {
         "chaos-9-4": ("o1", {"filled"}),
@@ -206,7 +209,7 @@ async def test_a_follow_up_that_is_refused_is_not_asked_for_again() -> None:
             409, json={"code": "ORDER_SETTLED", "order": order("filled")}
         ),
     )
-    clients = await run(api, shape(Then.CANCEL))
+    clients = await run(api, shape(FollowUp.CANCEL))
     assert clients.counts["cancel refused ORDER_SETTLED"] == len(api.others) == 1
     assert clients.placed[0].ends == {"filled"}
 

@@ -13,19 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.chaos.jobbing import ledger
-from infra.chaos.jobbing.ledger import Execution, Freeze, Harm, Kill, Sent
-from infra.chaos.jobbing.spell import Standstill, choose
-from infra.chaos.jobbing.steps import LONG, TRAPS, Step
-from worker_runtime.protocol import job_scripts
-from worker_runtime.protocol.job_messages import JobResult, JobStatus
+from infra.lab.chaos.jobs import ledger
+from infra.lab.chaos.jobs.freeze import FrozenProcess, plan_freeze
+from infra.lab.chaos.jobs.ledger import JobHarm, RecordedExecution, RunnerFreeze, RunnerKill, SentJob
+from infra.lab.chaos.jobs.steps import LONG, TRAPS, RunnerStep
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
 from worker_runtime.protocol.messages import Failure
 
-ONCE, AGAIN = Sent("j", idempotent=False), Sent("j", idempotent=True)
+ONCE, AGAIN = SentJob("j", idempotent=False), SentJob("j", idempotent=True)
 
 
-def _run(attempt: int = 1, at: float = 1.0, *, ended: float | None = None, runner: int = 7) -> Execution:
-    return Execution("j", attempt, fence=int(at * 10), runner=runner, at=at, ended=ended)
+def _run(
+    attempt: int = 1, at: float = 1.0, *, ended: float | None = None, runner: int = 7
+) -> RecordedExecution:
+    return RecordedExecution("j", attempt, fence=int(at * 10), runner=runner, at=at, ended=ended)
 
 
 def _result(status: JobStatus, code: str = "", attempt: int = 1) -> JobResult:
@@ -33,15 +35,19 @@ def _result(status: JobStatus, code: str = "", attempt: int = 1) -> JobResult:
     return JobResult(job_id="j", status=status, failure=failure, attempt=attempt)
 
 
-def _freeze(at: float, until: float, *, runner: int = 7) -> Freeze:
-    return Freeze(runner, at, until, Step.ANY)
+def _freeze(at: float, until: float, *, runner: int = 7) -> RunnerFreeze:
+    return RunnerFreeze(runner, at, until, RunnerStep.ANY)
 
 
 def _harms(
-    job: Sent, result: JobResult | None, *runs: Execution, forgotten: bool = False, anew: bool = False
-) -> list[Harm]:
+    job: SentJob,
+    result: JobResult | None,
+    *runs: RecordedExecution,
+    forgotten: bool = False,
+    anew: bool = False,
+) -> list[JobHarm]:
     results = {} if result is None else {"j": result}
-    found = ledger.judge([job], results, {"j"} if forgotten else set(), runs, {"j"} if anew else set())
+    found = ledger.judge_jobs([job], results, {"j"} if forgotten else set(), runs, {"j"} if anew else set())
     return [finding.harm for finding in found]
 
 
@@ -49,58 +55,58 @@ DONE, UNKNOWN = _result(JobStatus.DONE), _result(JobStatus.FAILED, "JOB_OUTCOME_
 
 
 @pytest.mark.parametrize("job", [ONCE, AGAIN])
-def test_a_job_that_ran_once_and_is_done_is_well(job: Sent) -> None:
+def test_a_job_that_ran_once_and_is_done_is_well(job: SentJob) -> None:
     assert _harms(job, DONE, _run(ended=2.0)) == []
 
 
 def test_a_job_without_an_end_is_lost() -> None:
-    assert _harms(AGAIN, None) == [Harm.LOST]
-    assert _harms(ONCE, None, _run()) == [Harm.LOST]
+    assert _harms(AGAIN, None) == [JobHarm.LOST]
+    assert _harms(ONCE, None, _run()) == [JobHarm.LOST]
 
 
 def test_a_job_that_is_done_by_its_result_alone_is_lost() -> None:
-    assert _harms(AGAIN, DONE, _run(ended=None)) == [Harm.LOST]
+    assert _harms(AGAIN, DONE, _run(ended=None)) == [JobHarm.LOST]
 
 
 def test_two_starts_are_one_too_many_for_a_job_that_must_not_run_twice() -> None:
     twice, done = (_run(), _run(2, 3.0, ended=4.0)), _result(JobStatus.DONE, attempt=2)
     assert _harms(AGAIN, done, *twice) == []
-    assert _harms(ONCE, done, *twice) == [Harm.DOUBLED]
-    assert _harms(ONCE, None, *twice, forgotten=True) == [Harm.DOUBLED]
+    assert _harms(ONCE, done, *twice) == [JobHarm.DOUBLED]
+    assert _harms(ONCE, None, *twice, forgotten=True) == [JobHarm.DOUBLED]
 
 
 def test_an_unknown_outcome_is_an_end_of_a_job_that_must_not_run_twice_only() -> None:
     assert _harms(ONCE, UNKNOWN, _run()) == []
-    assert _harms(AGAIN, UNKNOWN, _run()) == [Harm.WRONG]
-    assert _harms(ONCE, _result(JobStatus.FAILED, "JOB_FAILED"), _run()) == [Harm.WRONG]
+    assert _harms(AGAIN, UNKNOWN, _run()) == [JobHarm.WRONG]
+    assert _harms(ONCE, _result(JobStatus.FAILED, "JOB_FAILED"), _run()) == [JobHarm.WRONG]
 
 
 def test_a_rerun_counts_from_the_kill_of_the_runner_that_had_the_job() -> None:
     runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
-    assert ledger.reruns(runs, [Kill(7, 2.0), Kill(9, 3.0)], []) == [1.5]
-    assert ledger.reruns(runs, [Kill(7, 2.0)], [(2.5, 3.0)]) == []
+    assert ledger.reruns(runs, [RunnerKill(7, 2.0), RunnerKill(9, 3.0)], []) == [1.5]
+    assert ledger.reruns(runs, [RunnerKill(7, 2.0)], [(2.5, 3.0)]) == []
     hidden = [_run(1, 1.0), _run(3, 3.5, ended=4.0, runner=8)]
-    assert ledger.reruns(hidden, [Kill(7, 2.0)], []) == []
+    assert ledger.reruns(hidden, [RunnerKill(7, 2.0)], []) == []
 
 
 def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_kill() -> None:
     runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
-    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
-    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(1.5, inf)]) == []  # killed as it stood
-    assert ledger.reruns(runs, [Kill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
+    assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
+    assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, inf)]) == []  # killed as it stood
+    assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
 
 
 def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
     runs = (_run(1, 1.0, ended=4.0), _run(2, 3.0, ended=5.0, runner=8))
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=2), *runs) == []
-    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs) == [Harm.WRONG]
+    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs) == [JobHarm.WRONG]
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs, anew=True) == []
 
 
 def test_a_result_that_is_written_over_is_wrong() -> None:
-    assert ledger.changed({"j": UNKNOWN}, {"j": UNKNOWN}) == []
-    assert ledger.changed({"j": UNKNOWN}, {}) == []  # a flush took it
-    assert [one.harm for one in ledger.changed({"j": UNKNOWN}, {"j": DONE})] == [Harm.WRONG]
+    assert ledger.changed_results({"j": UNKNOWN}, {"j": UNKNOWN}) == []
+    assert ledger.changed_results({"j": UNKNOWN}, {}) == []  # a flush took it
+    assert [one.harm for one in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [JobHarm.WRONG]
 
 
 def test_late_ends_are_those_of_frozen_runners_that_the_queue_did_not_take() -> None:
@@ -121,11 +127,11 @@ def test_a_job_that_began_after_its_report_as_unknown_began_late() -> None:
 
 
 def test_spells_are_shorter_and_longer_than_a_lease_and_the_same_for_the_same_seed() -> None:
-    spells = [choose(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+    spells = [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
     longer = sum(spell.seconds > 2.0 for spell in spells)
     assert 60 < longer < 160
     assert 60 < sum(spell.children for spell in spells) < 140
-    assert spells == [choose(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+    assert spells == [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
 
 
 @pytest.mark.parametrize("children", [False, True])
@@ -138,7 +144,7 @@ async def test_a_standstill_stops_a_process_and_its_children_if_wanted_and_lets_
     child = int(await process.stdout.readline())
     pidfd = os.pidfd_open(process.pid)
     try:
-        still = Standstill(process.pid, pidfd)
+        still = FrozenProcess(process.pid, pidfd)
         await still.begin(children)
         assert await _comes_to(process.pid, stopped=True)
         assert await _comes_to(child, stopped=children)
@@ -162,10 +168,10 @@ async def _comes_to(pid: int, *, stopped: bool) -> bool:
 
 
 def test_the_end_of_a_long_job_is_told_from_others() -> None:
-    trap, finish = TRAPS[Step.LONG_END_ASKED], TRAPS[Step.END_ASKED].says[0]
+    trap, finish = TRAPS[RunnerStep.LONG_END_ASKED], TRAPS[RunnerStep.END_ASKED].says[0]
     assert trap.sees(finish + f" {LONG}7 ".encode())
     assert not trap.sees(finish + b" j7 ")
-    assert TRAPS[Step.END_ASKED].sees(finish + b" j7 ")
+    assert TRAPS[RunnerStep.END_ASKED].sees(finish + b" j7 ")
 
 
 def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
@@ -173,21 +179,21 @@ def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
     path.write_text(
         "start j 1 5 7 1.000000\nstart k 1 6 7 1.500000\nend k 1 6 7 2.000000\nstart j 1 5 8 3.000000\n"
     )
-    assert ledger.read(path) == [
-        Execution("j", 1, 5, 7, 1.0, None),
-        Execution("k", 1, 6, 7, 1.5, 2.0),
-        Execution("j", 1, 5, 8, 3.0, None),  # the same fence, after a flush
+    assert ledger.read_executions(path) == [
+        RecordedExecution("j", 1, 5, 7, 1.0, None),
+        RecordedExecution("k", 1, 6, 7, 1.5, 2.0),
+        RecordedExecution("j", 1, 5, 8, 3.0, None),  # the same fence, after a flush
     ]
 
 
 def test_half_of_a_torn_message_arrives() -> None:
-    assert TRAPS[Step.END_TORN].lets_through(b"*2 EVALSHA") == b"*2 EV"
-    assert TRAPS[Step.END_ASKED].lets_through(b"*2 EVALSHA") == b""
+    assert TRAPS[RunnerStep.END_TORN].lets_through(b"*2 EVALSHA") == b"*2 EV"
+    assert TRAPS[RunnerStep.END_ASKED].lets_through(b"*2 EVALSHA") == b""
 
 
 def test_a_claim_is_seen_alone_and_behind_the_ends_of_jobs() -> None:
-    for script in (job_scripts.CLAIM, job_scripts.TURN):
-        assert TRAPS[Step.CLAIM_ASKED].sees(script.sha.encode())
-    for script in (job_scripts.FINISH, job_scripts.TURN):
-        assert TRAPS[Step.END_ASKED].sees(script.sha.encode())
-    assert not TRAPS[Step.CLAIM_ASKED].sees(job_scripts.FINISH.sha.encode())
+    for script in (job_scripts.CLAIM, job_scripts.FINISH_AND_CLAIM):
+        assert TRAPS[RunnerStep.CLAIM_ASKED].sees(script.sha.encode())
+    for script in (job_scripts.FINISH, job_scripts.FINISH_AND_CLAIM):
+        assert TRAPS[RunnerStep.END_ASKED].sees(script.sha.encode())
+    assert not TRAPS[RunnerStep.CLAIM_ASKED].sees(job_scripts.FINISH.sha.encode())

@@ -6,10 +6,10 @@ from decimal import Decimal
 
 import pytest
 
-from infra.chaos.books import Books, OurOrder
-from infra.chaos.client import Placed
-from infra.chaos.judge import Harm, judge
 from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
+from infra.lab.chaos.orders.books import Books, OurOrder
+from infra.lab.chaos.orders.client import ClientOrder
+from infra.lab.chaos.orders.judge import OrderHarm, judge_orders
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, OrderState, PriceType, Side, TimeInForce
 
 
@@ -54,12 +54,12 @@ def theirs(state: OrderState = OrderState.FILLED, **changes: object) -> LedgerOr
     return LedgerOrder(**{**told, **changes})  # type: ignore[arg-type]
 
 
-def harms(books: Books, placed: tuple[Placed, ...] = ()) -> list[Harm]:
-    return [finding.harm for finding in judge(books, placed).findings]
+def harms(books: Books, placed: tuple[ClientOrder, ...] = ()) -> list[OrderHarm]:
+    return [finding.harm for finding in judge_orders(books, placed).findings]
 
 
-def told(order_id: str = "o1") -> Placed:
-    return Placed(client_order_id="c1", user_id="u", account_id="a", quantity=2, order_id=order_id)
+def told(order_id: str = "o1") -> ClientOrder:
+    return ClientOrder(client_order_id="c1", user_id="u", account_id="a", quantity=2, order_id=order_id)
 
 
 @pytest.mark.parametrize(
@@ -75,25 +75,27 @@ def told(order_id: str = "o1") -> Placed:
     ],
 )
 def test_books_that_agree_are_settled_by_the_broker(our: OurOrder, their: LedgerOrder) -> None:
-    verdict = judge(Books(ours=[our], ledger=[their]), [told()])
+    verdict = judge_orders(Books(ours=[our], ledger=[their]), [told()])
     assert verdict.findings == ()
     assert (verdict.orders, verdict.settled_by_broker, verdict.unsettled) == (1, 1, 0)
 
 
 def test_an_order_that_never_reached_the_broker_is_no_harm_and_not_settled_by_it() -> None:
     withdrawn = ours("cancelled", order_id="o3", reason=CANCELLED_IN_QUEUE)
-    verdict = judge(Books(ours=[ours("expired"), ours("rejected", order_id="o2"), withdrawn], ledger=[]), [])
+    verdict = judge_orders(
+        Books(ours=[ours("expired"), ours("rejected", order_id="o2"), withdrawn], ledger=[]), []
+    )
     assert verdict.findings == ()
     assert (verdict.orders, verdict.settled_by_broker, verdict.unsettled) == (3, 0, 0)
 
 
 def test_an_order_that_was_cancelled_at_the_broker_is_found_there() -> None:
-    assert harms(Books(ours=[ours("cancelled")], ledger=[])) == [Harm.MISMATCHED]
+    assert harms(Books(ours=[ours("cancelled")], ledger=[])) == [OrderHarm.MISMATCHED]
 
 
 def test_an_order_that_was_withdrawn_in_time_and_is_filled_all_the_same_is_lost() -> None:
     withdrawn = ours("cancelled", reason=CANCELLED_IN_QUEUE)
-    assert harms(Books(ours=[withdrawn], ledger=[theirs()])) == [Harm.LOST]
+    assert harms(Books(ours=[withdrawn], ledger=[theirs()])) == [OrderHarm.LOST]
 
 
 def test_open_orders_are_counted_apart_from_those_on_a_persons_list() -> None:
@@ -101,29 +103,29 @@ def test_open_orders_are_counted_apart_from_those_on_a_persons_list() -> None:
         ours=[ours("unknown"), ours("submitted", order_id="o2", attention="nobody knows")],
         ledger=[theirs(), theirs(OrderState.SUBMITTED, client_note="o2", tag="000002")],
     )
-    verdict = judge(books, [])
+    verdict = judge_orders(books, [])
     assert verdict.findings == ()
     assert (verdict.attention, verdict.unsettled, verdict.settled_by_broker) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("state", ["rejected", "expired"])
 def test_an_order_that_we_take_for_absent_and_the_broker_has_is_lost(state: str) -> None:
-    assert harms(Books(ours=[ours(state)], ledger=[theirs()])) == [Harm.LOST]
+    assert harms(Books(ours=[ours(state)], ledger=[theirs()])) == [OrderHarm.LOST]
 
 
 def test_an_order_at_the_broker_that_our_books_do_not_have_is_lost() -> None:
-    assert harms(Books(ours=[], ledger=[theirs()])) == [Harm.LOST]
+    assert harms(Books(ours=[], ledger=[theirs()])) == [OrderHarm.LOST]
 
 
 def test_an_order_that_a_client_was_told_of_and_that_is_gone_is_lost() -> None:
-    assert harms(Books(ours=[], ledger=[]), (told(),)) == [Harm.LOST]
-    assert harms(Books(ours=[ours()], ledger=[theirs()]), (told("another"),)) == [Harm.LOST]
+    assert harms(Books(ours=[], ledger=[]), (told(),)) == [OrderHarm.LOST]
+    assert harms(Books(ours=[ours()], ledger=[theirs()]), (told("another"),)) == [OrderHarm.LOST]
     assert harms(Books(ours=[], ledger=[]), (told(""),)) == []  # nobody ever accepted it
 
 
-@pytest.mark.parametrize(("ends", "expected"), [({"filled"}, []), ({"rejected"}, [Harm.MISMATCHED])])
+@pytest.mark.parametrize(("ends", "expected"), [({"filled"}, []), ({"rejected"}, [OrderHarm.MISMATCHED])])
 def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
-    ends: set[str], expected: list[Harm]
+    ends: set[str], expected: list[OrderHarm]
 ) -> None:
     heard = told()
     heard.ends = ends
@@ -132,10 +134,10 @@ def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
 
 @pytest.mark.parametrize(
     ("close", "opened_at", "expected"),
-    [("filled", 5, []), ("filled", 4, [Harm.OUT_OF_TURN]), ("cancelled", 9, [Harm.OUT_OF_TURN])],
+    [("filled", 5, []), ("filled", 4, [OrderHarm.OUT_OF_TURN]), ("cancelled", 9, [OrderHarm.OUT_OF_TURN])],
 )
 def test_a_reversal_that_opens_before_its_close_is_filled_is_named(
-    close: str, opened_at: int, expected: list[Harm]
+    close: str, opened_at: int, expected: list[OrderHarm]
 ) -> None:
     """The close of `theirs` is filled at 5 ms."""
     state = OrderState(close)
@@ -147,19 +149,19 @@ def test_a_reversal_that_opens_before_its_close_is_filled_is_named(
 
 def test_an_order_that_is_there_twice_is_doubled() -> None:
     again = theirs(broker_order_id="P2", tag="000001")
-    assert harms(Books(ours=[ours()], ledger=[theirs(), again])) == [Harm.DOUBLED]
+    assert harms(Books(ours=[ours()], ledger=[theirs(), again])) == [OrderHarm.DOUBLED]
 
 
 def test_an_order_that_filled_more_than_it_asked_for_is_doubled() -> None:
     more = theirs(fills=(fill(1, "10"), fill(1, "11"), fill(1, "10.5")))
-    assert Harm.DOUBLED in harms(Books(ours=[ours()], ledger=[more]))
+    assert OrderHarm.DOUBLED in harms(Books(ours=[ours()], ledger=[more]))
 
 
 def test_one_tag_for_two_orders_is_doubled() -> None:
     books = Books(
         ours=[ours(), ours(order_id="o2", client_order_id="c2")], ledger=[theirs(), theirs(client_note="o2")]
     )
-    assert harms(books) == [Harm.DOUBLED]
+    assert harms(books) == [OrderHarm.DOUBLED]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_one_tag_for_two_orders_is_doubled() -> None:
     ],
 )
 def test_fills_that_differ_are_mismatched(our: OurOrder, their: LedgerOrder | None) -> None:
-    assert harms(Books(ours=[our], ledger=[their] if their else [])) == [Harm.MISMATCHED]
+    assert harms(Books(ours=[our], ledger=[their] if their else [])) == [OrderHarm.MISMATCHED]
 
 
 def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> None:
@@ -190,4 +192,4 @@ def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> Non
 
     sessions = [session("s1", 1, 0, 3), session("s2", 2, 2, None)]
     found = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
-    assert found == [Harm.TWO_OWNERS, Harm.TWO_OWNERS]
+    assert found == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]

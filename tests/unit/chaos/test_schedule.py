@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from decimal import Decimal
 
-from infra.chaos import schedule, shapes
-from infra.chaos.schedule import How, Victim
-from infra.chaos.shapes import Then
+from infra.lab.chaos.orders import schedule, shapes
+from infra.lab.chaos.orders.schedule import FaultKind, FaultTarget
+from infra.lab.chaos.orders.shapes import FollowUp
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 OWN = {
-    *(Victim.WORKER, Victim.SESSION, Victim.SUPERVISOR, Victim.NODE),
-    *(Victim.API_PROCESS, Victim.API, Victim.ORCHESTRATOR, Victim.BROKER_SESSION),
+    *(FaultTarget.WORKER, FaultTarget.SESSION, FaultTarget.SUPERVISOR, FaultTarget.NODE),
+    *(FaultTarget.API_PROCESS, FaultTarget.API, FaultTarget.ORCHESTRATOR, FaultTarget.BROKER_SESSION),
 }
 
 
 def test_the_same_seed_gives_the_same_schedule_and_another_one_another() -> None:
-    assert schedule.strikes(7, 300.0) == schedule.strikes(7, 300.0)
-    assert schedule.strikes(7, 300.0) != schedule.strikes(8, 300.0)
+    assert schedule.plan_faults(7, 300.0) == schedule.plan_faults(7, 300.0)
+    assert schedule.plan_faults(7, 300.0) != schedule.plan_faults(8, 300.0)
 
 
 def test_one_of_our_own_is_struck_every_second_and_a_server_every_twenty() -> None:
-    plan = schedule.strikes(1, 600.0)
+    plan = schedule.plan_faults(1, 600.0)
     own = [strike.at for strike in plan if strike.victim in OWN]
     assert own == [float(second) for second in range(1, 600)]
     servers = [strike.at for strike in plan if strike.victim not in OWN]
@@ -31,37 +31,37 @@ def test_one_of_our_own_is_struck_every_second_and_a_server_every_twenty() -> No
 
 
 def test_everything_is_struck_in_every_way_in_ten_minutes() -> None:
-    struck = {(strike.victim, strike.how) for strike in schedule.strikes(1, 600.0)}
-    for victim in OWN - {Victim.BROKER_SESSION}:
-        assert {(victim, How.KILL), (victim, How.STOP)} <= struck
-    for victim in (Victim.TEMPORAL, Victim.VALKEY, Victim.POSTGRES, Victim.EXCHANGE):
-        assert (victim, How.KILL) in struck
-    forgets = {How.FLUSH, How.LAG, How.REWIND, How.FLUSH_CANCELS}
-    assert {(Victim.VALKEY, how) for how in forgets} <= struck
+    struck = {(strike.victim, strike.how) for strike in schedule.plan_faults(1, 600.0)}
+    for victim in OWN - {FaultTarget.BROKER_SESSION}:
+        assert {(victim, FaultKind.KILL), (victim, FaultKind.STOP)} <= struck
+    for victim in (FaultTarget.TEMPORAL, FaultTarget.VALKEY, FaultTarget.POSTGRES, FaultTarget.EXCHANGE):
+        assert (victim, FaultKind.KILL) in struck
+    forgets = {FaultKind.FLUSH, FaultKind.LAG, FaultKind.REWIND, FaultKind.FLUSH_CANCELS}
+    assert {(FaultTarget.VALKEY, how) for how in forgets} <= struck
 
 
 def test_the_harder_faults_come_in_every_other_round() -> None:
-    plan = schedule.strikes(1, 16 * schedule.SERVER_EVERY)
-    rounds = [strike.how for strike in plan if strike.victim is Victim.VALKEY]
-    assert set(rounds[:3]) == {How.KILL, How.FLUSH_CANCELS, How.REWIND}
-    assert set(rounds[3:]) == {How.KILL, How.FLUSH, How.LAG}
+    plan = schedule.plan_faults(1, 16 * schedule.SERVER_FAULT_EVERY)
+    rounds = [strike.how for strike in plan if strike.victim is FaultTarget.VALKEY]
+    assert set(rounds[:3]) == {FaultKind.KILL, FaultKind.FLUSH_CANCELS, FaultKind.REWIND}
+    assert set(rounds[3:]) == {FaultKind.KILL, FaultKind.FLUSH, FaultKind.LAG}
 
 
 def test_a_lot_always_chooses_somebody() -> None:
-    lots = [strike.lot for seed in range(50) for strike in schedule.strikes(seed, 100.0)]
+    lots = [strike.lot for seed in range(50) for strike in schedule.plan_faults(seed, 100.0)]
     assert all(0.0 <= lot < 1.0 for lot in lots)
     assert max(lots) > 0.99
 
 
 def test_orders_flow_steadily_and_repeat_with_the_seed() -> None:
-    found = list(shapes.orders(3, 5.0, 60.0))
-    assert found == list(shapes.orders(3, 5.0, 60.0))
+    found = list(shapes.plan_orders(3, 5.0, 60.0))
+    assert found == list(shapes.plan_orders(3, 5.0, 60.0))
     assert len(found) == 300
     assert [one.at for one in found] == [number / 5.0 for number in range(300)]
 
 
 def test_orders_have_all_shapes() -> None:
-    found = list(shapes.orders(3, 5.0, 200.0))
+    found = list(shapes.plan_orders(3, 5.0, 200.0))
     kinds = Counter((one.price_type, one.time_in_force) for one in found)
     assert set(kinds) == {
         (PriceType.MARKET, TimeInForce.IOC),
@@ -70,14 +70,14 @@ def test_orders_have_all_shapes() -> None:
     }
     assert 0.5 < kinds[PriceType.MARKET, TimeInForce.IOC] / len(found) < 0.7
     resting = {one.then for one in found if one.time_in_force is TimeInForce.ROD}
-    assert resting == {Then.NOTHING, Then.CANCEL, Then.REPLACE}
+    assert resting == {FollowUp.NOTHING, FollowUp.CANCEL, FollowUp.REPLACE}
     filling = {one.then for one in found if one.time_in_force is TimeInForce.IOC}
-    assert filling == {Then.NOTHING, Then.CLOSE, Then.EXIT, Then.REVERSE}
+    assert filling == {FollowUp.NOTHING, FollowUp.CLOSE, FollowUp.EXIT, FollowUp.REVERSE}
 
 
 def test_an_order_that_rests_is_priced_away_from_the_market() -> None:
     market = Decimal(100)
-    for one in shapes.orders(3, 5.0, 60.0):
+    for one in shapes.plan_orders(3, 5.0, 60.0):
         price = one.price(market)
         if one.price_type is PriceType.MARKET:
             assert price is None

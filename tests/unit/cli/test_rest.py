@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from infra.cli import rest, worker, worker_tables
-from infra.cli.rest import NoApi, OperatorApi, Place, Refused
+from infra.cli import rest, worker
+from infra.cli import tables as worker_tables
+from infra.cli.rest import ApiAddress, ApiRefused, NoApi, OperatorApi
 from infra.local.folder import DataFolder
 from infra.vault.key_file import KeyFileExposed
 
@@ -37,7 +38,7 @@ class FakeApi:
         self.answer({"code": code, "detail": detail, "title": "?", **more}, status)
 
     def api(self) -> OperatorApi:
-        return OperatorApi(Place(self.url, self.key_file), again=0.01)
+        return OperatorApi(ApiAddress(self.url, self.key_file), again=0.01)
 
     def run(self, *words: str) -> tuple[int, str, str]:
         """Exit code, standard output and standard error of `berth worker …`."""
@@ -191,7 +192,7 @@ def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(fake: FakeAp
     with fake.api() as api:
         events = api.events(rest.user_path("alice", "/events"), 3)
         seen = [next(events) for _ in range(3)]
-        with pytest.raises(Refused, match="gone"):
+        with pytest.raises(ApiRefused, match="gone"):
             next(events)
     assert seen == [("transition", {"id": number}) for number in (4, 5, 6)]
     assert [headers["Last-Event-ID"] for _, _, headers in fake.asked] == ["3", "5", "5", "6"]
@@ -199,26 +200,26 @@ def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(fake: FakeAp
 
 def test_a_stream_that_cannot_be_opened_is_an_error_at_once(fake: FakeApi) -> None:
     fake.refuse(503, "DATABASE_UNAVAILABLE", "down")
-    with fake.api() as api, pytest.raises(Refused, match="down"):
+    with fake.api() as api, pytest.raises(ApiRefused, match="down"):
         next(api.events(rest.user_path("alice", "/events"), 0))
 
 
 def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
     with DataFolder(tmp_path / "data") as folder:
         with pytest.raises(NoApi, match="no `berth up` is ready in"):
-            rest.place(folder.path, None, None)
-        folder.note_api("http://127.0.0.1:8123")
-        found = rest.place(folder.path, None, None)
+            rest.find_api(folder.path, None, None)
+        folder.record_api_url("http://127.0.0.1:8123")
+        found = rest.find_api(folder.path, None, None)
         assert (found.url, found.key_path) == ("http://127.0.0.1:8123", folder.keys / "admin.key")
     with pytest.raises(NoApi):  # another program may have the port by now: it must not get the key
-        rest.place(folder.path, None, None)
+        rest.find_api(folder.path, None, None)
     with DataFolder(tmp_path / "data"), pytest.raises(NoApi):  # the note is the last run's
-        rest.place(folder.path, None, None)
+        rest.find_api(folder.path, None, None)
 
 
 def test_a_key_file_must_be_private_and_hold_a_key(tmp_path: Path) -> None:
     path = tmp_path / "some.key"
-    there = Place("http://127.0.0.1:1", path)
+    there = ApiAddress("http://127.0.0.1:1", path)
     with pytest.raises(NoApi, match=r"some\.key is missing"):
         there.key()
     path.write_text("two words\nand lines\n")
@@ -252,7 +253,7 @@ def _shown(**life: Any) -> str:
     }
     written = StringIO()
     shown = {"user_id": "alice", "state": lifecycle["state"], "live": True, "metadata": {"version": "0.1.0"}}
-    worker_tables.worker(Console(file=written, width=120), {**shown, "lifecycle": lifecycle})
+    worker_tables.show_worker(Console(file=written, width=120), {**shown, "lifecycle": lifecycle})
     return written.getvalue()
 
 

@@ -8,11 +8,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from infra.cli import progress, up
-from infra.local.main_job import JobResult
-from infra.local.steps import Progress, Status
+from infra.cli import stack as progress
+from infra.cli import stack as up
+from infra.cli.main_job import MainJobResult
+from infra.local.steps import StepProgress, StepStatus
 
-RESULT = JobResult(
+RESULT = MainJobResult(
     "demo",
     "the-key",
     {
@@ -49,13 +50,13 @@ def _row(text: str, title: str) -> str:
 
 def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> None:
     console, written = _console(terminal=True)
-    view = progress.view(console)
+    view = progress.progress_view(console)
     with view:
-        view.show(Progress("valkey", Status.STARTED))
-        view.show(Progress("postgres", Status.STARTED))
-        view.show(Progress("temporal", Status.STARTED))
-        view.show(Progress("valkey", Status.DONE, 0.34, "port 6379"))
-        view.show(Progress("postgres", Status.FAILED, 2.1, "postgres: no space [/] left"))
+        view.show(StepProgress("valkey", StepStatus.STARTED))
+        view.show(StepProgress("postgres", StepStatus.STARTED))
+        view.show(StepProgress("temporal", StepStatus.STARTED))
+        view.show(StepProgress("valkey", StepStatus.DONE, 0.34, "port 6379"))
+        view.show(StepProgress("postgres", StepStatus.FAILED, 2.1, "postgres: no space [/] left"))
     text = _frames(written)
     assert re.search(r"✓ +Valkey +0\.3 s +port 6379", _row(text, "Valkey"))
     assert re.search(r"✗ +PostgreSQL +2\.1 s +postgres: no space \[/\] left", _row(text, "PostgreSQL"))
@@ -68,11 +69,11 @@ def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> N
 
 def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
     console, written = _console(terminal=False)
-    view = progress.view(console)
+    view = progress.progress_view(console)
     with view:
-        view.show(Progress("valkey", Status.STARTED))
-        view.show(Progress("valkey", Status.DONE, 0.34, "port 6379"))
-        view.show(Progress("pool", Status.FAILED, 60.0))
+        view.show(StepProgress("valkey", StepStatus.STARTED))
+        view.show(StepProgress("valkey", StepStatus.DONE, 0.34, "port 6379"))
+        view.show(StepProgress("pool", StepStatus.FAILED, 60.0))
     first, second = written.getvalue().splitlines()
     assert first.split() == ["ready", "Valkey", "0.3", "s", "(port", "6379)"]
     assert second.split() == ["FAILED", "pool", "of", "warm", "workers", "60.0", "s"]

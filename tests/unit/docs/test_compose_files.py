@@ -16,7 +16,7 @@ from infra.compose import secret_files
 from infra.compose.prepare import prepare
 from infra.local.servers import PostgresServer, ValkeyServer, accepts, free_port
 from infra.settings import Settings
-from worker_runtime.protocol.webhook_signing import MIN_KEY
+from worker_runtime.jobs.protocol.webhook_signing import MIN_KEY_BYTES
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "compose"
 
@@ -98,7 +98,7 @@ def test_prepare_makes_tables_keys_and_an_administrators_key_once(
         *("master.key", "master.pub", "orchestrator.key", "admin.key", "webhook.key"),
     }
     key = settings.webhook_key_files[0]
-    assert (key.stat().st_mode & 0o777, len(key.read_bytes().strip()) >= MIN_KEY) == (0o600, True)
+    assert (key.stat().st_mode & 0o777, len(key.read_bytes().strip()) >= MIN_KEY_BYTES) == (0o600, True)
     prepare(settings)
     assert {path: path.read_bytes() for path in made} == made
 

@@ -15,7 +15,7 @@ from temporalio.client import Client
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from infra.compose import health
-from infra.local.components import JobFleet
+from infra.local.components import JobFleetComponent
 from infra.local.servers import TemporalServer, ValkeyServer, free_port
 from infra.settings import Settings
 
@@ -70,7 +70,7 @@ class _Nothing:
 
 async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServer) -> None:
     address, host = temporal_server.address, socket.gethostname()
-    assert not await health.polls(address, "default", "health-test", host)
+    assert not await health.is_polling(address, "default", "health-test", host)
     client = await Client.connect(address)
     worker = Worker(
         client, task_queue="health-test", workflows=[_Nothing], workflow_runner=UnsandboxedWorkflowRunner()
@@ -78,20 +78,20 @@ async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServ
     async with worker:
         # A finished workflow proves that the worker has polled.
         await client.execute_workflow(_Nothing.run, id="health-test", task_queue="health-test")
-        assert await health.polls(address, "default", "health-test", host)
-        assert not await health.polls(address, "default", "health-test", "another-host")
+        assert await health.is_polling(address, "default", "health-test", host)
+        assert not await health.is_polling(address, "default", "health-test", "another-host")
 
 
 async def test_only_the_host_whose_runner_renews_its_lease_is_healthy(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     url, host = valkey_server.url, socket.gethostname()
-    with JobFleet(tmp_path, Settings(data_dir=tmp_path, valkey_url=url, jobs_runner="fleet")):
-        assert health.registered(url, "fleet", host, 60.0)
-        assert not health.registered(url, "fleet", "another-host", 60.0)
-        assert not health.registered(url, "another-name", host, 60.0)
-        assert not health.registered(url, "fleet", host, -60.0), "not seen for too long"
-    assert not health.registered(url, "fleet", host, 60.0), "it has signed off"
+    with JobFleetComponent(tmp_path, Settings(data_dir=tmp_path, valkey_url=url, jobs_runner="fleet")):
+        assert health.is_registered(url, "fleet", host, 60.0)
+        assert not health.is_registered(url, "fleet", "another-host", 60.0)
+        assert not health.is_registered(url, "another-name", host, 60.0)
+        assert not health.is_registered(url, "fleet", host, -60.0), "not seen for too long"
+    assert not health.is_registered(url, "fleet", host, 60.0), "it has signed off"
 
 
 def test_a_runner_whose_valkey_is_away_is_unhealthy(

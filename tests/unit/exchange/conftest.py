@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.exchange import Exchange
-from infra.exchange.ledger import Ledger
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import AccountRegistration
 from infra.market.calendar import TAIPEI
 
@@ -39,8 +39,8 @@ class Clock:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "ledger.db")
+def ledger(tmp_path: Path) -> Iterator[ExchangeLedger]:
+    opened = ExchangeLedger(tmp_path / "ledger.db")
     yield opened
     opened.close()
 
@@ -51,9 +51,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def exchange(ledger: Ledger, clock: Clock) -> Exchange:
+def exchange(ledger: ExchangeLedger, clock: Clock) -> PaperExchange:
     """With two accounts of one person."""
-    made = Exchange(ledger, clock.later, now=clock.now)
+    made = PaperExchange(ledger, clock.later, now=clock.now)
     for name in ("a", "b"):
         made.accounts.register(
             AccountRegistration(account=name, api_key="k", secret_key="s", person_id="person")

@@ -13,16 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.client import ExchangeAdmin
-from infra.exchange.faults import FaultPoint
-from infra.exchange.hours import Maintenance
-from infra.exchange.ledger import Ledger
-from infra.exchange.limits import Limits
-from infra.exchange.market import Walk
-from infra.exchange.process import ExchangeServer
-from infra.exchange.records import IncidentKind, OwnerKind
-from infra.exchange.schedule import FaultPlan
+from infra.exchange.behaviour import Behaviour, FaultPlan, FaultPoint
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
+from infra.exchange.hours import ExchangeMaintenance
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeLimits
+from infra.exchange.market import PriceWalk
+from infra.exchange.records import IncidentKind, LimitOwnerKind
 from tests.unit.exchange.wire import PLACE, Wire, log_in, register
 from worker_runtime.protocol.errors import UnknownAccount
 
@@ -99,7 +96,7 @@ async def test_a_question_may_stay_without_answer_or_break_the_line(server: Exch
 async def test_a_ban_is_told_by_codes_and_stands_in_the_ledger(server: ExchangeServer) -> None:
     await register(server, "busy")
     async with ExchangeAdmin(server.admin_url) as admin:
-        await admin.set_limits(Limits(orders=2, suspend_after=1))
+        await admin.set_limits(ExchangeLimits(orders=2, suspend_after=1))
         with Wire(server, source="127.0.0.2") as wire:
             log_in(wire, "busy")
             codes = [wire.ask_reply(**{**PLACE, "id": number})["error"] for number in (2, 3, 4)]
@@ -110,15 +107,15 @@ async def test_a_ban_is_told_by_codes_and_stands_in_the_ledger(server: ExchangeS
             assert reply["error"] == "LOGIN_REJECTED"
         bans = await admin.incidents(IncidentKind.BANNED)
         assert [(ban.owner_kind, ban.owner, ban.cause) for ban in bans] == [
-            (OwnerKind.PERSON, "busy", "orders")
+            (LimitOwnerKind.PERSON, "busy", "orders")
         ]
         suspended = await admin.incidents(IncidentKind.SUSPENDED)
         assert {one.owner for one in suspended} == {"busy", "127.0.0.2"}
         assert await admin.incidents(since_ms=suspended[-1].at_ms + 60_000) == []
         for one in suspended:
             await admin.lift(one.owner_kind, one.owner)
-        await admin.set_limits(Limits())
-        assert await admin.limits() == Limits()
+        await admin.set_limits(ExchangeLimits())
+        assert await admin.limits() == ExchangeLimits()
         assert len(await admin.ledger("busy")) == 2
         [session] = await admin.sessions("busy")
         assert session.address == "127.0.0.2"
@@ -139,7 +136,7 @@ async def test_maintenance_has_a_code_of_its_own(server: ExchangeServer) -> None
             assert late.ask(**login, secret_key="canary-secret-key")["error"] == "BROKER_MAINTENANCE"
             await admin.end_maintenance()
             assert wire.ask_reply(**{**PLACE, "id": 5})["error"] is None
-            await admin.announce_maintenance(Maintenance(begin_ms=1, end_ms=2**60))
+            await admin.announce_maintenance(ExchangeMaintenance(begin_ms=1, end_ms=2**60))
             assert wire.last()["reason"] == "maintenance begins"
             await admin.end_maintenance()
 
@@ -178,10 +175,10 @@ async def test_the_market_walks_and_the_day_ends_by_admin_calls(server: Exchange
             [kept] = [one for one in await admin.ledger("rests") if one.broker_order_id == order]
             assert kept.state == "expired"
             before = await admin.price("9904")
-            await admin.set_walk(Walk(every_ms=5, step=0.01))
+            await admin.set_walk(PriceWalk(every_ms=5, step=0.01))
             while await admin.price("9904") == before:
                 continue
-            await admin.set_walk(Walk())
+            await admin.set_walk(PriceWalk())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ async def test_limits_are_options_of_the_command_line(tmp_path: Path) -> None:
     )
     with ExchangeServer(tmp_path, options=(*words, *more)) as server:
         async with ExchangeAdmin(server.admin_url) as admin:
-            assert await admin.limits() == Limits(
+            assert await admin.limits() == ExchangeLimits(
                 orders=7, queries=6, logins_per_day=5, connections_per_person=4, session_life_s=3
             )
 
@@ -243,7 +240,7 @@ def test_a_ledger_of_an_earlier_release_is_taken_on(tmp_path: Path) -> None:
         old.execute("INSERT INTO sessions VALUES (1, 'S000001', 'a', 'p', 'c', 5, NULL, NULL)")
         old.commit()
     for start in (1, 2):
-        ledger = Ledger(tmp_path / "ledger.db")
+        ledger = ExchangeLedger(tmp_path / "ledger.db")
         assert [(one.session_id, one.address) for one in ledger.sessions()] == [("S000001", "")]
         assert ledger.start == start
         ledger.close()

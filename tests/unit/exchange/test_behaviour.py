@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from infra.exchange.behaviour import ALWAYS, Behaviour
-from infra.exchange.faults import FaultPoint
+from infra.exchange.behaviour import ALWAYS, Behaviour, FaultPoint
 
 
 def test_a_fault_strikes_as_often_as_it_was_set() -> None:

@@ -5,7 +5,7 @@ from decimal import Decimal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.exchange.book import Book
+from infra.exchange.matching import RestingOrders
 from infra.exchange.records import LedgerOrder
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
@@ -33,7 +33,7 @@ def resting(number: int, account: str, symbol: str, quantity: int = 1) -> Ledger
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(1, 3))))
 def test_the_indices_agree_with_the_orders(moves: list[tuple[bool, int, int]]) -> None:
-    book, known = Book([]), dict[str, LedgerOrder]()
+    book, known = RestingOrders([]), dict[str, LedgerOrder]()
     for put, number, quantity in moves:
         order = resting(number, f"a{number % 2}", f"s{number % 3}", quantity)
         if put:

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.exchange import Exchange
-from infra.exchange.faults import FaultPoint
-from infra.exchange.ledger import Ledger, LedgerInUse
-from infra.exchange.positions import FIRST_MONEY
-from infra.exchange.records import AccountRegistration
+from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger, LedgerInUse
+from infra.exchange.records import INITIAL_CASH, AccountRegistration
 from tests.unit.exchange.conftest import Clock
 from tests.unit.exchange.trader import Client, limit, login
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
@@ -20,7 +18,7 @@ from worker_runtime.protocol.exchange import Login, Replace
 from worker_runtime.protocol.messages import OrderState
 
 
-def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: Exchange) -> None:
+def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("90"))
     assert taken.order.state is OrderState.SUBMITTED
@@ -28,7 +26,7 @@ def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: Exchange) -> N
 
 
 def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_account(
-    exchange: Exchange,
+    exchange: PaperExchange,
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     one, two, other = Client(), Client(), Client()
@@ -43,7 +41,7 @@ def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_acco
     assert other.events == []
 
 
-def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: Exchange) -> None:
+def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: PaperExchange) -> None:
     client = Client()
     session = login(exchange, client=client)
     exchange.set_behaviour("a", Behaviour(liquidity=2))
@@ -61,7 +59,7 @@ def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: Exchange) -
     ]
 
 
-def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: Exchange, clock: Clock) -> None:
+def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: PaperExchange, clock: Clock) -> None:
     client = Client()
     exchange.set_behaviour("a", Behaviour(fill=FillMode.DELAYED))
     exchange.market.set_price("2330", Decimal(90))
@@ -72,7 +70,7 @@ def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: Exchange, c
     assert [event.order.state for event in client.events] == [OrderState.FILLED]
 
 
-def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: Exchange) -> None:
+def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.NEVER))
     exchange.market.set_price("2330", Decimal(90))
     taken = exchange.place(login(exchange), limit("90"))
@@ -84,7 +82,7 @@ def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: 
         exchange.cancel(taken.order.broker_order_id, "too late")
 
 
-def test_a_client_cancels_its_own_orders_only(exchange: Exchange) -> None:
+def test_a_client_cancels_its_own_orders_only(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("90"))
     with pytest.raises(OrderRejected):
@@ -92,7 +90,7 @@ def test_a_client_cancels_its_own_orders_only(exchange: Exchange) -> None:
     assert exchange.cancel(taken.order.broker_order_id, "mine", "a").state is OrderState.CANCELLED
 
 
-def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(exchange: Exchange) -> None:
+def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
     smaller = exchange.replace("a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=3))
@@ -106,7 +104,7 @@ def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(exchange: Ex
     ("quantity", "price"), [(6, None), (0, None), (None, Decimal(-1)), (None, Decimal("NaN"))]
 )
 def test_what_cannot_be_changed_stays_as_it_is(
-    exchange: Exchange, quantity: int | None, price: Decimal | None
+    exchange: PaperExchange, quantity: int | None, price: Decimal | None
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
@@ -117,7 +115,7 @@ def test_what_cannot_be_changed_stays_as_it_is(
     assert exchange.ledger.order(order.broker_order_id) == order
 
 
-def test_an_order_reduced_to_its_fills_is_cancelled(exchange: Exchange) -> None:
+def test_an_order_reduced_to_its_fills_is_cancelled(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
     exchange.fill_by_hand(order.broker_order_id, 2, None)
@@ -125,16 +123,16 @@ def test_an_order_reduced_to_its_fills_is_cancelled(exchange: Exchange) -> None:
     assert (changed.state, changed.filled) == (OrderState.CANCELLED, 2)
 
 
-def test_money_follows_the_fills_and_resting_purchases_bind_some(exchange: Exchange) -> None:
+def test_money_follows_the_fills_and_resting_purchases_bind_some(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     session = login(exchange)
     exchange.place(session, limit("101", quantity=5))
     exchange.place(session, limit("90", quantity=2))
     left = exchange.balance("a")
-    assert (FIRST_MONEY - left.cash, left.cash - left.available) == (Decimal(500), Decimal(180))
+    assert (INITIAL_CASH - left.cash, left.cash - left.available) == (Decimal(500), Decimal(180))
 
 
-def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: Exchange) -> None:
+def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: PaperExchange) -> None:
     session = login(exchange)
     exchange.set_behaviour("a", Behaviour(reject_next=2, reject_reason="no margin"))
     exchange.market.set_price("2330", Decimal(90))
@@ -147,20 +145,20 @@ def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: Exchange) ->
     assert states[0].reason == "no margin"
 
 
-def test_a_share_of_orders_is_rejected(exchange: Exchange) -> None:
+def test_a_share_of_orders_is_rejected(exchange: PaperExchange) -> None:
     session = login(exchange)
     exchange.set_behaviour("a", Behaviour(reject_rate=0.5))
     states = [exchange.place(session, limit("90")).order.state for _ in range(100)]
     assert 25 < states.count(OrderState.REJECTED) < 75
 
 
-def test_what_is_no_order_leaves_no_trace(exchange: Exchange) -> None:
+def test_what_is_no_order_leaves_no_trace(exchange: PaperExchange) -> None:
     with pytest.raises(OrderRejected):
         exchange.place(login(exchange), limit("NaN"))
     assert exchange.orders("a") == []
 
 
-def test_connections_are_counted_per_person_over_its_accounts(exchange: Exchange) -> None:
+def test_connections_are_counted_per_person_over_its_accounts(exchange: PaperExchange) -> None:
     sessions = [login(exchange, account) for account in ("a", "b", "a", "b", "a")]
     with pytest.raises(LoginLimited):
         login(exchange, "b")
@@ -168,7 +166,7 @@ def test_connections_are_counted_per_person_over_its_accounts(exchange: Exchange
     assert login(exchange, "b").person_id == "person"
 
 
-def test_logins_need_the_right_keys_and_the_right_person(exchange: Exchange) -> None:
+def test_logins_need_the_right_keys_and_the_right_person(exchange: PaperExchange) -> None:
     for wrong in (
         Login(id=1, account="a", api_key="ks", secret_key=""),
         Login(id=1, account="x", api_key="k", secret_key="s"),
@@ -178,7 +176,7 @@ def test_logins_need_the_right_keys_and_the_right_person(exchange: Exchange) -> 
             exchange.sessions.login(wrong, Client())
 
 
-def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: Exchange) -> None:
+def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(latency_ms=7))
     exchange.accounts.register(AccountRegistration(account="a", api_key="new", secret_key="s"))
     with pytest.raises(LoginRejected):
@@ -186,12 +184,12 @@ def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: E
     assert exchange.accounts.behaviour("a").latency_ms == 7
 
 
-def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: Exchange) -> None:
+def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: PaperExchange) -> None:
     with pytest.raises(UnknownAccount):
         exchange.set_behaviour("nobody", Behaviour())
 
 
-def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: Exchange) -> None:
+def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: PaperExchange) -> None:
     client = Client()
     session = login(exchange, client=client)
     exchange.market.set_price("2330", Decimal(100))
@@ -204,7 +202,7 @@ def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: Exchan
     assert first.event_id != second.event_id
 
 
-def test_sessions_are_ended_with_their_reason(exchange: Exchange, ledger: Ledger) -> None:
+def test_sessions_are_ended_with_their_reason(exchange: PaperExchange, ledger: ExchangeLedger) -> None:
     client = Client()
     login(exchange, client=client)
     assert exchange.sessions.end("a", "maintenance", abrupt=False) == 1
@@ -214,15 +212,15 @@ def test_sessions_are_ended_with_their_reason(exchange: Exchange, ledger: Ledger
 
 
 def test_another_exchange_goes_on_where_the_last_one_ended(
-    exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
+    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: Clock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("b", Behaviour(fill=FillMode.NEVER))
     taken = exchange.place(login(exchange), limit("90"))
     ledger.close()
 
-    reopened = Ledger(tmp_path / "ledger.db")
-    second = Exchange(reopened, clock.later, now=clock.now)
+    reopened = ExchangeLedger(tmp_path / "ledger.db")
+    second = PaperExchange(reopened, clock.later, now=clock.now)
     assert second.market.price("2330") == Decimal(100)
     assert second.accounts.behaviour("b").fill is FillMode.NEVER
     assert [s.close_reason for s in reopened.sessions()] == ["the exchange restarted"]
@@ -235,6 +233,6 @@ def test_another_exchange_goes_on_where_the_last_one_ended(
     reopened.close()
 
 
-def test_a_ledger_belongs_to_one_exchange(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_ledger_belongs_to_one_exchange(ledger: ExchangeLedger, tmp_path: Path) -> None:
     with pytest.raises(LedgerInUse):
-        Ledger(tmp_path / "ledger.db")
+        ExchangeLedger(tmp_path / "ledger.db")

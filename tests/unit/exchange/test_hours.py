@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from infra.exchange.behaviour import Behaviour
-from infra.exchange.exchange import Exchange
-from infra.exchange.hours import Maintenance, day_begins_ms, half_a_day_off, last_close_ms, next_close_ms
-from infra.exchange.ledger import Ledger
-from infra.exchange.limits import Call, Limits
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.hours import (
+    ExchangeMaintenance,
+    day_begins_ms,
+    last_close_ms,
+    next_close_ms,
+    time_half_a_day_away,
+)
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeCallKind, ExchangeLimits
 from infra.exchange.records import AccountRegistration
 from tests.unit.exchange.conftest import Clock
 from tests.unit.exchange.trader import Client, limit, login, market
@@ -31,15 +37,15 @@ def test_the_day_and_its_close_are_those_of_taipei(clock: Clock) -> None:
 
 
 def test_a_list_of_orders_begins_anew_at_midnight_or_at_the_time_that_was_set(
-    ledger: Ledger, clock: Clock
+    ledger: ExchangeLedger, clock: Clock
 ) -> None:
-    at_midnight = Exchange(ledger, clock.later, now=clock.now)
+    at_midnight = PaperExchange(ledger, clock.later, now=clock.now)
     at_midnight.accounts.register(_registration())
     session = login(at_midnight)
     clock.pass_by(13.9 * HOUR)
     placed = at_midnight.place(session, market()).order  # is filled: one that rests stays listed
     assert at_midnight.listing(session)[0] == [placed]
-    other = Exchange(ledger, clock.later, now=clock.now, day_begins=half_a_day_off(clock.now()))
+    other = PaperExchange(ledger, clock.later, now=clock.now, day_begins=time_half_a_day_away(clock.now()))
     clock.pass_by(0.2 * HOUR)
     assert at_midnight.listing(session)[0] == []
     shown, coverage = other.listing(session)
@@ -51,11 +57,11 @@ def test_a_list_of_orders_begins_anew_at_midnight_or_at_the_time_that_was_set(
 @pytest.mark.parametrize("hours", [0, 3, 13.9, 14, 23.99])
 def test_half_a_day_off_is_far_from_now_at_any_time(clock: Clock, hours: float) -> None:
     clock.pass_by(hours * HOUR)
-    since = clock.now() - day_begins_ms(clock.now(), half_a_day_off(clock.now()))
+    since = clock.now() - day_begins_ms(clock.now(), time_half_a_day_away(clock.now()))
     assert since / 1000 == pytest.approx(12 * HOUR, abs=60)
 
 
-def test_what_rests_expires_at_the_end_of_the_day_and_its_owner_is_told(exchange: Exchange) -> None:
+def test_what_rests_expires_at_the_end_of_the_day_and_its_owner_is_told(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     client = Client()
     session = login(exchange, client=client)
@@ -67,8 +73,8 @@ def test_what_rests_expires_at_the_end_of_the_day_and_its_owner_is_told(exchange
     assert exchange.close_day() == 0
 
 
-def test_the_day_closes_by_itself_at_the_time_that_was_set(ledger: Ledger, clock: Clock) -> None:
-    exchange = Exchange(ledger, clock.later, now=clock.now, day_closes=time(13, 30))
+def test_the_day_closes_by_itself_at_the_time_that_was_set(ledger: ExchangeLedger, clock: Clock) -> None:
+    exchange = PaperExchange(ledger, clock.later, now=clock.now, day_closes=time(13, 30))
     exchange.accounts.register(_registration())
     exchange.market.set_price("2330", Decimal(100))
     for _ in range(2):
@@ -80,15 +86,15 @@ def test_the_day_closes_by_itself_at_the_time_that_was_set(ledger: Ledger, clock
 
 
 def test_a_close_that_the_exchange_slept_through_is_made_up_for(
-    exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
+    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: Clock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     early = exchange.place(login(exchange), limit("90")).order
     clock.pass_by(4 * HOUR)
     late = exchange.place(login(exchange), limit("90")).order
     ledger.close()
-    reopened = Ledger(tmp_path / "ledger.db")
-    Exchange(reopened, clock.later, now=clock.now, day_closes=time(13, 30))
+    reopened = ExchangeLedger(tmp_path / "ledger.db")
+    PaperExchange(reopened, clock.later, now=clock.now, day_closes=time(13, 30))
     states = {order.broker_order_id: order.state for order in reopened.orders()}
     assert states == {
         early.broker_order_id: OrderState.EXPIRED,
@@ -97,10 +103,10 @@ def test_a_close_that_the_exchange_slept_through_is_made_up_for(
     reopened.close()
 
 
-def test_a_token_expires_after_its_life(exchange: Exchange, clock: Clock) -> None:
+def test_a_token_expires_after_its_life(exchange: PaperExchange, clock: Clock) -> None:
     client, other = Client(), Client()
     login(exchange, client=client)
-    exchange.sessions.set_limits(Limits(session_life_s=60))
+    exchange.sessions.set_limits(ExchangeLimits(session_life_s=60))
     exchange.set_behaviour("b", Behaviour(session_life_ms=5_000))
     login(exchange, "b", other)
     clock.pass_by(5)
@@ -110,7 +116,7 @@ def test_a_token_expires_after_its_life(exchange: Exchange, clock: Clock) -> Non
     assert [session.close_reason for session in exchange.ledger.sessions()] == ["the token expired"] * 2
 
 
-def test_the_token_of_a_session_that_is_over_expires_silently(exchange: Exchange, clock: Clock) -> None:
+def test_the_token_of_a_session_that_is_over_expires_silently(exchange: PaperExchange, clock: Clock) -> None:
     client = Client()
     session = login(exchange, client=client)
     exchange.sessions.logout(session.session_id, "logged out")
@@ -119,14 +125,14 @@ def test_the_token_of_a_session_that_is_over_expires_silently(exchange: Exchange
 
 
 def test_maintenance_ends_all_sessions_and_refuses_everything_for_its_time(
-    exchange: Exchange, clock: Clock
+    exchange: PaperExchange, clock: Clock
 ) -> None:
     client = Client()
     session = login(exchange, client=client)
     begin = clock.now() + 60_000
-    exchange.sessions.maintenance.announce(Maintenance(begin_ms=begin, end_ms=begin + 30_000))
+    exchange.sessions.maintenance.announce(ExchangeMaintenance(begin_ms=begin, end_ms=begin + 30_000))
     clock.pass_by(59)
-    exchange.sessions.admit(session, Call.ORDER)
+    exchange.sessions.admit(session, ExchangeCallKind.ORDER)
     clock.pass_by(1)
     assert client.ended == ["maintenance begins"]
     with pytest.raises(BrokerMaintenance, match="30 s more") as refused:
@@ -139,21 +145,21 @@ def test_maintenance_ends_all_sessions_and_refuses_everything_for_its_time(
     assert exchange.ledger.incidents() == []
 
 
-def test_maintenance_may_leave_the_sessions_open(exchange: Exchange, clock: Clock) -> None:
+def test_maintenance_may_leave_the_sessions_open(exchange: PaperExchange, clock: Clock) -> None:
     session = login(exchange)
-    window = Maintenance(begin_ms=clock.now(), end_ms=clock.now() + 1000, ends_sessions=False)
+    window = ExchangeMaintenance(begin_ms=clock.now(), end_ms=clock.now() + 1000, ends_sessions=False)
     exchange.sessions.maintenance.announce(window)
-    for call in (Call.ORDER, Call.QUERY):
+    for call in (ExchangeCallKind.ORDER, ExchangeCallKind.QUERY):
         with pytest.raises(BrokerMaintenance):
             exchange.sessions.admit(session, call)
     clock.pass_by(1)
-    exchange.sessions.admit(session, Call.ORDER)
+    exchange.sessions.admit(session, ExchangeCallKind.ORDER)
 
 
-def test_maintenance_that_is_called_off_never_begins(exchange: Exchange, clock: Clock) -> None:
+def test_maintenance_that_is_called_off_never_begins(exchange: PaperExchange, clock: Clock) -> None:
     client = Client()
     login(exchange, client=client)
-    window = Maintenance(begin_ms=clock.now() + 1000, end_ms=clock.now() + 9000)
+    window = ExchangeMaintenance(begin_ms=clock.now() + 1000, end_ms=clock.now() + 9000)
     exchange.sessions.maintenance.announce(window)
     exchange.sessions.maintenance.call_off()
     clock.pass_by(2)
@@ -162,14 +168,14 @@ def test_maintenance_that_is_called_off_never_begins(exchange: Exchange, clock: 
 
 
 def test_announced_maintenance_outlives_the_process(
-    exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
+    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: Clock
 ) -> None:
     exchange.sessions.maintenance.announce(
-        Maintenance(begin_ms=clock.now() + 5000, end_ms=clock.now() + 9000)
+        ExchangeMaintenance(begin_ms=clock.now() + 5000, end_ms=clock.now() + 9000)
     )
     ledger.close()
-    reopened = Ledger(tmp_path / "ledger.db")
-    second = Exchange(reopened, clock.later, now=clock.now)
+    reopened = ExchangeLedger(tmp_path / "ledger.db")
+    second = PaperExchange(reopened, clock.later, now=clock.now)
     client = Client()
     login(second, client=client)
     clock.pass_by(6)

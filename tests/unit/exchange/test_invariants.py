@@ -12,14 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.exchange import Exchange
-from infra.exchange.faults import FaultPoint
-from infra.exchange.ledger import Ledger
-from infra.exchange.limits import Limits
-from infra.exchange.market import Walk
+from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan, FaultPoint, FillMode
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.limits import ExchangeLimits
+from infra.exchange.market import PriceWalk
 from infra.exchange.records import AccountRegistration, LedgerOrder
-from infra.exchange.schedule import EVERYONE, FaultPlan
 from tests.unit.exchange.conftest import Clock
 from tests.unit.exchange.trader import Client, login
 from worker_runtime.protocol.errors import OrderRejected
@@ -46,16 +44,16 @@ class ExchangeMachine(RuleBasedStateMachine):
             self.exchange.accounts.register(
                 AccountRegistration(account=name, api_key="k", secret_key="s", person_id=name)
             )
-        self.exchange.accounts.set_fault_plan(EVERYONE, _NOISE)
+        self.exchange.accounts.set_fault_plan(ALL_ACCOUNTS, _NOISE)
         for symbol in ("2330", "2317"):
             self.exchange.market.set_price(symbol, Decimal(100))
         self.enter()
 
     def open(self) -> None:
-        self.ledger = Ledger(Path(self.folder.name) / "ledger.db")
+        self.ledger = ExchangeLedger(Path(self.folder.name) / "ledger.db")
         self.clock = Clock()  # the timers of the last one are gone with it
-        self.exchange = Exchange(
-            self.ledger, self.clock.later, now=self.clock.now, limits=Limits(orders=10**6)
+        self.exchange = PaperExchange(
+            self.ledger, self.clock.later, now=self.clock.now, limits=ExchangeLimits(orders=10**6)
         )
 
     def enter(self) -> None:
@@ -127,7 +125,7 @@ class ExchangeMachine(RuleBasedStateMachine):
 
     @rule(walks=st.booleans())
     def walk(self, walks: bool) -> None:
-        self.exchange.market.set_walk(Walk(every_ms=100 if walks else 0, step=0.02))
+        self.exchange.market.set_walk(PriceWalk(every_ms=100 if walks else 0, step=0.02))
 
     @rule(account=_ACCOUNTS, fill=st.sampled_from(FillMode), liquidity=st.none() | st.integers(0, 4))
     def behave(self, account: str, fill: FillMode, liquidity: int | None) -> None:

@@ -6,17 +6,17 @@ from decimal import Decimal
 from pathlib import Path
 
 from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.exchange import Exchange
-from infra.exchange.ledger import Ledger
-from infra.exchange.market import Walk
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger
+from infra.exchange.market import PriceWalk
 from tests.unit.exchange.conftest import Clock
 from tests.unit.exchange.trader import limit, login
 from worker_runtime.protocol.messages import OrderState
 
-WALK = Walk(seed=3, every_ms=1000, step=0.01)
+WALK = PriceWalk(seed=3, every_ms=1000, step=0.01)
 
 
-def path(exchange: Exchange, clock: Clock, steps: int = 50) -> list[Decimal]:
+def path(exchange: PaperExchange, clock: Clock, steps: int = 50) -> list[Decimal]:
     found = []
     for _ in range(steps):
         clock.pass_by(1)
@@ -24,14 +24,14 @@ def path(exchange: Exchange, clock: Clock, steps: int = 50) -> list[Decimal]:
     return found
 
 
-def test_prices_stand_still_until_they_are_told_to_walk(exchange: Exchange, clock: Clock) -> None:
+def test_prices_stand_still_until_they_are_told_to_walk(exchange: PaperExchange, clock: Clock) -> None:
     exchange.market.set_price("2330", Decimal(100))
     assert set(path(exchange, clock)) == {Decimal(100)}
 
 
-def test_a_walk_is_the_same_for_the_same_seed_and_price(exchange: Exchange, clock: Clock) -> None:
+def test_a_walk_is_the_same_for_the_same_seed_and_price(exchange: PaperExchange, clock: Clock) -> None:
     paths = []
-    for walk in (WALK, WALK, Walk(seed=4, every_ms=1000, step=0.01)):
+    for walk in (WALK, WALK, PriceWalk(seed=4, every_ms=1000, step=0.01)):
         exchange.market.set_price("2330", Decimal(100))
         exchange.market.set_walk(walk)
         paths.append(path(exchange, clock))
@@ -41,15 +41,15 @@ def test_a_walk_is_the_same_for_the_same_seed_and_price(exchange: Exchange, cloc
     assert len(set(paths[0])) > 30
 
 
-def test_a_price_stays_within_a_tenth_of_where_its_walk_began(exchange: Exchange, clock: Clock) -> None:
+def test_a_price_stays_within_a_tenth_of_where_its_walk_began(exchange: PaperExchange, clock: Clock) -> None:
     exchange.market.set_price("2330", Decimal(100))
-    exchange.market.set_walk(Walk(seed=1, every_ms=1000, step=0.1))
+    exchange.market.set_walk(PriceWalk(seed=1, every_ms=1000, step=0.1))
     found = path(exchange, clock, 300)
     assert Decimal(90) <= min(found) < Decimal(92)
     assert Decimal(108) < max(found) <= Decimal(110)
 
 
-def test_a_limit_order_rests_until_the_walk_comes_to_its_price(exchange: Exchange, clock: Clock) -> None:
+def test_a_limit_order_rests_until_the_walk_comes_to_its_price(exchange: PaperExchange, clock: Clock) -> None:
     exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("98"))
     assert taken.order.state is OrderState.SUBMITTED
@@ -60,7 +60,7 @@ def test_a_limit_order_rests_until_the_walk_comes_to_its_price(exchange: Exchang
     assert order.fills[0].price == next(price for price in prices if price <= 98)
 
 
-def test_a_market_that_moves_does_not_put_a_delayed_fill_off(exchange: Exchange, clock: Clock) -> None:
+def test_a_market_that_moves_does_not_put_a_delayed_fill_off(exchange: PaperExchange, clock: Clock) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.DELAYED, fill_delay_ms=2500))
     exchange.market.set_price("2330", Decimal(100))
     exchange.market.set_walk(WALK)
@@ -70,15 +70,15 @@ def test_a_market_that_moves_does_not_put_a_delayed_fill_off(exchange: Exchange,
 
 
 def test_walk_and_prices_outlive_the_process(
-    exchange: Exchange, ledger: Ledger, tmp_path: Path, clock: Clock
+    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: Clock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.market.set_walk(WALK)
     last = path(exchange, clock)[-1]
     ledger.close()
-    reopened = Ledger(tmp_path / "ledger.db")
+    reopened = ExchangeLedger(tmp_path / "ledger.db")
     clock = Clock()  # the timers of the first one are gone with it
-    second = Exchange(reopened, clock.later, now=clock.now)
+    second = PaperExchange(reopened, clock.later, now=clock.now)
     assert (second.market.walk, second.market.price("2330")) == (WALK, last)
     assert len(set(path(second, clock))) > 30
     reopened.close()

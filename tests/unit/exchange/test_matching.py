@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.exchange.matching import MAX_QUANTITY, Match, Terms, first_price, match, refusal
+from infra.exchange.matching import MAX_QUANTITY, MatchResult, OrderTerms, first_price, match_order, refusal
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 
@@ -18,10 +18,10 @@ def terms(
     symbol: str = "2330",
     tag: str = "",
     price_type: PriceType | None = None,
-) -> Terms:
+) -> OrderTerms:
     if price_type is None:
         price_type = PriceType.MARKET if price is None else PriceType.LIMIT
-    return Terms(
+    return OrderTerms(
         symbol=symbol,
         side=side,
         quantity=quantity,
@@ -49,25 +49,27 @@ HUNDRED = Decimal(100)
 def test_a_limit_order_trades_when_the_market_is_at_its_price_or_better(
     side: Side, price: str, state: OrderState
 ) -> None:
-    assert match(terms(side=side, price=Decimal(price)), 0, HUNDRED, None).state is state
+    assert match_order(terms(side=side, price=Decimal(price)), 0, HUNDRED, None).state is state
 
 
 def test_a_part_that_finds_no_other_side_rests_or_is_cancelled_by_its_time_in_force() -> None:
-    rod = match(terms(price=HUNDRED), 0, HUNDRED, 4)
-    assert rod == Match(state=OrderState.PART_FILLED, quantity=4)
-    ioc = match(terms(price=HUNDRED, time_in_force=TimeInForce.IOC), 0, HUNDRED, 4)
+    rod = match_order(terms(price=HUNDRED), 0, HUNDRED, 4)
+    assert rod == MatchResult(state=OrderState.PART_FILLED, quantity=4)
+    ioc = match_order(terms(price=HUNDRED, time_in_force=TimeInForce.IOC), 0, HUNDRED, 4)
     assert (ioc.state, ioc.quantity) == (OrderState.CANCELLED, 4)
-    fok = match(terms(price=HUNDRED, time_in_force=TimeInForce.FOK), 0, HUNDRED, 4)
+    fok = match_order(terms(price=HUNDRED, time_in_force=TimeInForce.FOK), 0, HUNDRED, 4)
     assert (fok.state, fok.quantity) == (OrderState.CANCELLED, 0)
 
 
 def test_a_market_order_never_rests() -> None:
-    found = match(terms(), 0, None, None)
+    found = match_order(terms(), 0, None, None)
     assert (found.state, found.quantity) == (OrderState.CANCELLED, 0)
 
 
 def test_the_rest_of_an_order_is_filled_and_no_more() -> None:
-    assert match(terms(price=HUNDRED), 7, HUNDRED, None) == Match(state=OrderState.FILLED, quantity=3)
+    assert match_order(terms(price=HUNDRED), 7, HUNDRED, None) == MatchResult(
+        state=OrderState.FILLED, quantity=3
+    )
 
 
 @given(
@@ -90,7 +92,7 @@ def test_no_match_fills_too_much_or_at_a_worse_price(
 ) -> None:
     filled = min(filled, quantity - 1)
     order = terms(side=side, quantity=quantity, price=price, time_in_force=time_in_force)
-    found = match(order, filled, market, liquidity)
+    found = match_order(order, filled, market, liquidity)
     assert 0 <= found.quantity <= quantity - filled
     assert liquidity is None or found.quantity <= liquidity
     assert (found.state is OrderState.FILLED) == (filled + found.quantity == quantity)
@@ -122,7 +124,7 @@ def test_no_match_fills_too_much_or_at_a_worse_price(
         terms(price=Decimal("1E+1000")),
     ],
 )
-def test_what_is_no_order_is_refused(bad: Terms) -> None:
+def test_what_is_no_order_is_refused(bad: OrderTerms) -> None:
     assert refusal(bad)
 
 

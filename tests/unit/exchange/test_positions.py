@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from infra.exchange.positions import positions
-from infra.exchange.records import LedgerFill, LedgerOrder
+from infra.exchange.records import LedgerFill, LedgerOrder, net_positions
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 
@@ -30,7 +29,7 @@ def traded(number: int, side: Side, quantity: int, price: str, symbol: str = "23
 
 
 def test_buying_more_averages_and_selling_keeps_the_average() -> None:
-    [held] = positions(
+    [held] = net_positions(
         [
             traded(1, Side.BUY, 1, "100"),
             traded(2, Side.BUY, 3, "104"),
@@ -41,12 +40,12 @@ def test_buying_more_averages_and_selling_keeps_the_average() -> None:
 
 
 def test_selling_more_than_is_held_turns_the_position_round() -> None:
-    [held] = positions([traded(1, Side.BUY, 1, "100"), traded(2, Side.SELL, 3, "90")])
+    [held] = net_positions([traded(1, Side.BUY, 1, "100"), traded(2, Side.SELL, 3, "90")])
     assert (held.quantity, held.average_price) == (-2, Decimal(90))
 
 
 def test_a_closed_position_is_left_out_and_symbols_are_apart() -> None:
-    held = positions(
+    held = net_positions(
         [
             traded(1, Side.BUY, 1, "100"),
             traded(2, Side.SELL, 1, "90"),

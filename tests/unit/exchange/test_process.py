@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from infra.exchange.behaviour import Behaviour
-from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
-from infra.exchange.link import MAX_LINE
-from infra.exchange.process import ExchangeServer
+from infra.exchange.client import ExchangeAdmin, ExchangeServer, ExchangeUnreachable
+from infra.exchange.connection import MAX_LINE
 from infra.local.servers import free_port
 from tests.unit.exchange.wire import CANARY, PLACE, Wire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from infra.exchange.behaviour import Behaviour
-from infra.exchange.exchange import Exchange
-from infra.exchange.faults import FaultPoint
-from infra.exchange.ledger import Ledger
-from infra.exchange.schedule import EVERYONE, FaultPlan, FaultSchedule
+from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan, FaultPoint, FaultSchedule
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.ledger import ExchangeLedger
 from tests.unit.exchange.trader import limit, login
 from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.messages import OrderState
@@ -23,11 +21,11 @@ def course(schedule: FaultSchedule, account: str, point: FaultPoint, visits: int
     return [schedule.strikes(account, point) for _ in range(visits)]
 
 
-def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: Ledger) -> None:
+def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: ExchangeLedger) -> None:
     schedule = FaultSchedule(ledger)
-    schedule.set(EVERYONE, PLAN)
+    schedule.set(ALL_ACCOUNTS, PLAN)
     alone = course(schedule, "a", FaultPoint.LOST_ACK)
-    schedule.set(EVERYONE, PLAN)
+    schedule.set(ALL_ACCOUNTS, PLAN)
     crowded = []
     for _ in range(200):
         schedule.strikes("b", FaultPoint.LOST_ACK)
@@ -37,25 +35,25 @@ def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: 
     assert 20 < sum(alone) < 60
 
 
-def test_accounts_points_and_seeds_have_courses_of_their_own(ledger: Ledger) -> None:
+def test_accounts_points_and_seeds_have_courses_of_their_own(ledger: ExchangeLedger) -> None:
     schedule = FaultSchedule(ledger)
     both = {FaultPoint.LOST_ACK: 0.5, FaultPoint.LOST_EVENT: 0.5}
-    schedule.set(EVERYONE, FaultPlan(seed=1, rates=both))
+    schedule.set(ALL_ACCOUNTS, FaultPlan(seed=1, rates=both))
     courses = [course(schedule, name, point) for name in ("a", "b") for point in both]
-    schedule.set(EVERYONE, FaultPlan(seed=2, rates=both))
+    schedule.set(ALL_ACCOUNTS, FaultPlan(seed=2, rates=both))
     courses.append(course(schedule, "a", FaultPoint.LOST_ACK))
     assert len({tuple(one) for one in courses}) == 5
 
 
-def test_a_point_without_a_rate_never_strikes_and_a_rate_of_one_always(ledger: Ledger) -> None:
+def test_a_point_without_a_rate_never_strikes_and_a_rate_of_one_always(ledger: ExchangeLedger) -> None:
     schedule = FaultSchedule(ledger)
-    schedule.set(EVERYONE, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
+    schedule.set(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     assert all(course(schedule, "a", FaultPoint.LOST_PONG))
     assert not any(course(schedule, "a", FaultPoint.LOST_ACK))
 
 
-def test_the_plan_of_an_account_stands_before_that_of_all(exchange: Exchange) -> None:
-    exchange.accounts.set_fault_plan(EVERYONE, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
+def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchange) -> None:
+    exchange.accounts.set_fault_plan(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     exchange.accounts.set_fault_plan("a", FaultPlan())
     assert not exchange.accounts.strikes("a", FaultPoint.LOST_PONG)
     assert exchange.accounts.strikes("b", FaultPoint.LOST_PONG)
@@ -63,7 +61,7 @@ def test_the_plan_of_an_account_stands_before_that_of_all(exchange: Exchange) ->
         exchange.accounts.set_fault_plan("nobody", FaultPlan())
 
 
-def test_ordered_faults_come_before_random_ones(exchange: Exchange) -> None:
+def test_ordered_faults_come_before_random_ones(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_ACK: 1}))
     exchange.accounts.set_fault_plan("a", FaultPlan(rates={FaultPoint.LOST_ACK: 0.0}))
     assert [exchange.accounts.strikes("a", FaultPoint.LOST_ACK) for _ in range(2)] == [True, False]
@@ -73,7 +71,7 @@ def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_
     def lives(folder: Path) -> list[list[bool]]:
         found = []
         for start in range(3):
-            ledger = Ledger(folder / "ledger.db")
+            ledger = ExchangeLedger(folder / "ledger.db")
             schedule = FaultSchedule(ledger)
             if start == 0:
                 schedule.set("a", PLAN)
@@ -87,7 +85,7 @@ def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_
     assert len({tuple(stretch) for stretch in first}) == 3
 
 
-def test_a_share_of_rejected_orders_is_repeatable_too(tmp_path: Path, exchange: Exchange) -> None:
+def test_a_share_of_rejected_orders_is_repeatable_too(tmp_path: Path, exchange: PaperExchange) -> None:
     def states(account: str) -> list[OrderState]:
         session = login(exchange, account)
         exchange.set_behaviour(account, Behaviour(reject_rate=0.5))

@@ -6,10 +6,9 @@ from decimal import Decimal
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour, FillMode
-from infra.exchange.exchange import Exchange
-from infra.exchange.faults import FaultPoint
-from infra.exchange.listing import as_of
+from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.records import order_as_of
 from tests.unit.exchange.conftest import Clock
 from tests.unit.exchange.trader import Client, limit, login, market
 from worker_runtime.protocol.exchange import Coverage, Place
@@ -17,7 +16,7 @@ from worker_runtime.protocol.messages import OrderState, TimeInForce
 
 
 @pytest.fixture
-def client(exchange: Exchange) -> Client:
+def client(exchange: PaperExchange) -> Client:
     exchange.market.set_price("2330", Decimal(100))
     return Client()
 
@@ -35,7 +34,7 @@ def fills(client: Client) -> list[int]:
     ],
 )
 def test_an_order_is_filled_part_by_part_over_time(
-    exchange: Exchange, clock: Clock, client: Client, order: Place
+    exchange: PaperExchange, clock: Clock, client: Client, order: Place
 ) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.GRADUAL, fill_delay_ms=1000, lots_per_fill=2))
     taken = exchange.place(login(exchange, client=client), order)
@@ -52,7 +51,9 @@ def test_an_order_is_filled_part_by_part_over_time(
     ]
 
 
-def test_gradual_fills_stop_while_the_price_is_away(exchange: Exchange, clock: Clock, client: Client) -> None:
+def test_gradual_fills_stop_while_the_price_is_away(
+    exchange: PaperExchange, clock: Clock, client: Client
+) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.GRADUAL, fill_delay_ms=1000))
     exchange.place(login(exchange, client=client), limit("100", 3))
     clock.pass_by(1)
@@ -64,7 +65,7 @@ def test_gradual_fills_stop_while_the_price_is_away(exchange: Exchange, clock: C
     assert fills(client) == [1, 1, 1]
 
 
-def test_a_late_event_is_overtaken_by_the_next(exchange: Exchange, clock: Clock, client: Client) -> None:
+def test_a_late_event_is_overtaken_by_the_next(exchange: PaperExchange, clock: Clock, client: Client) -> None:
     faults = {FaultPoint.LATE_EVENT: 1}
     exchange.set_behaviour("a", Behaviour(fill=FillMode.MANUAL, faults=faults, late_event_ms=500))
     order = exchange.place(login(exchange, client=client), limit("100", 5)).order
@@ -77,7 +78,7 @@ def test_a_late_event_is_overtaken_by_the_next(exchange: Exchange, clock: Clock,
 
 
 def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
-    exchange: Exchange, clock: Clock, client: Client
+    exchange: PaperExchange, clock: Clock, client: Client
 ) -> None:
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.EVENT_GAP: 1}, event_gap_ms=2000))
     session = login(exchange, client=client)
@@ -90,7 +91,7 @@ def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
     assert len(exchange.orders("a")) == 5
 
 
-def test_events_may_lack_the_tag_that_lists_have(exchange: Exchange, client: Client) -> None:
+def test_events_may_lack_the_tag_that_lists_have(exchange: PaperExchange, client: Client) -> None:
     exchange.set_behaviour("a", Behaviour(events_without_tag=True))
     session = login(exchange, client=client)
     exchange.tape.publish("a", exchange.place(session, market()).events)
@@ -98,7 +99,9 @@ def test_events_may_lack_the_tag_that_lists_have(exchange: Exchange, client: Cli
     assert [order.tag for order in exchange.listing(session)[0]] == ["tag"]
 
 
-def test_a_listing_that_lags_shows_what_was_there(exchange: Exchange, clock: Clock, client: Client) -> None:
+def test_a_listing_that_lags_shows_what_was_there(
+    exchange: PaperExchange, clock: Clock, client: Client
+) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.MANUAL, listing_lag_ms=5000))
     session = login(exchange)
     order = exchange.place(session, limit("100", 5)).order
@@ -120,19 +123,19 @@ def test_a_listing_that_lags_shows_what_was_there(exchange: Exchange, clock: Clo
     assert exchange.orders("a")[0].state is OrderState.FILLED
 
 
-def test_a_cancelled_order_is_shown_as_it_was(exchange: Exchange, clock: Clock) -> None:
+def test_a_cancelled_order_is_shown_as_it_was(exchange: PaperExchange, clock: Clock) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90")).order
     clock.pass_by(3)
     cancelled = exchange.cancel(order.broker_order_id, "cancelled")
-    before = as_of(cancelled, clock.now() - 1)
+    before = order_as_of(cancelled, clock.now() - 1)
     assert before is not None
     assert before.as_sent() == order.as_sent()
-    assert as_of(cancelled, clock.now()) == cancelled
-    assert as_of(cancelled, order.received_ms - 1) is None
+    assert order_as_of(cancelled, clock.now()) == cancelled
+    assert order_as_of(cancelled, order.received_ms - 1) is None
 
 
-def test_money_and_positions_lag_with_the_orders(exchange: Exchange, clock: Clock) -> None:
+def test_money_and_positions_lag_with_the_orders(exchange: PaperExchange, clock: Clock) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("a", Behaviour(listing_lag_ms=5000))
     untouched = exchange.balance("a")
@@ -143,7 +146,7 @@ def test_money_and_positions_lag_with_the_orders(exchange: Exchange, clock: Cloc
     assert exchange.balance("a") != untouched
 
 
-def test_a_listing_may_leave_out_the_orders_of_earlier_sessions(exchange: Exchange) -> None:
+def test_a_listing_may_leave_out_the_orders_of_earlier_sessions(exchange: PaperExchange) -> None:
     earlier, later = login(exchange), login(exchange)
     exchange.place(earlier, market())
     own = exchange.place(later, market()).order
@@ -152,7 +155,7 @@ def test_a_listing_may_leave_out_the_orders_of_earlier_sessions(exchange: Exchan
     assert exchange.listing(later)[0] == [own]
 
 
-def test_a_list_says_what_it_leaves_out(exchange: Exchange) -> None:
+def test_a_list_says_what_it_leaves_out(exchange: PaperExchange) -> None:
     session = login(exchange)
     hours = 10 * 3600 * 1000  # it is ten in the morning
     assert exchange.listing(session)[1] == Coverage(all_sessions=True, behind_ms=0, reaches_ms=hours)

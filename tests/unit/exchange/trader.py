@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from infra.exchange.exchange import Exchange
+from infra.exchange.exchange import PaperExchange
 from infra.exchange.records import LedgerSession
 from worker_runtime.protocol.exchange import Login, OrderChanged, Place
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
@@ -25,7 +25,7 @@ class Client:
 
 
 def login(
-    exchange: Exchange, account: str = "a", client: Client | None = None, address: str = "10.0.0.1"
+    exchange: PaperExchange, account: str = "a", client: Client | None = None, address: str = "10.0.0.1"
 ) -> LedgerSession:
     request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
     return exchange.sessions.login(request, client or Client(), address)

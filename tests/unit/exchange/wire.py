@@ -6,8 +6,7 @@ import json
 import socket
 from typing import Any
 
-from infra.exchange.client import ExchangeAdmin
-from infra.exchange.process import ExchangeServer
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
 
 CANARY = "canary-secret-key"
 PLACE = {

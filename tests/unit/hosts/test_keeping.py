@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from activities.host_keeping import HostKeeping
-from activities.releases import Standing
-from infra.cli.hosts import explained, workers_of
-from infra.hosts.port import HostsUnreachable
-from infra.hosts.registry import create_host_scaler
+from activities.pool.hosts import HostProvisioner
+from activities.pool.snapshot import PoolSnapshot
+from infra.cli.fleet import explain_hosts, workers_of_pool
+from infra.hosts.scaling import HostKind, HostsUnreachable
 from infra.hosts.simulated import COLD, SimulatedHosts
-from infra.hosts.sizing import HostKind
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec
+from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
 from tests.unit.hosts.test_simulated import Clock
 from worker_runtime.protocol.launch import WorkerConfig
@@ -24,8 +23,8 @@ class ToldPools:
     def __init__(self, missing: int | None) -> None:
         self.missing = missing
 
-    async def of(self, pool: str) -> Standing | None:
-        return None if self.missing is None else Standing(missing=self.missing)
+    async def of(self, pool: str) -> PoolSnapshot | None:
+        return None if self.missing is None else PoolSnapshot(missing=self.missing)
 
 
 async def launched(launcher: FakeLauncher, number: int) -> None:
@@ -37,8 +36,8 @@ async def launched(launcher: FakeLauncher, number: int) -> None:
 
 def keeping(
     hosts: SimulatedHosts, launcher: FakeLauncher, pools: ToldPools, rate: float = 0.0
-) -> HostKeeping:
-    return HostKeeping(hosts, launcher, pools, pool="default", warm=1, rate=rate)
+) -> HostProvisioner:
+    return HostProvisioner(hosts, launcher, pools, pool="default", warm=1, rate=rate)
 
 
 async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() -> None:
@@ -77,8 +76,8 @@ def test_hosts_are_scaled_only_where_a_provider_is_named() -> None:
 
 
 def test_a_pool_is_explained_by_what_it_has_and_wants() -> None:
-    assert workers_of({"in_use": 45, "wanted": 49, "ready": 10, "starting": 3}) == 94
-    assert workers_of({"in_use": 45, "wanted": 0, "ready": 10, "starting": 3}) == 58
-    shown = explained(94, warm=1, rate=0.0)
+    assert workers_of_pool({"in_use": 45, "wanted": 49, "ready": 10, "starting": 3}) == 94
+    assert workers_of_pool({"in_use": 45, "wanted": 0, "ready": 10, "starting": 3}) == 58
+    shown = explain_hosts(94, warm=1, rate=0.0)
     assert (shown["needed"], shown["warm"], shown["wanted"], shown["target_capacity"]) == (4, 1, 5, 80)
     assert shown["reason"] == "4 for 94 workers, 30 a host (plan), and 1 warm"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infra.hosts.port import HostsUnreachable
+from infra.hosts.scaling import HostKind, HostsUnreachable, plan_hosts, warm_hosts
 from infra.hosts.simulated import COLD, SimulatedHosts
-from infra.hosts.sizing import HostKind, plan, warm_hosts
 
 KIND = HostKind()
 
@@ -24,7 +23,7 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
         """2,000 users in half an hour, hosts scaled every 10 s."""
         clock = Clock()
         hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-        await hosts.scale(plan(KIND, 0, warm=warm))
+        await hosts.scale(plan_hosts(KIND, 0, warm=warm))
         clock.now += COLD[1]  # the first ones are warm when it begins
         placed = late = 0
         for second in range(1800):
@@ -33,7 +32,7 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
                 late += hosts.place() is None
                 placed += 1
             if second % 10 == 0:
-                await hosts.scale(plan(KIND, placed, await hosts.hosts(), warm=warm))
+                await hosts.scale(plan_hosts(KIND, placed, await hosts.hosts(), warm=warm))
         return late
 
     rate = 2000 / 1800
@@ -45,14 +44,14 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
 async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -> None:
     clock = Clock()
     hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-    await hosts.scale(plan(KIND, 30, warm=0))
+    await hosts.scale(plan_hosts(KIND, 30, warm=0))
     assert hosts.place() is None  # cold
     clock.now += COLD[1]
     old = hosts.place()
     assert old == "host-1"
     hosts.drain(old)
     assert hosts.place() is None
-    made = plan(KIND, 1, await hosts.hosts(), warm=0)
+    made = plan_hosts(KIND, 1, await hosts.hosts(), warm=0)
     assert (made.wanted, made.ready, made.draining, made.gap) == (1, 0, 1, 1)
     assert await hosts.scale(made)
     clock.now += COLD[1]
@@ -64,10 +63,10 @@ async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -
 async def test_no_host_with_a_worker_is_ended_by_a_smaller_plan() -> None:
     clock = Clock()
     hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-    await hosts.scale(plan(KIND, 90, warm=0))
+    await hosts.scale(plan_hosts(KIND, 90, warm=0))
     clock.now += COLD[1]
     assert hosts.place() == "host-1"
-    await hosts.scale(plan(KIND, 0, warm=0))
+    await hosts.scale(plan_hosts(KIND, 0, warm=0))
     assert [host.host_id for host in await hosts.hosts()] == ["host-1"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.hosts.sizing import Host, HostKind, plan, warm_hosts
+from infra.hosts.scaling import Host, HostKind, plan_hosts, warm_hosts
 
 KIND = HostKind()
 
@@ -32,7 +32,7 @@ def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
         Host(host_id=str(number), ready=ready, draining=draining, workers=count)
         for number, (ready, draining, count) in enumerate(hosts)
     ]
-    made = plan(kind, workers, seen, warm=warm)
+    made = plan_hosts(kind, workers, seen, warm=warm)
     assert made.needed * kind.workers >= workers
     assert (made.needed - 1) * kind.workers < workers or not made.needed
     assert made.wanted == made.needed + warm
@@ -43,18 +43,18 @@ def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
 
 @given(workers=st.integers(1, 20_000), warm=st.integers(0, 50))
 def test_the_percentage_given_to_a_platform_keeps_at_least_the_margin(workers: int, warm: int) -> None:
-    made = plan(KIND, workers, warm=warm)
+    made = plan_hosts(KIND, workers, warm=warm)
     assert 1 <= made.target_capacity <= 100
     kept = made.needed * 100 / made.target_capacity
     assert kept >= min(made.needed + warm, 100 * made.needed) - 1e-9
 
 
 def test_bounds_go_before_the_need_and_the_reason_says_so() -> None:
-    assert plan(KIND, 300, warm=2).reason == "10 for 300 workers, 30 a host (plan), and 2 warm"
-    capped = plan(KIND, 300, warm=2, most=5)
+    assert plan_hosts(KIND, 300, warm=2).reason == "10 for 300 workers, 30 a host (plan), and 2 warm"
+    capped = plan_hosts(KIND, 300, warm=2, most=5)
     assert (capped.wanted, capped.gap) == (5, 5)
     assert "no more than 5" in capped.reason
-    assert "no fewer than 4" in plan(KIND, 0, warm=1, least=4).reason
+    assert "no fewer than 4" in plan_hosts(KIND, 0, warm=1, least=4).reason
 
 
 @pytest.mark.parametrize(("rate", "hosts"), [(0.0, 1), (0.4, 1), (1.2, 3), (20.0, 42)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from worker_runtime.jobs.ahead import PATIENCE, Ahead
+from worker_runtime.jobs.prefetch import MAX_PREFETCH_WAIT, PrefetchedJobs
+from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
-from worker_runtime.protocol.job_messages import Job
 
 
-def holding(*fences: int) -> Ahead:
-    ahead = Ahead()
+def holding(*fences: int) -> PrefetchedJobs:
+    ahead = PrefetchedJobs()
     for fence in fences:
         job_id = f"j{fence}"
         ahead.add(ClaimedJob(job_id, b"", fence, 1, 0, waited_ms=100), Job(job_id=job_id, name="n"))
@@ -19,18 +19,18 @@ def holding(*fences: int) -> Ahead:
 
 def test_they_begin_in_the_order_of_their_claims_and_their_wait_goes_on() -> None:
     ahead = holding(1, 2)
-    time.sleep(PATIENCE)
+    time.sleep(MAX_PREFETCH_WAIT)
     first = ahead.take()
     assert first.claimed.fence == 1
-    assert first.waited_ms() >= 100 + PATIENCE * 1000
+    assert first.waited_ms() >= 100 + MAX_PREFETCH_WAIT * 1000
     assert ahead.fences() == {2}
 
 
 def test_what_has_waited_for_too_long_goes_back_and_does_not_begin() -> None:
     ahead = holding(1, 2)
-    assert 0 < ahead.left() <= PATIENCE
+    assert 0 < ahead.left() <= MAX_PREFETCH_WAIT
     assert ahead.startable()
-    time.sleep(PATIENCE)
+    time.sleep(MAX_PREFETCH_WAIT)
     assert [one.claimed.fence for one in ahead.going_back()] == [1, 2]
     assert not ahead.startable()
     assert ahead.left() > 3600

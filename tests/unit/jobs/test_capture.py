@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from worker_runtime.jobs.capture import Capture
+from worker_runtime.jobs.children.child_pool import OutputCapture
 
 
-def pipe() -> tuple[Capture, int]:
+def pipe() -> tuple[OutputCapture, int]:
     reader, writer = os.pipe2(os.O_NONBLOCK)
-    return Capture(reader), writer
+    return OutputCapture(reader), writer
 
 
 def test_beginning_and_end_are_kept() -> None:

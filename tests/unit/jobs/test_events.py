@@ -8,9 +8,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from worker_runtime.jobs.events import JobEvents
+from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus
 from worker_runtime.jobs.queue import ClaimedJob
-from worker_runtime.protocol.job_messages import Job, JobResult, JobStatus
+from worker_runtime.jobs.telemetry import JobEventLog
 from worker_runtime.protocol.messages import Failure
 
 JOB = Job(job_id="j", name="work", queue="q", priority=7)
@@ -33,11 +33,11 @@ class Writes:
 
 
 @contextmanager
-def listening() -> Iterator[tuple[JobEvents, Writes]]:
+def listening() -> Iterator[tuple[JobEventLog, Writes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)
-        yield JobEvents("runner-1", "node-1", theirs.fileno()), Writes(ours)
+        yield JobEventLog("runner-1", "node-1", theirs.fileno()), Writes(ours)
 
 
 def test_the_end_of_a_job_and_the_start_of_the_next_one_are_two_lines_of_one_write() -> None:

@@ -12,10 +12,10 @@ from email.policy import default
 import pytest
 
 from worker_runtime.jobs.config import MailOutlet
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.types.mail import MailDeferred, MailRefused, email
-from worker_runtime.protocol.job_messages import JobOutcomeUnknown
-from worker_runtime.protocol.job_work import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol.catalog import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown
+from worker_runtime.jobs.types.job_type import JobContext
+from worker_runtime.jobs.types.mail import MailDeferred, MailRefused, email_job
 
 
 class MailServer(socketserver.ThreadingTCPServer):
@@ -97,7 +97,7 @@ def send(
         timeout=5.0,
     )
     work = SendEmail(to="alice@example.com", subject="Dein Auszug für heute", text=text)
-    return email(outlet).run(work, JobContext("j-1", 1, 1, lambda _value: None))
+    return email_job(outlet).run(work, JobContext("j-1", 1, 1, lambda _value: None))
 
 
 def port_of(server: MailServer) -> int:

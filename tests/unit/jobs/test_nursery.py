@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.jobs.nursery import Child, NotForked, Nursery
-from worker_runtime.jobs.registry import Registry
+from worker_runtime.jobs.children.child_pool import ChildPool, JobChild, NotForked
+from worker_runtime.jobs.types.job_type import JobRegistry
 
 
 class Host:
@@ -37,12 +37,12 @@ def _open() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def _nursery(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int) -> Nursery:
+def _nursery(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int) -> ChildPool:
     monkeypatch.setattr(os, "fork", Host(room).fork)
-    return Nursery(Registry(), selector, lambda child: None)
+    return ChildPool(JobRegistry(), selector, lambda child: None)
 
 
-def _take_all(nursery: Nursery, count: int) -> list[Child]:
+def _take_all(nursery: ChildPool, count: int) -> list[JobChild]:
     return [nursery.take() for _ in range(count)]
 
 

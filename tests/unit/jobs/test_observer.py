@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from worker_runtime.jobs.observer import Observer
+from worker_runtime.jobs.registration import LeaseObserver
 
 
 def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
-    observer = Observer(5.0)
+    observer = LeaseObserver(5.0)
     now = 100.0
     found: list[tuple[str, bytes]] = []
     while not found:
@@ -17,13 +17,13 @@ def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
 
 
 def test_time_without_a_look_does_not_count() -> None:
-    observer = Observer(5.0)
+    observer = LeaseObserver(5.0)
     observer.look({"other": b"1"}, "me", 0.0)
     assert observer.look({"other": b"1"}, "me", 1000.0) == []  # Valkey was away, or this process stood still
 
 
 def test_after_a_lost_connection_everybody_has_a_whole_lease() -> None:
-    observer = Observer(1.0)
+    observer = LeaseObserver(1.0)
     now = 0.0
     for _ in range(18):
         assert observer.look({"other": b"1"}, "me", now) == []
@@ -33,7 +33,7 @@ def test_after_a_lost_connection_everybody_has_a_whole_lease() -> None:
 
 
 def test_a_runner_that_left_is_forgotten() -> None:
-    observer = Observer(1.0)
+    observer = LeaseObserver(1.0)
     observer.look({"other": b"1"}, "me", 0.0)
     assert observer.others()
     observer.look({"me": b"2"}, "me", 0.05)

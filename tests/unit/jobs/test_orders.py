@@ -11,21 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.types.orders import export, statement
-from worker_runtime.protocol import job_messages, job_work
-from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.job_work import (
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import messages as job_messages
+from worker_runtime.jobs.protocol.catalog import (
+    DeliverWebhook,
     ExportOrders,
     MakeStatement,
     OrderRow,
     SendEmail,
     TooManyOrders,
-    WebhookDelivery,
-    csv_of,
-    pack,
-    unpack,
+    pack_orders,
+    unpack_csv,
+    unpack_orders,
 )
+from worker_runtime.jobs.types.job_type import JobContext
+from worker_runtime.jobs.types.statements import export_orders, make_statement
+from worker_runtime.protocol.errors import MalformedMessage
 
 CONTEXT = JobContext("j", 1, 1, lambda _value: None)
 
@@ -49,8 +50,8 @@ def row(number: int = 1, **fields: Any) -> OrderRow:
     return OrderRow(**(values | fields))
 
 
-def a_statement(*rows: OrderRow) -> job_work.Statement:
-    return statement(MakeStatement(user_id="alice", day="2026-11-20", orders=pack(rows)), CONTEXT)
+def a_statement(*rows: OrderRow) -> catalog.Statement:
+    return make_statement(MakeStatement(user_id="alice", day="2026-11-20", orders=pack_orders(rows)), CONTEXT)
 
 
 def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
@@ -81,8 +82,8 @@ def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
 
 def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
     rows = [row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")), row(2, reduce_only=True, price=None)]
-    made = export(ExportOrders(user_id="alice", orders=pack(rows)), CONTEXT)
-    lines = list(csv.DictReader(io.StringIO(csv_of(made).decode(), newline="")))
+    made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
+    lines = list(csv.DictReader(io.StringIO(unpack_csv(made).decode(), newline="")))
     assert made.orders == len(lines) == 2
     assert lines[0]["reason"] == '\'=cmd|"/c calc"!A0'
     assert (lines[0]["price"], lines[1]["price"]) == ("1000", "")
@@ -91,13 +92,13 @@ def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
 
 def test_as_many_orders_as_fit_come_back_as_a_result_that_fits() -> None:
     rows = [row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(700)]
-    assert unpack(pack(rows)) == rows
-    made = export(ExportOrders(user_id="alice", orders=pack(rows)), CONTEXT)
+    assert unpack_orders(pack_orders(rows)) == rows
+    made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
     assert len(msgspec.json.encode(made)) < job_messages.MAX_RESULT - 4096
-    job = job_work.job_of("j", ExportOrders(user_id="alice", orders=pack(rows)))
-    assert len(job_messages.check(job)) <= job_messages.MAX_JOB
+    job = catalog.make_job("j", ExportOrders(user_id="alice", orders=pack_orders(rows)))
+    assert len(job_messages.encode_job(job)) <= job_messages.MAX_JOB
     with pytest.raises(TooManyOrders):
-        pack([row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(3000)])
+        pack_orders([row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(3000)])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_as_many_orders_as_fit_come_back_as_a_result_that_fits() -> None:
 )
 def test_orders_that_cannot_be_read_are_refused(packed: bytes) -> None:
     with pytest.raises(MalformedMessage):
-        unpack(packed)
+        unpack_orders(packed)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,12 @@ def test_orders_that_cannot_be_read_are_refused(packed: bytes) -> None:
         SendEmail(to="a@example.com\r\nBcc: b@example.com", subject="s", text="t"),
         SendEmail(to="a@example.com", subject="s\r\nBcc: b@example.com", text="t"),
         SendEmail(to="a@example.com", subject="s", text="t" * 16_001),
-        WebhookDelivery(url="https://example.com/\n", recipient="alice", event="e", body=msgspec.Raw(b"1")),
-        WebhookDelivery(url="https://example.com/", recipient="{a}", event="e", body=msgspec.Raw(b"1")),
+        DeliverWebhook(url="https://example.com/\n", recipient="alice", event="e", body=msgspec.Raw(b"1")),
+        DeliverWebhook(url="https://example.com/", recipient="{a}", event="e", body=msgspec.Raw(b"1")),
         MakeStatement(user_id="alice", day="today", orders=b""),
     ],
     ids=["to", "subject", "text", "url", "recipient", "day"],
 )
 def test_a_job_outside_of_its_bounds_is_refused_by_its_producer(work: msgspec.Struct) -> None:
     with pytest.raises(MalformedMessage):
-        job_work.job_of("j", work)
+        catalog.make_job("j", work)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from worker_runtime.jobs.pace import BRIEF, Pace
+from worker_runtime.jobs.prefetch import BRIEF_RUNTIME, RuntimeEstimate
 
 
-def quick(pace: Pace, name: str = "n", times: int = 20) -> None:
+def quick(pace: RuntimeEstimate, name: str = "n", times: int = 20) -> None:
     for _ in range(times):
-        pace.ran(name, BRIEF / 10)
+        pace.ran(name, BRIEF_RUNTIME / 10)
 
 
 def test_a_type_is_brief_after_some_quick_runs_and_not_before() -> None:
-    pace = Pace()
+    pace = RuntimeEstimate()
     assert pace.brief == ""
     pace.ran("n", 0.0)
     assert not pace.is_brief("n")
@@ -22,7 +22,7 @@ def test_a_type_is_brief_after_some_quick_runs_and_not_before() -> None:
 
 
 def test_one_moment_without_cpu_does_not_make_a_type_slow_but_slow_runs_do() -> None:
-    pace = Pace()
+    pace = RuntimeEstimate()
     quick(pace)
     pace.ran("n", 60.0)
     assert pace.is_brief("n")
@@ -34,7 +34,7 @@ def test_one_moment_without_cpu_does_not_make_a_type_slow_but_slow_runs_do() -> 
 
 
 def test_runs_of_middling_length_are_not_brief() -> None:
-    pace = Pace()
+    pace = RuntimeEstimate()
     for _ in range(100):
         pace.ran("n", 0.005)
     assert not pace.is_brief("n")

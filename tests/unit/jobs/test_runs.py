@@ -4,16 +4,16 @@ from typing import Any, cast
 
 import pytest
 
-from worker_runtime.jobs.nursery import Child
+from worker_runtime.jobs.children.child_pool import JobChild
+from worker_runtime.jobs.children.runs import JobRun
+from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
-from worker_runtime.jobs.runs import Run
-from worker_runtime.protocol.job_messages import Job
 
 
-def run(claimed: dict[str, Any], **job: Any) -> Run:
+def run(claimed: dict[str, Any], **job: Any) -> JobRun:
     fields = {"job_id": "j", "name": "n", "idempotent": True, **job}
     of_claim = {"job_id": "j", "body": b"", "fence": 1, "attempt": 1, "crashes": 0, **claimed}
-    return Run(ClaimedJob(**of_claim), Job(**fields), cast(Child, None), 0, 0.0)
+    return JobRun(ClaimedJob(**of_claim), Job(**fields), cast(JobChild, None), 0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from worker_runtime.protocol import job_keys, job_scripts
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
 
-FOLDER = Path(job_scripts.__file__).parent / "lua" / "jobs"
+FOLDER = Path(job_scripts.__file__).parent / "lua"
 #: What is put before scripts.
-SHARED = {"shelf", "claiming", "ending"}
+SHARED = {"queue_lib", "claim_lib", "finish_lib"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem not in SHARED)
 
 
@@ -44,5 +45,5 @@ def test_what_the_scripts_build_is_in_the_table_of_keys() -> None:
 
 
 def test_all_keys_of_one_tag_share_a_slot() -> None:
-    keys = [job_keys.meta("42"), job_keys.job("42", "j"), job_keys.mail("42", "r"), job_keys.bell("42")]
+    keys = [job_keys.meta("42"), job_keys.job("42", "j"), job_keys.mailbox("42", "r"), job_keys.bell("42")]
     assert {re.search(r"\{(.*?)\}", key)[1] for key in keys} == {"42"}  # type: ignore[index]

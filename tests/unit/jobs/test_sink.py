@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from worker_runtime.config import BadConfig
-from worker_runtime.jobs import sink as sinks
-from worker_runtime.jobs.config import parse
-from worker_runtime.jobs.sink import BadSink, Sink, address_of
-from worker_runtime.log import Log
+from worker_runtime.jobs import event_sink as sinks
+from worker_runtime.jobs.config import parse_config
+from worker_runtime.jobs.event_sink import BadEventSink, EventSink, parse_sink_address
+from worker_runtime.process.config import BadConfig
+from worker_runtime.process.log import Log
 
 
 class Told(Log):
@@ -45,13 +45,13 @@ def url_of(server: socket.socket) -> str:
     return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
-def read(link: socket.socket, sink: Sink, count: int) -> bytes:
+def read(link: socket.socket, sink: EventSink, count: int) -> bytes:
     """So many bytes, while the sink is looked after."""
     link.settimeout(0.02)
     found, until = b"", time.monotonic() + 20
     while len(found) < count:
         assert time.monotonic() < until, f"{len(found)} of {count} bytes came"
-        sink.tend()
+        sink.run_due()
         try:
             found += link.recv(1 << 16)
         except TimeoutError:
@@ -67,22 +67,22 @@ def read(link: socket.socket, sink: Sink, count: int) -> bytes:
     ],
 )
 def test_addresses_that_cannot_be_used_are_refused(url: str) -> None:
-    with pytest.raises(BadSink):
-        address_of(url)
+    with pytest.raises(BadEventSink):
+        parse_sink_address(url)
 
 
 def test_a_runner_with_such_an_address_is_refused() -> None:
     with pytest.raises(BadConfig, match="events_to: it needs an IP address"):
-        parse(b'{"name": "r", "valkey_url": "redis://127.0.0.1:1/0", "events_to": "tcp://name:1"}')
+        parse_config(b'{"name": "r", "valkey_url": "redis://127.0.0.1:1/0", "events_to": "tcp://name:1"}')
 
 
 def test_ipv6_and_unix_addresses() -> None:
-    assert address_of("tcp://[::1]:9000") == (socket.AF_INET6, ("::1", 9000))
-    assert address_of("unix:///run/x.sock") == (socket.AF_UNIX, "/run/x.sock")
+    assert parse_sink_address("tcp://[::1]:9000") == (socket.AF_INET6, ("::1", 9000))
+    assert parse_sink_address("unix:///run/x.sock") == (socket.AF_UNIX, "/run/x.sock")
 
 
 def test_lines_come_whole_and_in_order_over_tcp(collector: socket.socket) -> None:
-    sink, wanted = Sink(url_of(collector), Told()), lines(0, 500)
+    sink, wanted = EventSink(url_of(collector), Told()), lines(0, 500)
     for start in range(0, 500, 7):
         sink.tell(wanted[start : start + 7])
     link, _ = collector.accept()
@@ -97,7 +97,7 @@ def test_lines_come_over_a_unix_socket(short_directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        sink = Sink(f"unix://{path}", Told())
+        sink = EventSink(f"unix://{path}", Told())
         sink.tell(lines(0, 3))
         link, _ = server.accept()
         with closing(link):
@@ -109,17 +109,17 @@ def test_lines_wait_for_a_collector_that_is_not_there_yet() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
     log = Told()
-    sink = Sink(f"tcp://127.0.0.1:{address[1]}", log)
+    sink = EventSink(f"tcp://127.0.0.1:{address[1]}", log)
     for _ in range(5):
         sink.tell(lines(0, 1))
         time.sleep(0.01)
-        sink.tend()
+        sink.run_due()
     assert [event for event, _ in log.events] == ["job_events_unsent"]  # once, not for each try
     with socket.create_server(address) as server:
         server.settimeout(10)
         deadline = time.monotonic() + 20
         while sink.left() < 60:
-            sink.tend()
+            sink.run_due()
             time.sleep(0.01)
             assert time.monotonic() < deadline
         link, _ = server.accept()
@@ -131,9 +131,9 @@ def test_lines_wait_for_a_collector_that_is_not_there_yet() -> None:
 def test_a_collector_that_takes_nothing_delays_nobody_and_loses_the_oldest(
     collector: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "LIMIT", 100_000)
+    monkeypatch.setattr(sinks, "MAX_BUFFERED", 100_000)
     log = Told()
-    sink, wanted = Sink(url_of(collector), log), lines(0, 4_000, size=10_000)  # 40 MB
+    sink, wanted = EventSink(url_of(collector), log), lines(0, 4_000, size=10_000)  # 40 MB
     began = time.monotonic()
     for line in wanted:
         sink.tell([line])
@@ -145,7 +145,7 @@ def test_a_collector_that_takes_nothing_delays_nobody_and_loses_the_oldest(
         until = time.monotonic() + 20
         while sink.left() < 60 or wanted[-1] not in got:
             assert time.monotonic() < until
-            sink.tend()
+            sink.run_due()
             try:
                 got += link.recv(1 << 20)
             except TimeoutError:
@@ -173,25 +173,25 @@ def narrow(short_directory: Path) -> Iterator[socket.socket]:
 def test_a_connection_that_takes_nothing_is_made_anew_and_no_line_is_missing(
     narrow: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "STALLED", 0.1)
+    monkeypatch.setattr(sinks, "STALL_LIMIT", 0.1)
     log = Told()
-    sink, wanted = Sink(f"unix://{narrow.getsockname()}", log), lines(0, 4_000, size=100)
+    sink, wanted = EventSink(f"unix://{narrow.getsockname()}", log), lines(0, 4_000, size=100)
     sink.tell(wanted)
     stalled, _ = narrow.accept()
     until = time.monotonic() + 20
     while not log.events:  # nobody reads
         assert time.monotonic() < until, "the connection was kept"
-        sink.tend()
+        sink.run_due()
         time.sleep(0.01)
     [(event, fields)] = log.events
     assert (event, fields["reason"]) == ("job_events_unsent", "the collector takes nothing")
     assert fields["waiting"] > 0
-    monkeypatch.setattr(sinks, "STALLED", 60.0)
+    monkeypatch.setattr(sinks, "STALL_LIMIT", 60.0)
     with closing(stalled), stalled.makefile("rb") as old:
         taken = [line for line in old.read().splitlines(keepends=True) if line.endswith(b"\n")]
     while sink._socket is None:
         assert time.monotonic() < until, "no new connection"
-        sink.tend()
+        sink.run_due()
         time.sleep(0.01)
     anew, _ = narrow.accept()
     left = b"".join(wanted[len(taken) :])
@@ -205,24 +205,24 @@ def test_a_connection_that_takes_nothing_is_made_anew_and_no_line_is_missing(
 def test_a_slow_collector_keeps_its_connection(
     narrow: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "STALLED", 0.05)
+    monkeypatch.setattr(sinks, "STALL_LIMIT", 0.05)
     log = Told()
-    sink = Sink(f"unix://{narrow.getsockname()}", log)
+    sink = EventSink(f"unix://{narrow.getsockname()}", log)
     sink.tell(lines(0, 9_000, size=100))
     link, _ = narrow.accept()
     with closing(link):
         for _ in range(6):
             time.sleep(0.06)  # the deadline passes, but something is taken before the sink looks
             assert len(link.recv(1 << 16)) > 0
-            sink.tend()
+            sink.run_due()
             assert sink.left() < 60
         assert log.events == []
-        monkeypatch.setattr(sinks, "_LAST", 0.0)
+        monkeypatch.setattr(sinks, "_CLOSE_LIMIT", 0.0)
         sink.close()
 
 
 def test_a_collector_that_starts_anew_gets_whole_lines(collector: socket.socket) -> None:
-    sink = Sink(url_of(collector), Told())
+    sink = EventSink(url_of(collector), Told())
     sink.tell(lines(0, 3))
     first, _ = collector.accept()
     with closing(first):
@@ -232,7 +232,7 @@ def test_a_collector_that_starts_anew_gets_whole_lines(collector: socket.socket)
     sink.tell(lines(3, 3))
     deadline = time.monotonic() + 20
     while sink.left() < 60:
-        sink.tend()
+        sink.run_due()
         time.sleep(0.01)
         assert time.monotonic() < deadline
     second, _ = collector.accept()
@@ -242,11 +242,11 @@ def test_a_collector_that_starts_anew_gets_whole_lines(collector: socket.socket)
 
 
 def test_who_leaves_says_what_was_not_sent(collector: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_LAST", 0.05)
+    monkeypatch.setattr(sinks, "_CLOSE_LIMIT", 0.05)
     port = collector.getsockname()[1]
     collector.close()
     log = Told()
-    sink = Sink(f"tcp://127.0.0.1:{port}", log)
+    sink = EventSink(f"tcp://127.0.0.1:{port}", log)
     sink.tell(lines(0, 2))
     sink.close()
     assert log.events[-1] == ("job_events_left_out", {"lines": 2})

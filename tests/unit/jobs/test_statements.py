@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from tests.unit.jobs.test_orders import a_statement, row
-from worker_runtime.jobs.types.statements import text_of
+from worker_runtime.jobs.types.statements import statement_text
 
 
 def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
@@ -15,7 +15,7 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
         row(3, symbol="2317", state="rejected", filled_quantity=0, average_price=None),
         row(4, account_id="second", average_price=None),
     )
-    assert text_of(made).splitlines() == [
+    assert statement_text(made).splitlines() == [
         "User alice, 2026-11-20",
         "",
         "Orders: 4, of which not final yet: 1",
@@ -32,8 +32,12 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
 
 
 def test_a_day_without_orders_is_said_in_one_line() -> None:
-    assert text_of(a_statement()).splitlines() == ["User alice, 2026-11-20", "", "No orders on this day."]
+    assert statement_text(a_statement()).splitlines() == [
+        "User alice, 2026-11-20",
+        "",
+        "No orders on this day.",
+    ]
 
 
 def test_a_round_price_is_written_without_an_exponent() -> None:
-    assert "at 1000 on average" in text_of(a_statement(row(1, average_price=Decimal("1000"))))
+    assert "at 1000 on average" in statement_text(a_statement(row(1, average_price=Decimal("1000"))))

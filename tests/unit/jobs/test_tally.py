@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 
-from worker_runtime.jobs.tally import Tally
-from worker_runtime.protocol.job_messages import Job, JobStatus
+from worker_runtime.jobs.protocol.messages import Job, JobStatus
+from worker_runtime.jobs.telemetry import JobCounters
 
 JOB = Job(job_id="j", name="work", queue="q", priority=7)
 
 
-def counted(tally: Tally) -> tuple[int, dict[str, int]]:
+def counted(tally: JobCounters) -> tuple[int, dict[str, int]]:
     number, parcel = tally.parcel()
     return number, json.loads(parcel) if parcel else {}
 
 
 def test_waits_and_runs_fall_into_their_buckets() -> None:
-    tally = Tally()
+    tally = JobCounters()
     for waited in (0, 1, 2, 4_000_000):
         tally.started(JOB, waited)
     tally.ended(JOB, JobStatus.DONE, 7)
@@ -38,13 +38,13 @@ def test_waits_and_runs_fall_into_their_buckets() -> None:
 
 
 def test_a_job_that_never_began_counts_as_ended_and_not_as_a_run() -> None:
-    tally = Tally()
+    tally = JobCounters()
     tally.ended(JOB, JobStatus.CANCELLED, None)
     assert counted(tally)[1] == {"ended|q|work|cancelled": 1}
 
 
 def test_a_parcel_stays_the_same_until_it_was_heard() -> None:
-    tally = Tally()
+    tally = JobCounters()
     assert counted(tally) == (0, {})
     tally.renewed_late()
     assert counted(tally) == (1, {"late": 1})

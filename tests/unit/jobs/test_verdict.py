@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from worker_runtime.jobs.nursery import NotForked
+from worker_runtime.jobs.children.child_messages import RunOutcome
+from worker_runtime.jobs.children.child_pool import NotForked
+from worker_runtime.jobs.completion import RunJudge, RunVerdict, jittered
+from worker_runtime.jobs.protocol.messages import Job, JobStatus, UnknownJob
 from worker_runtime.jobs.queue import ClaimedJob
-from worker_runtime.jobs.reports import Outcome
-from worker_runtime.jobs.verdict import Judge, Verdict, spread
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
-from worker_runtime.protocol.job_messages import Job, JobStatus, UnknownJob
 from worker_runtime.protocol.messages import Failure
 
-JUDGE = Judge("runner")
+JUDGE = RunJudge("runner")
 
 
 def claimed(attempt: int = 1, crashes: int = 0) -> ClaimedJob:
     return ClaimedJob("j", b"", 7, attempt, crashes)
 
 
-def died(job: Job, run: ClaimedJob, why: str = "") -> Verdict:
+def died(job: Job, run: ClaimedJob, why: str = "") -> RunVerdict:
     return JUDGE.died(run, job, why, "signal 11", "", 0)
 
 
-def code(verdict: Verdict) -> str:
+def code(verdict: RunVerdict) -> str:
     assert verdict.result.failure is not None
     return verdict.result.failure.code
 
@@ -32,20 +32,22 @@ def code(verdict: Verdict) -> str:
 def test_a_retryable_error_is_tried_ten_times_in_all(attempt: int, status: str) -> None:
     failure = Failure(code="X", detail="", retryable=True)
     verdict = JUDGE.reported(
-        claimed(attempt), Job(job_id="j", name="n"), Outcome(fence=7, failure=failure), "", 0
+        claimed(attempt), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0
     )
     assert verdict.result.status == status
 
 
 def test_another_error_is_not_tried_again() -> None:
     failure = Failure(code="X", detail="")
-    verdict = JUDGE.reported(claimed(), Job(job_id="j", name="n"), Outcome(fence=7, failure=failure), "", 0)
+    verdict = JUDGE.reported(
+        claimed(), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0
+    )
     assert verdict.result.status is JobStatus.FAILED
 
 
 def test_a_retry_waits_as_long_as_the_job_asked_for() -> None:
     failure = Failure(code="X", detail="", retryable=True)
-    outcome = Outcome(fence=7, failure=failure, delay=1000.0)
+    outcome = RunOutcome(fence=7, failure=failure, delay=1000.0)
     verdict = JUDGE.reported(claimed(), Job(job_id="j", name="n"), outcome, "", 0)
     assert 750 <= verdict.delay <= 1250
     assert verdict.finish(claimed()).delay == verdict.delay
@@ -88,7 +90,7 @@ def test_what_has_not_run_here_may_run_elsewhere(
 
 
 def test_retries_spread_out() -> None:
-    delays = {spread(120.0) for _ in range(50)}
+    delays = {jittered(120.0) for _ in range(50)}
     assert len(delays) > 40
     assert all(90 <= delay <= 150 for delay in delays)
 

@@ -20,11 +20,11 @@ from cryptography.x509.oid import NameOID
 
 from tests.unit.jobs.receiver import Receiver, receiving
 from worker_runtime.jobs.config import WebhookOutlet
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.types.http_post import AddressRefused, CertificateRefused, ReceiverUnreachable
-from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused, webhook
-from worker_runtime.protocol.job_work import WebhookDelivery, WebhookReceipt
-from worker_runtime.protocol.webhook_signing import recipient_key
+from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
+from worker_runtime.jobs.protocol.webhook_signing import recipient_key
+from worker_runtime.jobs.types.job_type import JobContext
+from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused, webhook_job
+from worker_runtime.jobs.types.webhook_client import AddressRefused, CertificateRefused, ReceiverUnreachable
 
 KEYS = (b"n" * 32, b"o" * 32)
 BODY = b'{"order": "o-1",  "state":"filled"}'
@@ -38,8 +38,8 @@ def receiver() -> Iterator[Receiver]:
 
 def deliver(url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = "") -> object:
     outlet = WebhookOutlet(keys=KEYS, timeout=timeout, allow_private=allow_private, ca_file=ca_file)
-    work = WebhookDelivery(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
-    return webhook(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))
+    work = DeliverWebhook(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
+    return webhook_job(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))
 
 
 def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipient(receiver: Receiver) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.launchers import docker_container as container
-from infra.launchers.docker_exits import Position
+from infra.launchers.docker import container
+from infra.launchers.docker.exits import DockerPosition
 from infra.launchers.port import LaunchFailed, LaunchSpec
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -24,7 +24,9 @@ CONFIG = WorkerConfig(
 
 
 def document(spec: LaunchSpec) -> container.Document:
-    return container.document(spec, image="berth-worker:1", network="workers", fleet="berth", now=1000.5)
+    return container.container_document(
+        spec, image="berth-worker:1", network="workers", fleet="berth", now=1000.5
+    )
 
 
 def test_nothing_of_the_launch_document_is_in_the_container_s_description() -> None:
@@ -37,7 +39,7 @@ def test_nothing_of_the_launch_document_is_in_the_container_s_description() -> N
 
 def test_labels_give_the_same_task_back() -> None:
     made = document(LaunchSpec(config=CONFIG))
-    task = container.task("id-1", made["Labels"])
+    task = container.task_of("id-1", made["Labels"])
     assert (task.task_id, task.worker_id, task.pool, task.version) == ("id-1", "w-1", "default", "1.2")
     assert task.launched_at == 1000.5
 
@@ -52,8 +54,8 @@ def test_a_worker_id_that_is_no_name_is_refused(worker_id: str) -> None:
 
 
 def test_a_token_has_one_name_in_a_fleet_and_another_in_the_next() -> None:
-    assert container.name_of("a", "token") == container.name_of("a", "token")
-    assert len({container.name_of(fleet, token) for fleet in "ab" for token in "xy"}) == 4
+    assert container.container_name("a", "token") == container.container_name("a", "token")
+    assert len({container.container_name(fleet, token) for fleet in "ab" for token in "xy"}) == 4
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_the_daemon_s_dates_are_read_with_any_number_of_digits(text: str, at: fl
     ],
 )
 def test_an_end_has_one_reason(code: int, oom_killed: bool, asked: bool, reason: str) -> None:
-    end = container.told(
+    end = container.exit_of_container(
         "id-1", {container.WORKER: "w-1"}, code=code, at=1.0, oom_killed=oom_killed, asked=asked
     )
     assert (end.worker_id, end.exit_code, end.reason) == ("w-1", code, reason)
@@ -96,10 +98,10 @@ def test_an_end_has_one_reason(code: int, oom_killed: bool, asked: bool, reason:
     st.integers(min_value=0, max_value=2**63), st.frozensets(st.from_regex(r"[0-9a-f]{12}", fullmatch=True))
 )
 def test_a_position_is_read_as_it_was_written(event_at: int, handled: frozenset[str]) -> None:
-    position = Position(event_at, handled)
-    assert Position.parse(str(position)) == position
+    position = DockerPosition(event_at, handled)
+    assert DockerPosition.parse(str(position)) == position
 
 
 @pytest.mark.parametrize("text", ["", "log-4711:12", "docker:", "docker:x:aa", "docker"])
 def test_a_position_of_somebody_else_is_the_first_one(text: str) -> None:
-    assert Position.parse(text) == Position()
+    assert DockerPosition.parse(text) == DockerPosition()

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from infra.launchers import docker_container as container
-from infra.launchers.docker_exits import DIGITS, KEPT_MOST, Exits, Position, StopNotes
+from infra.launchers.docker import container
+from infra.launchers.docker.exits import DIGITS, KEPT_MOST, DockerExits, DockerPosition, StopNotes
 
 
 class Silence:
@@ -21,7 +21,7 @@ class Silence:
 
 
 class EndedOnes:
-    """A daemon that knows ended containers, and forgets those that are removed: what `Exits` asks."""
+    """A daemon that knows ended containers, and forgets those that are removed: what `DockerExits` asks."""
 
     def __init__(self, count: int) -> None:
         now = datetime.now(UTC)
@@ -55,11 +55,11 @@ class EndedOnes:
         return self.ended.pop(container_id, None) is not None
 
 
-def listener(daemon: EndedOnes, position: Position) -> Exits:
-    return Exits(daemon, {container.FLEET: "f"}, StopNotes(), position)  # type: ignore[arg-type]
+def listener(daemon: EndedOnes, position: DockerPosition) -> DockerExits:
+    return DockerExits(daemon, {container.FLEET: "f"}, StopNotes(), position)  # type: ignore[arg-type]
 
 
-async def all_told(exits: Exits) -> Position:
+async def all_told(exits: DockerExits) -> DockerPosition:
     ends = await exits.news()
     for end in ends:
         position = exits.handled(end)
@@ -69,7 +69,7 @@ async def all_told(exits: Exits) -> Position:
 async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position() -> None:
     daemon = EndedOnes(550)
     newest = sorted(daemon.ended, key=lambda name: daemon.ended[name], reverse=True)[:KEPT_MOST]
-    async with listener(daemon, Position()) as exits:
+    async with listener(daemon, DockerPosition()) as exits:
         position = await all_told(exits)
         assert len(position.handled) == 550
         assert await exits.news() == []  # removes what may go
@@ -86,7 +86,7 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
 
 async def test_an_end_that_was_not_handled_stays_however_many_are_newer() -> None:
     daemon = EndedOnes(KEPT_MOST + 3)
-    async with listener(daemon, Position()) as exits:
+    async with listener(daemon, DockerPosition()) as exits:
         oldest, *others = await exits.news()
         for end in others:
             exits.handled(end)

@@ -14,7 +14,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from infra.launchers.ecs_failures import (
+from infra.launchers.ecs.failures import (
     HostUnavailable,
     LaunchDenied,
     LaunchMisconfigured,
@@ -22,9 +22,9 @@ from infra.launchers.ecs_failures import (
     NoCapacity,
     TokenInUse,
     UnknownTask,
-    of_call,
-    of_launch,
-    of_placement,
+    call_error,
+    launch_error,
+    placement_error,
 )
 from infra.launchers.port import LauncherUnreachable, LaunchFailed
 
@@ -54,7 +54,7 @@ def refusal(kind: str, message: str = "", **more: object) -> ClientError:
     ],
 )
 def test_a_task_that_was_not_placed(failure: dict[str, str], error: type[LaunchFailed]) -> None:
-    made = of_placement(failure)
+    made = placement_error(failure)
     assert type(made) is error
     assert failure.get("reason", "no reason")[:100] in made.detail
     assert failure.get("detail", "") in made.detail
@@ -84,7 +84,7 @@ def test_a_task_that_was_not_placed(failure: dict[str, str], error: type[LaunchF
 def test_a_launch_that_was_refused_or_whose_outcome_nobody_knows(
     raised: BotoCoreError | ClientError, error: type[Exception]
 ) -> None:
-    assert type(of_launch(raised)) is error
+    assert type(launch_error(raised)) is error
 
 
 def test_what_passes_by_itself_may_be_tried_again_and_what_is_wrong_may_not() -> None:
@@ -94,7 +94,7 @@ def test_what_passes_by_itself_may_be_tried_again_and_what_is_wrong_may_not() ->
 
 
 def test_a_token_of_another_request_brings_the_tasks_it_made() -> None:
-    made = of_launch(refusal("ConflictException", "already in use", resourceIds=[TASK]))
+    made = launch_error(refusal("ConflictException", "already in use", resourceIds=[TASK]))
     assert isinstance(made, TokenInUse)
     assert made.task_ids == ("c13b4cb40f1f4fe4a2971f76ae5a47ad",)
 
@@ -113,4 +113,4 @@ def test_a_token_of_another_request_brings_the_tasks_it_made() -> None:
 def test_other_calls_end_with_an_unknown_task_or_with_nobody_knowing(
     raised: BotoCoreError | ClientError, error: type[Exception]
 ) -> None:
-    assert type(of_call(raised)) is error
+    assert type(call_error(raised)) is error

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from infra.launchers.ecs_records import Records, moment
-from infra.launchers.ecs_tasks import Seen
+from infra.launchers.ecs.records import EcsRecords, position_time
+from infra.launchers.ecs.task_cache import SeenTask
 from infra.launchers.port import TaskExit
 from worker_runtime.protocol.errors import MalformedMessage
 
-RECORDS = Records(
+RECORDS = EcsRecords(
     cluster="arn:aws:ecs:us-west-2:111122223333:cluster/FargateCluster",
     family="sample-fargate",
     container="FargateApp",
@@ -65,7 +65,7 @@ EVENT: dict[str, Any] = {
 }
 
 
-def read(container: dict[str, Any] | None = None, **changes: Any) -> Seen | None:
+def read(container: dict[str, Any] | None = None, **changes: Any) -> SeenTask | None:
     event = deepcopy(EVENT)
     event["detail"] |= changes
     event["detail"]["containers"][0] |= container or {}
@@ -130,7 +130,7 @@ def test_each_end_has_its_reason(
     end = end_of(stop_code, reason, container)
     assert (end.exit_code, end.reason) == told
     assert end.detail["stopped_reason"] == reason
-    assert moment(end.detail["position"]) == end.at
+    assert position_time(end.detail["position"]) == end.at
 
 
 def test_the_reason_of_a_stop_is_told_and_a_signal_has_its_name() -> None:
@@ -181,4 +181,4 @@ def test_what_is_no_event_is_malformed(body: str) -> None:
 
 @pytest.mark.parametrize("position", ["", "log-1:17", "ecs:", "ecs:soon:task"])
 def test_a_position_of_another_launcher_is_none(position: str) -> None:
-    assert moment(position) == 0.0
+    assert position_time(position) == 0.0

@@ -5,12 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.launchers.ecs_records import ended
-from infra.launchers.ecs_tasks import DENIALS_APART, REMEMBERED, SETTLING, STOPPED, Seen, Tasks
+from infra.launchers.ecs.records import exit_of_task
+from infra.launchers.ecs.task_cache import (
+    DENIALS_APART,
+    EXITS_REMEMBERED,
+    SETTLING,
+    STOPPED,
+    SeenTask,
+    TaskCache,
+)
 from infra.launchers.port import Task
 
 
-def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: bool = True) -> Seen:
+def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: bool = True) -> SeenTask:
     task = Task(
         task_id=f"task-{number}",
         worker_id=f"w-{number}",
@@ -18,20 +25,20 @@ def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: 
         version="0.1.0" if tagged else "",
         launched_at=100.0,
     )
-    return Seen(
+    return SeenTask(
         task=task,
         version=version,
         status=status,
         token=f"token-{number}" if tagged else "",
         tagged=tagged,
-        end=ended(task, 0, "exited", 200.0, {}) if status == STOPPED else None,
+        end=exit_of_task(task, 0, "exited", 200.0, {}) if status == STOPPED else None,
     )
 
 
 @given(st.permutations([*range(1, 6), 3, 5]), st.data())
 def test_events_in_any_order_and_number_give_one_end(order: list[int], data: st.DataObject) -> None:
     history = {1: "PROVISIONING", 2: "PENDING", 3: "RUNNING", 4: "STOPPING", 5: STOPPED}
-    tasks = Tasks()
+    tasks = TaskCache()
     ends = [
         tasks.apply(seen(1, version, history[version], tagged=data.draw(st.booleans()))) for version in order
     ]
@@ -40,7 +47,7 @@ def test_events_in_any_order_and_number_give_one_end(order: list[int], data: st.
 
 
 def test_a_later_state_stays_and_the_version_of_the_worker_with_it() -> None:
-    tasks = Tasks()
+    tasks = TaskCache()
     tasks.apply(seen(1, 3, "RUNNING"))
     tasks.apply(seen(1, 2, "PENDING"))
     tasks.apply(seen(1, 4, "RUNNING", tagged=False))
@@ -52,13 +59,13 @@ def test_a_later_state_stays_and_the_version_of_the_worker_with_it() -> None:
 
 
 def test_a_task_known_by_events_only_is_to_be_looked_at() -> None:
-    tasks = Tasks()
+    tasks = TaskCache()
     tasks.apply(seen(1, tagged=False))
     assert tasks.unknown(["task-1", "task-2"]) == {"task-1", "task-2"}
 
 
 def test_one_denial_loses_nobody_and_a_second_does_after_a_minute() -> None:
-    tasks = Tasks()
+    tasks = TaskCache()
     tasks.apply(seen())
     assert tasks.denied("task-1", 1000.0) is None
     assert tasks.denied("task-1", 1000.0 + DENIALS_APART / 2) is None
@@ -68,7 +75,7 @@ def test_one_denial_loses_nobody_and_a_second_does_after_a_minute() -> None:
 
 
 def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
-    tasks = Tasks()
+    tasks = TaskCache()
     tasks.launched("task-1", 1000.0)
     tasks.apply(seen())
     for moment in (1001.0, 1100.0, 1000.0 + SETTLING - 1):
@@ -78,7 +85,7 @@ def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
 
 
 def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
-    tasks = Tasks()
+    tasks = TaskCache()
     tasks.apply(seen())
     tasks.apply(seen(1, 2, STOPPED))
     assert tasks.denied("task-1", 1000.0) is None
@@ -87,8 +94,8 @@ def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
 
 
 def test_old_ends_are_forgotten_in_the_end() -> None:
-    tasks = Tasks()
-    for number in range(REMEMBERED + 1):
+    tasks = TaskCache()
+    for number in range(EXITS_REMEMBERED + 1):
         tasks.apply(seen(number, 1, STOPPED))
     assert not tasks.has_ended("task-0")
     assert tasks.of_token("token-0") is None

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.launchers.fake import FakeLauncher
-from infra.launchers.launch_rate import OwnRate
-from infra.launchers.limited import LaunchLimited, LimitedLauncher, Turns
+from infra.launchers.limited import LaunchLimited, LaunchTurns, LimitedLauncher, OwnRate
 from infra.launchers.port import LaunchSpec
 from tests.contract.launchers.specs import spec
 
@@ -37,11 +36,11 @@ class Clock:
             await asyncio.sleep(0)
 
 
-def turns(clock: Clock, rate: float = 20.0, burst: int = 100) -> Turns:
-    return Turns(OwnRate(rate, burst, clock=clock), sleep=clock.sleep)
+def turns(clock: Clock, rate: float = 20.0, burst: int = 100) -> LaunchTurns:
+    return LaunchTurns(OwnRate(rate, burst, clock=clock), sleep=clock.sleep)
 
 
-async def taken(clock: Clock, bucket: Turns, groups: list[str]) -> list[tuple[str, float]]:
+async def taken(clock: Clock, bucket: LaunchTurns, groups: list[str]) -> list[tuple[str, float]]:
     """When each got its turn, in seconds from now; all ask at once, in this order."""
     began, order = clock.now, []
 
@@ -135,7 +134,7 @@ def test_never_more_than_burst_and_rate_in_any_span(
 
 
 async def test_a_launch_waits_for_its_turn_and_gives_up_without_launching() -> None:
-    fake, rate = FakeLauncher(), Turns(OwnRate(0.001, 1))
+    fake, rate = FakeLauncher(), LaunchTurns(OwnRate(0.001, 1))
     task = await LimitedLauncher(fake, rate).launch(spec("w-1"), "token-1")
     limited = LimitedLauncher(fake, rate, patience=0.05)
     with pytest.raises(LaunchLimited) as raised:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load
+from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load_calendar
 from infra.market.table import FIRST, table
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
@@ -36,14 +36,14 @@ def at(text: str) -> datetime:
     ],
 )
 def test_orders_are_taken_in_the_hours_of_a_trading_day(market: Market, moment: str, expected: bool) -> None:
-    assert load().is_open(market, at(moment)) is expected
-    assert load().is_open(market, at(moment).astimezone(UTC)) is expected
+    assert load_calendar().is_open(market, at(moment)) is expected
+    assert load_calendar().is_open(market, at(moment).astimezone(UTC)) is expected
 
 
 def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
     path = tmp_path / "days.json"
     path.write_text('{"2026-11-20": "closed", "2026-11-19": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
-    days = load(path)
+    days = load_calendar(path)
     assert not days.is_open(STOCK, at("2026-11-20 10:00"))
     assert days.is_open(STOCK, at("2026-11-19 10:59"))
     assert not days.is_open(STOCK, at("2026-11-19 11:01"))
@@ -53,7 +53,7 @@ def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
 def test_a_day_with_other_hours_keeps_its_evening_and_a_closed_one_does_not(tmp_path: Path) -> None:
     path = tmp_path / "days.json"
     path.write_text('{"2026-11-18": "closed", "2026-11-20": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
-    days = load(path)
+    days = load_calendar(path)
     assert days.is_open(FUTURES, at("2026-11-18 03:00"))  # Tuesday's evening
     assert not days.is_open(FUTURES, at("2026-11-18 20:00"))
     assert not days.is_open(FUTURES, at("2026-11-20 12:00"))
@@ -67,11 +67,11 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "days.json"
     path.write_text(text)
     with pytest.raises(CalendarUnreadable, match=r"days\.json"):
-        load(path)
+        load_calendar(path)
 
 
 def test_weekdays_beyond_the_table_count_as_trading_days() -> None:
-    days = load()
+    days = load_calendar()
     beyond = days.last + timedelta(days=(7 - days.last.weekday()) % 7 + 1)
     assert days.trades_on(beyond)
 
@@ -100,7 +100,7 @@ def test_the_table_is_what_the_library_says() -> None:
     library = pytest.importorskip(
         "exchange_calendars", reason="make_table's library is no dependency of ours"
     )
-    made, ours = table(library), load()
+    made, ours = table(library), load_calendar()
     until = min(date.fromisoformat(made["last"]), ours.last)
     theirs = {day for day in map(date.fromisoformat, made["holidays"]) if day <= until}
     assert theirs == {day for day in ours.holidays if day <= until}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.market.instruments import InstrumentsUnreadable, load
+from infra.market.instruments import InstrumentsUnreadable, load_instruments
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ from infra.market.instruments import InstrumentsUnreadable, load
     ],
 )
 def test_without_a_list_the_form_of_a_symbol_decides(symbol: str, lot: int | None) -> None:
-    assert load().lot(symbol) == lot
+    assert load_instruments().lot(symbol) == lot
 
 
 def test_with_a_list_only_what_stands_in_it_is_known(tmp_path: Path) -> None:
     path = tmp_path / "symbols.csv"
     path.write_text("symbol,lot\nAAPL,31.5\n2330,1000\n")
-    symbols = load(path)
+    symbols = load_instruments(path)
     lots = [symbols.lot(symbol) for symbol in ("AAPL", "2330", "2317")]
     assert lots == [Decimal("31.5"), Decimal(1000), None]
 
@@ -45,4 +45,4 @@ def test_a_list_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "symbols.csv"
     path.write_text(text)
     with pytest.raises(InstrumentsUnreadable, match=r"symbols\.csv"):
-        load(path)
+        load_instruments(path)

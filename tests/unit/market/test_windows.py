@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.market.calendar import Calendar, Hours
-from infra.market.windows import AHEAD, Days, Window, ZoneUnknown, holding, zone_of
+from infra.market.windows import AHEAD, Days, Window, ZoneUnknown, current_window, zone_of
 
 TAIPEI = zone_of("Asia/Taipei")
 WEEK = frozenset(range(7))
@@ -32,51 +32,51 @@ def at(text: str) -> float:
 
 
 def test_a_window_holds_from_its_first_second_to_the_one_before_its_end() -> None:
-    assert holding([DAY], CALENDAR, at("2026-11-16 07:59:59")) == (None, at("2026-11-16 08:00"))
-    assert holding([DAY], CALENDAR, at("2026-11-16 08:00")) == (0, at("2026-11-16 14:00"))
-    assert holding([DAY], CALENDAR, at("2026-11-16 14:00")) == (None, at("2026-11-17 08:00"))
+    assert current_window([DAY], CALENDAR, at("2026-11-16 07:59:59")) == (None, at("2026-11-16 08:00"))
+    assert current_window([DAY], CALENDAR, at("2026-11-16 08:00")) == (0, at("2026-11-16 14:00"))
+    assert current_window([DAY], CALENDAR, at("2026-11-16 14:00")) == (None, at("2026-11-17 08:00"))
 
 
 def test_a_window_of_trading_days_follows_the_exchange_on_short_days() -> None:
-    assert holding([DAY], CALENDAR, at("2026-11-18 08:00")) == (None, at("2026-11-18 09:30"))
-    assert holding([DAY], CALENDAR, at("2026-11-19 09:00")) == (0, at("2026-11-19 11:30"))
+    assert current_window([DAY], CALENDAR, at("2026-11-18 08:00")) == (None, at("2026-11-18 09:30"))
+    assert current_window([DAY], CALENDAR, at("2026-11-19 09:00")) == (0, at("2026-11-19 11:30"))
 
 
 def test_holidays_and_weekends_are_passed_over() -> None:
-    assert holding([DAY], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-23 08:00"))
+    assert current_window([DAY], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-23 08:00"))
 
 
 def test_a_window_of_closed_days_holds_on_holidays_only() -> None:
     rest = Window(begins=time(0), ends=time(0), weekdays=WEEK, zone=TAIPEI, days=Days.CLOSED)
-    assert holding([rest], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-20 00:00"))
+    assert current_window([rest], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-20 00:00"))
     # Friday, Saturday and Sunday follow each other without a change.
-    assert holding([rest], CALENDAR, at("2026-11-20 12:00")) == (0, at("2026-11-23 00:00"))
+    assert current_window([rest], CALENDAR, at("2026-11-20 12:00")) == (0, at("2026-11-23 00:00"))
 
 
 def test_an_evening_ends_on_the_next_day_and_a_short_day_has_none() -> None:
     night = Window(begins=time(14, 50), ends=time(5), weekdays=WORKDAYS, zone=TAIPEI, days=Days.TRADING)
-    assert holding([night], CALENDAR, at("2026-11-17 04:59")) == (0, at("2026-11-17 05:00"))
-    assert holding([night], CALENDAR, at("2026-11-18 05:00")) == (None, at("2026-11-23 14:50"))
+    assert current_window([night], CALENDAR, at("2026-11-17 04:59")) == (0, at("2026-11-17 05:00"))
+    assert current_window([night], CALENDAR, at("2026-11-18 05:00")) == (None, at("2026-11-23 14:50"))
 
 
 def test_the_first_window_that_holds_counts_and_changes_between_two_are_told() -> None:
     bell = Window(begins=time(9), ends=time(10), weekdays=WORKDAYS, zone=TAIPEI)
-    assert holding([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (1, at("2026-11-16 09:00"))
-    assert holding([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 10:00"))
-    assert holding([DAY, bell], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 14:00"))
+    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (1, at("2026-11-16 09:00"))
+    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 10:00"))
+    assert current_window([DAY, bell], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 14:00"))
 
 
 def test_other_zones_change_their_clocks() -> None:
     new_york = Window(begins=time(9, 30), ends=time(16), weekdays=WORKDAYS, zone=zone_of("America/New_York"))
     for day, opens in ((date(2026, 3, 6), 14.5), (date(2026, 3, 9), 13.5)):
         midnight = datetime.combine(day, time(), UTC).timestamp()
-        assert holding([new_york], CALENDAR, midnight) == (None, midnight + opens * 3600)
+        assert current_window([new_york], CALENDAR, midnight) == (None, midnight + opens * 3600)
 
 
 def test_without_windows_nothing_ever_changes() -> None:
-    assert holding([], CALENDAR, at("2026-11-16 08:00")) == (None, None)
+    assert current_window([], CALENDAR, at("2026-11-16 08:00")) == (None, None)
     never = Window(begins=time(8), ends=time(9), weekdays=frozenset(), zone=TAIPEI)
-    assert holding([never], CALENDAR, at("2026-11-16 08:00")) == (None, None)
+    assert current_window([never], CALENDAR, at("2026-11-16 08:00")) == (None, None)
 
 
 def test_a_zone_that_does_not_exist_is_refused() -> None:
@@ -104,12 +104,12 @@ def test_nothing_changes_before_the_time_that_is_told(
     hours: list[Window], moment: int, between: float
 ) -> None:
     """And something does at that time, but for a window that begins again when it ends."""
-    now, until = holding(hours, CALENDAR, moment)
+    now, until = current_window(hours, CALENDAR, moment)
     horizon = (AHEAD - 2) * timedelta(days=1).total_seconds()
     if until is None:
-        assert holding(hours, CALENDAR, moment + between * horizon)[0] == now
+        assert current_window(hours, CALENDAR, moment + between * horizon)[0] == now
         return
     assert until > moment
-    assert holding(hours, CALENDAR, moment + int(between * (until - moment)))[0] == now
+    assert current_window(hours, CALENDAR, moment + int(between * (until - moment)))[0] == now
     endless = any(window.begins == window.ends for window in hours)
-    assert endless or holding(hours, CALENDAR, until)[0] != now
+    assert endless or current_window(hours, CALENDAR, until)[0] != now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from infra.node.logs import WorkerLogs
+from infra.node.worker import WorkerLogs
 
 
 def test_a_long_log_is_cut_while_its_worker_goes_on_writing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node import processes
+from infra import processes
 from infra.node.worker import clean_environment
 
 
@@ -29,18 +29,18 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_is_described_with_its_group_and_session(child: subprocess.Popen[bytes]) -> None:
-    found = processes.read(child.pid)
+    found = processes.read_process(child.pid)
     assert found is not None
     assert (found.group, found.session, found.parent) == (child.pid, child.pid, os.getpid())
     assert found.alive
-    assert processes.members(child.pid) == [child.pid]
+    assert processes.live_members(child.pid) == [child.pid]
 
 
 def test_a_name_with_blanks_and_parentheses_is_read_rightly(tmp_path: Path) -> None:
     program = tmp_path / ") S 1 (x"
     program.symlink_to(sys.executable)
     with subprocess.Popen([str(program), "-c", "input()"], stdin=subprocess.PIPE) as odd:
-        found = processes.read(odd.pid)
+        found = processes.read_process(odd.pid)
         assert found is not None
         assert found.parent == os.getpid()
         odd.communicate(b"\n")
@@ -53,14 +53,14 @@ def test_a_process_is_found_by_a_whole_argument_only(child: subprocess.Popen[byt
 
 def test_only_the_process_with_the_right_start_time_is_pinned(child: subprocess.Popen[bytes]) -> None:
     started = processes.start_time(child.pid)
-    assert processes.pin(child.pid, started + 1) is None
-    pinned = processes.pin(child.pid, started)
+    assert processes.open_pidfd(child.pid, started + 1) is None
+    pinned = processes.open_pidfd(child.pid, started)
     assert pinned is not None
-    processes.signal_pinned(pinned, signal.SIGKILL)
+    processes.signal_pidfd(pinned, signal.SIGKILL)
     assert child.wait(20) == -signal.SIGKILL
-    processes.signal_pinned(pinned, signal.SIGKILL)  # it has ended: no error, and nobody else is hit
+    processes.signal_pidfd(pinned, signal.SIGKILL)  # it has ended: no error, and nobody else is hit
     os.close(pinned)
-    assert processes.pin(child.pid, started) is None
+    assert processes.open_pidfd(child.pid, started) is None
 
 
 def test_a_group_whose_number_belongs_to_a_stranger_is_not_killed(child: subprocess.Popen[bytes]) -> None:
@@ -92,16 +92,16 @@ def test_a_dead_orphan_that_became_our_child_is_reaped() -> None:
         assert parent.stdout is not None
         orphan = int(parent.stdout.readline())
         assert parent.wait(20) == 0
-        assert processes.members(parent.pid) == [orphan]
+        assert processes.live_members(parent.pid) == [orphan]
         os.kill(orphan, signal.SIGKILL)
         deadline = time.monotonic() + 20
-        while processes.members(parent.pid) or processes.read(orphan):
+        while processes.live_members(parent.pid) or processes.read_process(orphan):
             assert time.monotonic() < deadline
     assert processes.group_is_empty(parent.pid)
 
 
 def test_nobody_lives_under_a_number_beyond_the_kernel_s() -> None:
-    assert processes.read(2**22 + 1) is None
+    assert processes.read_process(2**22 + 1) is None
     with pytest.raises(ProcessLookupError):
         processes.start_time(2**22 + 1)
 

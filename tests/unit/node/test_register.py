@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from infra.launchers.port import TaskExit
-from infra.node.errors import NodeStateUnreadable
-from infra.node.register import Entry, Register
+from infra.node.protocol import NodeStateUnreadable
+from infra.node.register import NodeEntry, NodeRegister
 
 
-def entry(number: int) -> Entry:
-    return Entry(
+def entry(number: int) -> NodeEntry:
+    return NodeEntry(
         task_id=f"task-{number}",
         token=f"token-{number}",
         worker_id=f"w-{number}",
@@ -44,14 +44,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def register(path: Path) -> Iterator[Register]:
-    opened = Register(path)
+def register(path: Path) -> Iterator[NodeRegister]:
+    opened = NodeRegister(path)
     yield opened
     opened.close()
 
 
-def test_a_worker_is_found_by_its_token_in_each_state_of_its_life(register: Register) -> None:
-    register.intend(entry(1))
+def test_a_worker_is_found_by_its_token_in_each_state_of_its_life(register: NodeRegister) -> None:
+    register.record_intent(entry(1))
     assert register.by_token("token-1") == entry(1)
     running = replace(entry(1), state="running", boot_id="boot", pid=7, started=8)
     register.running(running)
@@ -62,15 +62,15 @@ def test_a_worker_is_found_by_its_token_in_each_state_of_its_life(register: Regi
     assert register.in_state("running") == []
 
 
-def test_a_second_worker_with_the_same_token_is_impossible(register: Register) -> None:
-    register.intend(entry(1))
+def test_a_second_worker_with_the_same_token_is_impossible(register: NodeRegister) -> None:
+    register.record_intent(entry(1))
     with pytest.raises(sqlite3.IntegrityError):
-        register.intend(replace(entry(2), token="token-1"))
+        register.record_intent(replace(entry(2), token="token-1"))
 
 
-def test_only_a_worker_that_never_ran_can_be_forgotten(register: Register) -> None:
-    register.intend(entry(1))
-    register.intend(entry(2))
+def test_only_a_worker_that_never_ran_can_be_forgotten(register: NodeRegister) -> None:
+    register.record_intent(entry(1))
+    register.record_intent(entry(2))
     register.running(replace(entry(2), pid=7))
     register.forget("task-1")
     register.forget("task-2")
@@ -78,8 +78,8 @@ def test_only_a_worker_that_never_ran_can_be_forgotten(register: Register) -> No
     assert register.by_token("token-2") is not None
 
 
-def test_the_first_reason_of_a_stop_stays(register: Register) -> None:
-    register.intend(entry(1))
+def test_the_first_reason_of_a_stop_stays(register: NodeRegister) -> None:
+    register.record_intent(entry(1))
     register.stopping("task-1", "first")
     register.stopping("task-1", "second")
     found = register.by_token("token-1")
@@ -88,36 +88,36 @@ def test_the_first_reason_of_a_stop_stays(register: Register) -> None:
 
 
 def test_all_of_it_is_still_there_when_the_file_is_opened_again(path: Path) -> None:
-    with closing(Register(path)) as first:
-        first.intend(entry(1))
+    with closing(NodeRegister(path)) as first:
+        first.record_intent(entry(1))
         number = first.ended(end(1))
         log = first.log
-    with closing(Register(path)) as second:
+    with closing(NodeRegister(path)) as second:
         assert second.log == log
-        assert second.ends_after(0) == [(number, end(1))]
+        assert second.exits_after(0) == [(number, end(1))]
         assert second.by_token("token-1") is not None
 
 
 def test_numbers_grow_and_are_never_used_twice(path: Path) -> None:
-    with closing(Register(path, kept=2)) as register:
+    with closing(NodeRegister(path, kept=2)) as register:
         for number in range(1, 6):
-            register.intend(entry(number))
+            register.record_intent(entry(number))
             assert register.ended(end(number)) == number
-        assert [number for number, _ in register.ends_after(0)] == [4, 5]
+        assert [number for number, _ in register.exits_after(0)] == [4, 5]
         assert [one.task_id for one in register.in_state("ended")] == ["task-4", "task-5"]
-    with closing(Register(path)) as register:
+    with closing(NodeRegister(path)) as register:
         assert register.ended(end(6)) == 6
 
 
-def test_ends_are_read_in_order_after_a_number_and_up_to_a_limit(register: Register) -> None:
+def test_ends_are_read_in_order_after_a_number_and_up_to_a_limit(register: NodeRegister) -> None:
     for number in range(1, 8):
         register.ended(end(number))
-    assert [number for number, _ in register.ends_after(3, limit=2)] == [4, 5]
-    assert register.ends_after(7) == []
+    assert [number for number, _ in register.exits_after(3, limit=2)] == [4, 5]
+    assert register.exits_after(7) == []
 
 
 def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
-    with closing(Register(tmp_path / "a.db")) as one, closing(Register(tmp_path / "b.db")) as other:
+    with closing(NodeRegister(tmp_path / "a.db")) as one, closing(NodeRegister(tmp_path / "b.db")) as other:
         assert one.log != other.log
 
 
@@ -125,11 +125,11 @@ def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
 def test_a_file_that_is_no_register_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(NodeStateUnreadable, match=r"register\.db"):
-        Register(path)
+        NodeRegister(path)
 
 
 def test_a_register_of_a_later_release_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as later:
         later.execute("PRAGMA user_version = 99")
     with pytest.raises(NodeStateUnreadable, match="schema 99"):
-        Register(path)
+        NodeRegister(path)

@@ -13,10 +13,10 @@ import pytest
 
 from infra.launchers.port import Task
 from infra.launchers.process import ProcessLauncher
-from infra.local.components import Node
+from infra.local.components import NodeComponent
 from infra.node.keeper import Keeper
-from infra.node.protocol import MAX_LINE, Stop, Tasks
-from infra.node.register import Register
+from infra.node.protocol import MAX_LINE, StopTask, TaskList
+from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.settings import Settings
 from worker_runtime.protocol.messages import MAX_MESSAGE, encode
@@ -44,7 +44,7 @@ async def _swallow_one_cancellation(begun: asyncio.Event) -> None:
 class CrowdedKeeper(Keeper):
     """Has five thousand workers, and never finishes stopping one."""
 
-    def __init__(self, folder: Path, register: Register) -> None:
+    def __init__(self, folder: Path, register: NodeRegister) -> None:
         super().__init__(folder, register, None, ["false"])
         self.begun = asyncio.Event()
 
@@ -66,7 +66,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @asynccontextmanager
 async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, NodeServer]]:
-    register = Register(settings.data_dir / "state.db")
+    register = NodeRegister(settings.data_dir / "state.db")
     keeper = CrowdedKeeper(settings.data_dir, register)
     server = NodeServer(keeper, register, limits="none")
     with socket.socket(socket.AF_UNIX) as listening:
@@ -81,10 +81,10 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, Node
 
 
 async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings) -> None:
-    assert len(encode(Tasks(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE)
+    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE)
     async with serving(settings):
         assert await ProcessLauncher(settings.node_socket).list() == MANY
-        node = Node(settings.data_dir, settings)
+        node = NodeComponent(settings.data_dir, settings)
         assert await asyncio.to_thread(node.tasks) == MANY
 
 
@@ -93,7 +93,7 @@ async def test_a_request_that_swallows_a_cancellation_does_not_hold_up_the_node_
 ) -> None:
     async with serving(settings) as (keeper, server):
         _, writer = await asyncio.open_unix_connection(str(settings.node_socket))
-        writer.write(encode(Stop(task_id="t", reason="test")) + b"\n")
+        writer.write(encode(StopTask(task_id="t", reason="test")) + b"\n")
         await keeper.begun.wait()
         await asyncio.wait_for(server.close(), 10)
         writer.close()

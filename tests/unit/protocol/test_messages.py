@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_runtime.protocol import frames, keys, messages
-from worker_runtime.protocol.errors import (
-    BerthError,
-    Fenced,
-    MalformedMessage,
-    UnsupportedSchema,
-    from_code,
-)
+from worker_runtime.protocol import keys, messages, requests
+from worker_runtime.protocol.errors import BerthError, Fenced, MalformedMessage, UnsupportedSchema, from_code
 from worker_runtime.protocol.messages import (
     Answer,
     Claim,
@@ -33,7 +27,7 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
     PriceType,
-    Release,
+    ReleaseClaim,
     ReloadCredentials,
     SealedAccount,
     Shutdown,
@@ -82,7 +76,7 @@ EVERY = [
         InboxMessage,
     ),
     (Connect(claim_id="c", worker_id="w", attempt=2, connect_timeout=1.0), InboxMessage),
-    (Release(claim_id="c", worker_id="w", reason="r"), InboxMessage),
+    (ReleaseClaim(claim_id="c", worker_id="w", reason="r"), InboxMessage),
     (Shutdown(user_id="42", epoch=1, reason="r"), ControlMessage),
     (
         ReloadCredentials(reload_id="l", user_id="42", epoch=1, worker_id="w", accounts=[ACCOUNT]),
@@ -185,7 +179,7 @@ def test_every_error_has_a_code_of_its_own_and_a_sentence() -> None:
 @given(st.binary(max_size=100))
 def test_a_frame_is_parsed_or_malformed(raw: bytes) -> None:
     try:
-        frame = frames.parse(raw)
+        frame = requests.parse_frame(raw)
     except MalformedMessage:
         return
     assert (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.errors import InvalidSeal, InvalidSignature, MalformedMessage
-from worker_runtime.protocol.messages import Release, decode
+from worker_runtime.protocol.messages import ReleaseClaim, decode
 
 BINDING: dict[str, Any] = {
     "user_id": "42",
@@ -75,9 +75,9 @@ def test_fields_cannot_be_shifted_against_each_other() -> None:
 
 def test_a_signed_message_is_read_back_and_an_altered_one_is_not() -> None:
     orchestrator = Ed25519PrivateKey.generate()
-    message = Release(claim_id="c", worker_id="w", reason="test")
+    message = ReleaseClaim(claim_id="c", worker_id="w", reason="test")
     envelope = sealing.sign(message, orchestrator)
-    assert decode(sealing.verify(envelope, orchestrator.public_key()), Release) == message
+    assert decode(sealing.verify(envelope, orchestrator.public_key()), ReleaseClaim) == message
     with pytest.raises(InvalidSignature):
         sealing.verify(envelope, Ed25519PrivateKey.generate().public_key())
 

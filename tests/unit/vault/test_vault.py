@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moto import mock_aws
 
-from infra.database.accounts import Encrypted
-from infra.vault import orchestrator_keys, vault
+from infra.database.accounts import EncryptedCredentials
+from infra.vault import key_pairs, vault
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
-from infra.vault.kms import KmsMasterKey
-from infra.vault.master_key import (
+from infra.vault.key_pairs import (
     MasterKeyRing,
     UnknownMasterKey,
     UnwrapFailed,
@@ -27,6 +26,7 @@ from infra.vault.master_key import (
     load_public,
     load_ring,
 )
+from infra.vault.kms import KmsMasterKey
 from infra.vault.vault import DecryptFailed
 from worker_runtime.protocol.messages import Credentials
 
@@ -38,14 +38,16 @@ def new_ring() -> MasterKeyRing:
     return MasterKeyRing(X25519PrivateKey.generate())
 
 
-def encrypt(ring: MasterKeyRing, user_id: str = "u", account_id: str = "a") -> Encrypted:
-    return asyncio.run(vault.encrypt(CREDENTIALS, ring.public, user_id=user_id, account_id=account_id))
+def encrypt(ring: MasterKeyRing, user_id: str = "u", account_id: str = "a") -> EncryptedCredentials:
+    return asyncio.run(
+        vault.encrypt_credentials(CREDENTIALS, ring.public, user_id=user_id, account_id=account_id)
+    )
 
 
 def decrypt(
-    encrypted: Encrypted, ring: MasterKeyRing, user_id: str = "u", account_id: str = "a"
+    encrypted: EncryptedCredentials, ring: MasterKeyRing, user_id: str = "u", account_id: str = "a"
 ) -> Credentials:
-    return asyncio.run(vault.decrypt(encrypted, ring, user_id=user_id, account_id=account_id))
+    return asyncio.run(vault.decrypt_credentials(encrypted, ring, user_id=user_id, account_id=account_id))
 
 
 def test_what_was_encrypted_is_decrypted_and_stands_nowhere_in_clear() -> None:
@@ -98,7 +100,7 @@ def test_a_rotated_key_leaves_the_ciphertext_alone_and_retires_the_old_one() -> 
     old_key, new_key = X25519PrivateKey.generate(), X25519PrivateKey.generate()
     old, both, new = MasterKeyRing(old_key), MasterKeyRing(new_key, old_key), MasterKeyRing(new_key)
     encrypted = encrypt(old)
-    rewrapped = asyncio.run(vault.rewrap(encrypted, both, both.public, user_id="u", account_id="a"))
+    rewrapped = asyncio.run(vault.rewrap_data_key(encrypted, both, both.public, user_id="u", account_id="a"))
     assert rewrapped.ciphertext == encrypted.ciphertext
     assert decrypt(rewrapped, new) == CREDENTIALS
     with pytest.raises(UnknownMasterKey):
@@ -116,8 +118,8 @@ def test_key_files_are_private_and_read_back(tmp_path: Path) -> None:
     assert private.stat().st_mode & 0o777 == 0o600
     assert load_public(public) == created
     assert load_ring(private).public == created
-    keys = orchestrator_keys.create(tmp_path / "orchestrator.key")
-    again = orchestrator_keys.load(tmp_path / "orchestrator.key")
+    keys = key_pairs.create_orchestrator_keys(tmp_path / "orchestrator.key")
+    again = key_pairs.load_orchestrator_keys(tmp_path / "orchestrator.key")
     assert (again.public_key, again.launch_secret) == (keys.public_key, keys.launch_secret)
     assert (tmp_path / "orchestrator.key").stat().st_mode & 0o777 == 0o600
 
@@ -138,7 +140,7 @@ def test_a_corrupt_key_file_is_refused_and_named(tmp_path: Path, content: bytes)
     with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
         load_ring(path)
     with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
-        orchestrator_keys.load(path)
+        key_pairs.load_orchestrator_keys(path)
 
 
 def test_a_missing_key_file_says_what_makes_it(tmp_path: Path) -> None:
@@ -157,8 +159,8 @@ def kms(monkeypatch: pytest.MonkeyPatch) -> Iterator[KmsMasterKey]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # botocore's own use of datetime
 def test_kms_wraps_for_one_user_and_account_only(kms: KmsMasterKey) -> None:
-    encrypted = asyncio.run(vault.encrypt(CREDENTIALS, kms, user_id="u", account_id="a"))
+    encrypted = asyncio.run(vault.encrypt_credentials(CREDENTIALS, kms, user_id="u", account_id="a"))
     assert encrypted.master_key_id.startswith("kms:arn:")
-    assert asyncio.run(vault.decrypt(encrypted, kms, user_id="u", account_id="a")) == CREDENTIALS
+    assert asyncio.run(vault.decrypt_credentials(encrypted, kms, user_id="u", account_id="a")) == CREDENTIALS
     with pytest.raises(UnwrapFailed):
-        asyncio.run(vault.decrypt(encrypted, kms, user_id="other", account_id="a"))
+        asyncio.run(vault.decrypt_credentials(encrypted, kms, user_id="other", account_id="a"))

@@ -12,10 +12,16 @@ from contextlib import contextmanager
 
 import msgspec
 
-from worker_runtime.brokers.paper_link import Link
+from worker_runtime.brokers.paper_connection import PaperConnection
 from worker_runtime.brokers.port import OnOrderChanged
-from worker_runtime.log import Log
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged, Ping, Reply, ServerMessage
+from worker_runtime.process.log import Log
+from worker_runtime.protocol.exchange import (
+    ExchangeOrder,
+    ExchangePing,
+    ExchangeReply,
+    OrderChanged,
+    ServerMessage,
+)
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 #: Seconds for what has to happen; far more than it ever takes, far less than a call's own time.
@@ -84,7 +90,9 @@ class Heard:
 class ScriptedExchange:
     """The other end of one link, played by the test itself; `calls` run in threads of their own."""
 
-    def __init__(self, peer: socket.socket, own: socket.socket, link: Link, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, peer: socket.socket, own: socket.socket, link: PaperConnection, pool: ThreadPoolExecutor
+    ) -> None:
         self.peer = peer
         self.own = own
         self.link = link
@@ -92,16 +100,16 @@ class ScriptedExchange:
         self._lines = peer.makefile("rb")
         self._events = 0
 
-    def call(self, seconds: float = LONG) -> tuple[int, Future[Reply]]:
+    def call(self, seconds: float = LONG) -> tuple[int, Future[ExchangeReply]]:
         """Begins a call; returns its number as soon as the request is here."""
         deadline = time.monotonic() + seconds
-        future = self._pool.submit(self.link.call, lambda number: Ping(id=number), deadline)
+        future = self._pool.submit(self.link.call, lambda number: ExchangePing(id=number), deadline)
         return self.next_request(), future
 
     def next_request(self) -> int:
-        return msgspec.json.decode(self._lines.readline(), type=Ping).id
+        return msgspec.json.decode(self._lines.readline(), type=ExchangePing).id
 
-    def reading_call(self, heard: Heard, seconds: float = LONG) -> tuple[int, Future[Reply]]:
+    def reading_call(self, heard: Heard, seconds: float = LONG) -> tuple[int, Future[ExchangeReply]]:
         """Begins a call that reads by itself; returns when it has been seen to.
 
         One that began while the reader was at work leaves the reading to it: then the next.
@@ -113,7 +121,7 @@ class ScriptedExchange:
             if heard.thread_of(self.send_event()) != READER:
                 return number, future
             assert time.monotonic() < end, "no call reads"
-            self.send(Reply(id=number))
+            self.send(ExchangeReply(id=number))
             future.exception(SOON)
             pause = min(0.05, 2 * pause + 0.001)
 
@@ -156,7 +164,7 @@ def scripted(
             peer, _ = server.accept()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.settimeout(SOON)
-        exchange = ScriptedExchange(peer, own, Link(own, on_order, Log("CRITICAL")), pool)
+        exchange = ScriptedExchange(peer, own, PaperConnection(own, on_order, Log("CRITICAL")), pool)
         try:
             yield exchange
         finally:

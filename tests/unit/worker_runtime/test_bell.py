@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.bell import BLOCK, Bell
-from worker_runtime.log import Log
-from worker_runtime.valkey import Valkey
+from worker_runtime.process.doorbell import BLOCK_SECONDS, Doorbell
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import Valkey
 
 RING = b"*2\r\n$3\r\nkey\r\n$1\r\n1\r\n"
 LISTENS = b"*3\r\n$5\r\nBLPOP\r\n$3\r\nkey\r\n$2\r\n20\r\n"
@@ -30,14 +30,14 @@ def heard(link: socket.socket) -> bytes:
         return b""
 
 
-def listening(server: socket.socket) -> tuple[Bell, socket.socket, selectors.BaseSelector]:
+def listening(server: socket.socket) -> tuple[Doorbell, socket.socket, selectors.BaseSelector]:
     selector = selectors.DefaultSelector()
     client = Valkey(f"redis://127.0.0.1:{server.getsockname()[1]}/0")
-    bell = Bell(client, "key", selector, Log("CRITICAL"))
-    assert bell.tend()
+    bell = Doorbell(client, "key", selector, Log("CRITICAL"))
+    assert bell.run_due()
     link, _ = server.accept()
     assert link.recv(4096) == LISTENS
-    assert 0.0 < bell.left() <= BLOCK + 5.0
+    assert 0.0 < bell.left() <= BLOCK_SECONDS + 5.0
     return bell, link, selector
 
 
@@ -51,10 +51,10 @@ def test_it_listens_again_when_it_is_tended_and_not_before_the_ring_is_handed_on
         assert bell.take() == [b"1"]
         assert heard(link) == b""
         assert bell.left() == 0.0
-        assert not bell.tend()  # the connection is the same
+        assert not bell.run_due()  # the connection is the same
         assert link.recv(4096) == LISTENS
         assert bell.left() > 0.0
-        assert not bell.tend()
+        assert not bell.run_due()
         assert heard(link) == b""
         bell.close()
 
@@ -70,7 +70,7 @@ def test_a_connection_that_broke_is_replaced(server: socket.socket, rang: bool) 
     assert selector.select(5.0)
     assert bell.take() == []
     assert not selector.get_map()
-    while not bell.tend():
+    while not bell.run_due():
         selector.select(bell.left())
     bell.close()
 
@@ -82,5 +82,5 @@ def test_a_bell_that_was_closed_after_a_ring_connects_anew(server: socket.socket
         assert selector.select(5.0)
         assert bell.take() == [b"1"]
         bell.close()
-        assert bell.tend()
+        assert bell.run_due()
         bell.close()

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from tests.unit.worker_runtime.test_recovery import Setting
-from worker_runtime.boottime import SECOND
 from worker_runtime.brokers.fake import FakeBroker
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.budget import Patience, Unlimited, What
-from worker_runtime.calls import Calls
-from worker_runtime.changes import Changing
-from worker_runtime.connection import Account
-from worker_runtime.fills import Ledger
-from worker_runtime.inlet import Piece
-from worker_runtime.lease import Lease
-from worker_runtime.log import Log
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
 from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
+from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_calls import BrokerCalls
+from worker_runtime.trading.order_changer import OrderChanger
+from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
 
 
 class Looking(FakeBroker):
     """Looks at the order before it changes it, as Shioaji's futures do."""
 
-    def looks_first(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str) -> bool:
         return True
 
 
@@ -36,11 +36,11 @@ class Looked(Setting):
         return Looking(self.market, key.account_id, client, on_order)
 
 
-class Spent(Unlimited):
+class Spent(UnlimitedRateLimiter):
     def __init__(self) -> None:
-        self.spent: list[What] = []
+        self.spent: list[CallKind] = []
 
-    def spend(self, account: Account, what: What, patience: Patience, *, cost: int = 1) -> None:
+    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
         self.spent.append(what)
 
 
@@ -62,14 +62,16 @@ def resting() -> PlaceOrder:
     )
 
 
-@pytest.mark.parametrize(("kind", "what"), [(Setting, What.ORDER), (Looked, What.LOOK_AND_CHANGE)])
-def test_a_change_costs_what_the_broker_counts_for_it(kind: type[Setting], what: What) -> None:
+@pytest.mark.parametrize(("kind", "what"), [(Setting, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)])
+def test_a_change_costs_what_the_broker_counts_for_it(kind: type[Setting], what: CallKind) -> None:
     setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
     board = setting.board
-    calls = Calls(setting.connections, spent, lease=Lease(board), board=board, broker_timeout=5.0, log=log)
-    changing = Changing(calls, Ledger(1, lambda event: None, log))
+    calls = BrokerCalls(
+        setting.connections, spent, lease=Lease(board), board=board, broker_timeout=5.0, log=log
+    )
+    changing = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
     taken = setting.market.take("a1", resting())
-    piece = Piece("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
+    piece = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {
         "request_id": "r",
         "order_id": "o",

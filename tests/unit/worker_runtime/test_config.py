@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from worker_runtime.backoff import Backoff
-from worker_runtime.config import BadConfig, parse
-from worker_runtime.log import Log
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.config import BadConfig, parse_config
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.valkey import Address, BadAddress
 
 CONFIG = WorkerConfig(
     worker_id="w1",
@@ -23,7 +23,7 @@ CONFIG = WorkerConfig(
 
 
 def test_a_configuration_survives_its_encoding() -> None:
-    assert parse(msgspec.json.encode(CONFIG)) == CONFIG
+    assert parse_config(msgspec.json.encode(CONFIG)) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -39,28 +39,28 @@ def test_a_configuration_survives_its_encoding() -> None:
 )
 def test_a_configuration_that_cannot_work_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadConfig):
-        parse(msgspec.json.encode(msgspec.structs.replace(CONFIG, **change)))
+        parse_config(msgspec.json.encode(msgspec.structs.replace(CONFIG, **change)))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"worker_id": 5}'])
 def test_what_is_no_configuration_is_refused(data: bytes) -> None:
     with pytest.raises(BadConfig):
-        parse(data)
+        parse_config(data)
 
 
 def test_addresses_of_both_kinds_are_read() -> None:
-    unix = Address("unix:///run/valkey.sock?db=2")
+    unix = ValkeyAddress("unix:///run/valkey.sock?db=2")
     assert (unix.target, unix.greeting()) == ("/run/valkey.sock", [("SELECT", 2)])
-    tcp = Address("redis://:p%40ss@example.test:6380/3")
+    tcp = ValkeyAddress("redis://:p%40ss@example.test:6380/3")
     assert (tcp.target, tcp.greeting()) == (("example.test", 6380), [("AUTH", "p@ss"), ("SELECT", 3)])
-    assert Address("redis://user:pw@h").greeting() == [("AUTH", "user", "pw")]
-    assert Address("redis://h").target == ("h", 6379)
+    assert ValkeyAddress("redis://user:pw@h").greeting() == [("AUTH", "user", "pw")]
+    assert ValkeyAddress("redis://h").target == ("h", 6379)
 
 
 @pytest.mark.parametrize("url", ["http://h", "rediss://h", "redis://h/x", "h:6379"])
 def test_other_addresses_are_refused(url: str) -> None:
-    with pytest.raises(BadAddress):
-        Address(url)
+    with pytest.raises(BadValkeyAddress):
+        ValkeyAddress(url)
 
 
 def test_a_log_line_is_one_json_object_with_its_bound_fields() -> None:

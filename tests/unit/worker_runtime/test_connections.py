@@ -5,17 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
 
-from worker_runtime.board import Board
-from worker_runtime.boottime import SECOND, boot_ns
 from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
-from worker_runtime.budget import Unlimited
-from worker_runtime.connection import Account
-from worker_runtime.connections import Connections
-from worker_runtime.health import Health
-from worker_runtime.lease import MARGIN, Lease
-from worker_runtime.log import Log
+from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.lease import LEASE_MARGIN, Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.messages import Credentials
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.rate_limiter import UnlimitedRateLimiter
 
 NAMES = ("a1", "a2", "a3")
 
@@ -36,28 +36,28 @@ class SlowToClose(FakeBroker):
 
 
 def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> None:
-    market, board, together = FakeMarket(), Board(), Barrier(len(NAMES))
+    market, board, together = FakeMarket(), SharedState(), Barrier(len(NAMES))
     board.lease_session = boot_ns() + 30 * SECOND
 
     def factory(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> SlowToClose:
         return SlowToClose(market, key, client, on_order, together)
 
-    connections = Connections(
+    connections = BrokerSessions(
         lambda: factory,
         client="w1/1",
         lease=Lease(board),
         board=board,
         reconcile=lambda key, broker, timeout: None,
         on_order=lambda key, change: None,
-        health=Health(board, lambda kind, detail: None),
-        budget=Unlimited(),
+        health=HealthMonitor(board, lambda kind, detail: None),
+        budget=UnlimitedRateLimiter(),
         log=Log("ERROR"),
     )
     for name in NAMES:
         market.register(name, "key", "secret")
     credentials = Credentials(api_key="key", secret_key="secret")
     keys = [ConnectionKey("fake", "stock", True, name) for name in NAMES]
-    connections.load(Account(key, 1, credentials) for key in keys)
+    connections.load(OpenedAccount(key, 1, credentials) for key in keys)
     connections.connect_all(5.0)
     assert (len(market.sessions), board.broker_open) == (3, 1)
     connections.close_all()
@@ -65,11 +65,11 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
 
 
 def test_a_wait_for_valkey_ends_with_the_usable_lease_while_a_broker_session_is_open() -> None:
-    board = Board()
+    board = SharedState()
     lease = Lease(board)
     board.lease_session = boot_ns() + 60 * SECOND
     assert lease.wait_limit() > 1_000_000
     board.broker_open = 1
-    assert 60.0 - MARGIN - 30.0 < lease.wait_limit() <= 60.0 - MARGIN
+    assert 60.0 - LEASE_MARGIN - 30.0 < lease.wait_limit() <= 60.0 - LEASE_MARGIN
     board.lease_session = boot_ns() + 3 * SECOND
     assert lease.wait_limit() == 0.1

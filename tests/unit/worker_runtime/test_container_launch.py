@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.worker_runtime.task_metadata import TASK_ID, metadata_server
 from tests.unit.worker_runtime.test_config import CONFIG
-from worker_runtime import config, container_launch
-from worker_runtime.config import BadConfig
+from worker_runtime.process import config, container_launch
+from worker_runtime.process.config import BadConfig
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunchKey
 
@@ -27,24 +27,24 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_document.DOCUMENT, document)
     monkeypatch.setenv(launch_document.WORKER, CONFIG.worker_id)
     monkeypatch.setenv(launch_document.KEY_FILE, str(path))
-    monkeypatch.delenv(container_launch.METADATA, raising=False)
+    monkeypatch.delenv(container_launch.METADATA_VARIABLE, raising=False)
 
 
 def test_the_document_is_read_without_standard_input(environment: None) -> None:
-    assert config.read(-1) == CONFIG
+    assert config.read_config(-1) == CONFIG
 
 
 @pytest.mark.parametrize("refusals", [0, 2])
 def test_ecs_tells_the_task_s_id(environment: None, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
     with metadata_server(refusals) as base:
-        monkeypatch.setenv(container_launch.METADATA, base)
-        assert config.read(-1) == msgspec.structs.replace(CONFIG, task_id=TASK_ID)
+        monkeypatch.setenv(container_launch.METADATA_VARIABLE, base)
+        assert config.read_config(-1) == msgspec.structs.replace(CONFIG, task_id=TASK_ID)
 
 
 def test_a_worker_that_cannot_learn_its_task_does_not_start() -> None:
-    nobody = {container_launch.METADATA: "http://127.0.0.1:1/v4/0f3c"}
+    nobody = {container_launch.METADATA_VARIABLE: "http://127.0.0.1:1/v4/0f3c"}
     with pytest.raises(BadLaunchDocument, match="task's id"):
-        container_launch.task_id(nobody, patience=0.1)
+        container_launch.read_task_id(nobody, patience=0.1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_document_that_cannot_be_opened_is_a_bad_configuration(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(BadConfig):
-        config.read(-1)
+        config.read_config(-1)
 
 
 def test_the_same_document_is_the_same_text_and_another_worker_s_is_not() -> None:

@@ -6,10 +6,8 @@ import os
 from decimal import Decimal
 from typing import Any
 
-from worker_runtime.board import Board, State
-from worker_runtime.desk import Desk
-from worker_runtime.inlet import Piece
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.messages import (
     Answer,
     Failure,
@@ -21,6 +19,8 @@ from worker_runtime.protocol.messages import (
     TimeInForce,
     encode,
 )
+from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.session.request_handler import RequestHandler
 
 ORDER = PlaceOrder(
     request_id="r1",
@@ -42,7 +42,7 @@ ORDER = PlaceOrder(
 class Filling:
     """Stands for `Placing`."""
 
-    def execute(self, order: PlaceOrder, piece: Piece) -> tuple[OrderOutcome, Failure | None]:
+    def execute(self, order: PlaceOrder, piece: QueueItem) -> tuple[OrderOutcome, Failure | None]:
         return OrderOutcome(order_id=order.order_id, state=OrderState.FILLED), None
 
 
@@ -59,19 +59,19 @@ class Answers:
 class Connected:
     """Stands for the connections."""
 
-    def state(self) -> State:
-        return State.Active
+    def state(self) -> WorkerActivity:
+        return WorkerActivity.Active
 
 
 def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
-    board, outbox = Board(), Answers()
+    board, outbox = SharedState(), Answers()
     board.assign("u1", "c1", 1)
     others: dict[str, Any] = {"connections": Connected(), "outbox": outbox}
     placing: Any = Filling()
     nothing: Any = None
-    desk = Desk(placing, nothing, nothing, **others, board=board, log=Log(output=writer))
-    desk.handle(Piece("request", b"1|r1|" + encode(ORDER), 0, "g1"))
+    desk = RequestHandler(placing, nothing, nothing, **others, board=board, log=Log(output=writer))
+    desk.handle(QueueItem("request", b"1|r1|" + encode(ORDER), 0, "g1"))
     assert [answer.request_id for answer in outbox.waiting] == ["r1"]
     os.write(writer, b"sent\n")  # here the outbox is flushed
     desk.note()

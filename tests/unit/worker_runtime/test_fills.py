@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.fills import Ledger, average
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
 from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
 from worker_runtime.protocol.messages import (
     Failure,
@@ -23,6 +22,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
+from worker_runtime.trading.order_tracker import OrderTracker, average_fill_price
 
 KEY = ConnectionKey("paper", "stock", True, "a1")
 ORDER = PlaceOrder(
@@ -63,13 +63,13 @@ def change(filled: int) -> OrderChanged:
     return OrderChanged(event_id=f"e{filled}", order=told(state, FILLS[:filled]), fill=FILLS[filled - 1])
 
 
-def ledger() -> tuple[Ledger, list[OrderEvent]]:
+def ledger() -> tuple[OrderTracker, list[OrderEvent]]:
     events: list[OrderEvent] = []
-    return Ledger(1, events.append, Log("ERROR")), events
+    return OrderTracker(1, events.append, Log("ERROR")), events
 
 
-def outcome(book: Ledger) -> OrderOutcome:
-    known = book.answer_of("o1")
+def outcome(book: OrderTracker) -> OrderOutcome:
+    known = book.known_outcome("o1")
     assert known is not None
     return known[0]
 
@@ -113,7 +113,7 @@ def test_a_change_of_an_order_that_is_not_ours_is_not_told() -> None:
     book, events = ledger()
     book.changed(KEY, change(1))
     assert events == []
-    assert book.answer_of("o1") is None
+    assert book.known_outcome("o1") is None
 
 
 def test_a_late_change_does_not_take_back_what_is_known() -> None:
@@ -142,19 +142,19 @@ def test_the_average_lies_between_the_lowest_and_the_highest_price(deals: list[t
         Fill(fill_id=str(n), quantity=quantity, price=price, at_ms=0)
         for n, (quantity, price) in enumerate(deals)
     ]
-    price = average(fills)
+    price = average_fill_price(fills)
     assert price is not None
     assert min(fill.price for fill in fills) <= price <= max(fill.price for fill in fills)
 
 
 def test_without_fills_there_is_no_average() -> None:
-    assert average([]) is None
+    assert average_fill_price([]) is None
 
 
 def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
     book, events = ledger()
-    book.prime([ORDER])
-    assert book.answer_of("o1") is None  # nothing says that it was ever submitted
+    book.load_open_orders([ORDER])
+    assert book.known_outcome("o1") is None  # nothing says that it was ever submitted
     stranger = msgspec.structs.replace(told(OrderState.FILLED, FILLS, "b2"), tag="other")
     assert book.listed(KEY, [told(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
     assert [event.event_id for event in events] == ["o1:fill:f0", "o1:fill:f1"]
@@ -165,9 +165,9 @@ def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
 
 def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_it_is_listed() -> None:
     book, _ = ledger()
-    book.prime([ORDER])  # with the claim; a reload tells more
-    book.prime([msgspec.structs.replace(ORDER, begun=True)])
-    known = book.answer_of("o1")
+    book.load_open_orders([ORDER])  # with the claim; a reload tells more
+    book.load_open_orders([msgspec.structs.replace(ORDER, begun=True)])
+    known = book.known_outcome("o1")
     assert known is not None
     assert known[1] is not None
     assert (known[0].state, known[1].code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
@@ -177,7 +177,7 @@ def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_
 
 def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
     book, events = ledger()
-    book.prime([ORDER])
+    book.load_open_orders([ORDER])
     sold = msgspec.structs.replace(told(OrderState.FILLED, FILLS), side=Side.SELL)
     larger = msgspec.structs.replace(told(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
     assert book.listed(KEY, [sold, larger]) == [sold, larger]
@@ -186,9 +186,9 @@ def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
 
 def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> None:
     book, events = ledger()
-    book.prime([ORDER])
+    book.load_open_orders([ORDER])
     book.submitting(ORDER)
-    book.prime([ORDER])
+    book.load_open_orders([ORDER])
     assert book.placed(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
     assert book.broker_id_of("o1") == "b1"
     assert [event.event_id for event in events] == ["o1:submitted"]
@@ -215,7 +215,7 @@ def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
 
 def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
     known, events = ledger()
-    known.prime([msgspec.structs.replace(ORDER, broker_order_id="b1")])
+    known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     smaller = msgspec.structs.replace(told(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
     for _ in range(2):
         known.listed(KEY, [smaller])
@@ -228,6 +228,6 @@ def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
 
 def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
     known, events = ledger()
-    known.prime([msgspec.structs.replace(ORDER, broker_order_id="b1")])
+    known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     known.listed(KEY, [told(OrderState.SUBMITTED, [])])
     assert [event.quantity for event in events] == [None]

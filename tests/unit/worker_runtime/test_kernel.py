@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from worker_runtime import kernel
+from worker_runtime.process import kernel
 
 #: `nobody`: images of workers have no root either.
 _NOBODY = 65534

@@ -8,7 +8,7 @@ import sys
 
 _PROGRAM = """
 import os
-from worker_runtime.log import Log, silence_libraries
+from worker_runtime.process.log import Log, silence_libraries
 
 early = Log("INFO", process="session")
 early.info("before")

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from worker_runtime.board import Board
-from worker_runtime.mark import Mark
+from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.valkey import Argument, Valkey
 
 OLD = bytes(range(32))
 CONFIG = WorkerConfig(
@@ -31,7 +31,7 @@ class Told(Valkey):
         return b"ok"
 
 
-class Replaced(Board):
+class Replaced(SharedState):
     """Its session is replaced when the key has been read."""
 
     def public_key(self) -> bytes:
@@ -64,12 +64,12 @@ def test_the_key_of_a_session_that_was_replaced_meanwhile_is_not_shown_as_its_su
     board.session_number = 1
     board.publish_key(OLD)
     board.assign("u", "c", 1)
-    Mark(CONFIG, board).renew(client)
+    WorkerMark(CONFIG, board).renew(client)
     assert (client.fields["session"], client.fields["public_key"]) == (1, OLD.hex())
 
 
 def test_a_key_that_may_have_been_written_over_while_it_was_read_is_none() -> None:
-    board = Board()
+    board = SharedState()
     board.session_number = 1
     board.publish_key(OLD)
     numbers: Any = board.numbers

@@ -23,8 +23,8 @@ from tests.unit.worker_runtime.scripted_exchange import (
     scripted,
     until,
 )
-from worker_runtime.brokers.paper_link import NoAnswer
-from worker_runtime.protocol.exchange import OrderChanged, Ping, Reply
+from worker_runtime.brokers.paper_connection import NoReply
+from worker_runtime.protocol.exchange import ExchangePing, ExchangeReply, OrderChanged
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_call_brings_the_events_that_come_while_it_waits(exchange: ScriptedExc
     for _ in range(50):
         assert heard.thread_of(exchange.send_event()).startswith("caller")
     assert not call.done()
-    exchange.send(Reply(id=number))
+    exchange.send(ExchangeReply(id=number))
     assert call.result(SOON).id == number
 
 
@@ -51,14 +51,14 @@ def test_the_reader_brings_the_events_between_calls(exchange: ScriptedExchange, 
     assert heard.thread_of(exchange.send_event()) == READER
     for _ in range(20):
         number, call = exchange.reading_call(heard)
-        exchange.send(Reply(id=number))
+        exchange.send(ExchangeReply(id=number))
         call.result(SOON)
         assert heard.thread_of(exchange.send_event()) == READER
 
 
 def test_a_reply_among_events_in_one_piece(exchange: ScriptedExchange, heard: Heard) -> None:
     number, call = exchange.reading_call(heard)
-    exchange.send(event("before"), Reply(id=number), event("behind"))
+    exchange.send(event("before"), ExchangeReply(id=number), event("behind"))
     assert call.result(SOON).id == number
     # The call took the piece in as a whole: nothing of it is left for the reader.
     assert heard.names[-2:] == ["before", "behind"]
@@ -69,7 +69,7 @@ def test_an_event_that_begins_with_the_reply_and_ends_after_the_call(
 ) -> None:
     number, call = exchange.reading_call(heard)
     begun = in_bytes(event("in two"))
-    exchange.peer.sendall(in_bytes(Reply(id=number)) + begun[:10])
+    exchange.peer.sendall(in_bytes(ExchangeReply(id=number)) + begun[:10])
     call.result(SOON)
     exchange.peer.sendall(begun[10:])
     assert heard.thread_of("in two") == READER
@@ -77,7 +77,7 @@ def test_an_event_that_begins_with_the_reply_and_ends_after_the_call(
 
 def test_a_reply_in_many_pieces(exchange: ScriptedExchange, heard: Heard) -> None:
     number, call = exchange.reading_call(heard)
-    for byte in in_bytes(Reply(id=number, order=a_broker_order("o"))):
+    for byte in in_bytes(ExchangeReply(id=number, order=a_broker_order("o"))):
         until(lambda: not exchange.has_come(1))  # else two of them could be read as one
         exchange.peer.sendall(bytes([byte]))
     assert call.result(SOON).order == a_broker_order("o")
@@ -85,13 +85,13 @@ def test_a_reply_in_many_pieces(exchange: ScriptedExchange, heard: Heard) -> Non
 
 def test_a_call_ends_in_time_though_bytes_keep_coming(exchange: ScriptedExchange, heard: Heard) -> None:
     number, call = exchange.reading_call(heard, seconds=0.5)
-    late = in_bytes(Reply(id=number, order=a_broker_order("o")))
+    late = in_bytes(ExchangeReply(id=number, order=a_broker_order("o")))
     exchange.peer.sendall(late[:-2])
     end = time.monotonic() + SOON
     while not call.done():
         assert time.monotonic() < end, "the bytes keep the call from its end"
         exchange.peer.sendall(b" ")  # between the last two brackets
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoReply):
         call.result()
     exchange.peer.sendall(late[-2:])
     assert heard.thread_of("late-o-submitted") == READER
@@ -101,10 +101,10 @@ def test_who_reads_brings_the_others_their_replies(exchange: ScriptedExchange, h
     first, reading = exchange.reading_call(heard)
     others = [exchange.call() for _ in range(3)]
     for number, call in reversed(others):
-        exchange.send(Reply(id=number))
+        exchange.send(ExchangeReply(id=number))
         assert call.result(SOON).id == number
         assert not reading.done()
-    exchange.send(Reply(id=first))
+    exchange.send(ExchangeReply(id=first))
     assert reading.result(SOON).id == first
 
 
@@ -117,14 +117,14 @@ def test_a_call_gets_its_reply_after_the_one_that_read_has_left(answered: bool) 
             second, waiting = exchange.call()
             third, behind = exchange.call()
             if answered:
-                exchange.send(Reply(id=first))
+                exchange.send(ExchangeReply(id=first))
                 reading.result(SOON)
             else:
-                assert isinstance(reading.exception(SOON), NoAnswer)
-            exchange.send(Reply(id=third))
+                assert isinstance(reading.exception(SOON), NoReply)
+            exchange.send(ExchangeReply(id=third))
             assert behind.result(SOON).id == third
             assert heard.thread_of(exchange.send_event())
-            exchange.send(Reply(id=second))
+            exchange.send(ExchangeReply(id=second))
             assert waiting.result(SOON).id == second
 
 
@@ -138,7 +138,7 @@ def test_an_observer_that_fails_in_a_call_harms_nobody(capfd: pytest.CaptureFixt
 
     with scripted(observe) as exchange:
         number, call = exchange.reading_call(heard)
-        exchange.send(event("bad"), event("good"), Reply(id=number))
+        exchange.send(event("bad"), event("good"), ExchangeReply(id=number))
         assert call.result(SOON).id == number
         assert heard.names[-2:] == ["bad", "good"]
         assert exchange.link.down_reason is None
@@ -186,7 +186,7 @@ def test_many_calls_and_events_in_pieces_of_any_size(
             rest = b""
             for number in asked:
                 names.append(f"with {number}")
-                rest += in_bytes(Reply(id=number, session_id=str(number)), event(names[-1]))
+                rest += in_bytes(ExchangeReply(id=number, session_id=str(number)), event(names[-1]))
             while rest:  # who has its reply asks again while the others' are still on their way
                 size = chance.choice([1, 7, 100, 1000])
                 exchange.peer.sendall(rest[:size])
@@ -197,9 +197,9 @@ def test_many_calls_and_events_in_pieces_of_any_size(
         for _ in range(each):
             numbers: list[int] = []
 
-            def ping(number: int, numbers: list[int] = numbers) -> Ping:
+            def ping(number: int, numbers: list[int] = numbers) -> ExchangePing:
                 numbers.append(number)
-                return Ping(id=number)
+                return ExchangePing(id=number)
 
             reply = exchange.link.call(ping, time.monotonic() + LONG)
             assert reply.session_id == str(numbers[0])

@@ -24,8 +24,8 @@ from tests.unit.worker_runtime.scripted_exchange import (
     scripted,
     until,
 )
-from worker_runtime.brokers.paper_link import LinkLost, NothingSent
-from worker_runtime.protocol.exchange import OrderChanged, Ping, Reply
+from worker_runtime.brokers.paper_connection import ConnectionLost, NothingSent
+from worker_runtime.protocol.exchange import ExchangePing, ExchangeReply, OrderChanged
 
 
 class Held(Heard):
@@ -57,7 +57,7 @@ def assert_over(exchange: ScriptedExchange, reason: str) -> None:
     until(lambda: readers() == 0)
     assert exchange.own.fileno() == -1
     with pytest.raises(NothingSent, match=reason):
-        exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
+        exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)
 
 
 def test_a_reset_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
@@ -65,7 +65,7 @@ def test_a_reset_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
     _, other = exchange.call()
     exchange.reset()
     for waiting in (call, other):
-        with pytest.raises(LinkLost, match="ConnectionResetError"):
+        with pytest.raises(ConnectionLost, match="ConnectionResetError"):
             waiting.result(SOON)
     assert_over(exchange, "ConnectionResetError")
 
@@ -79,7 +79,7 @@ def test_the_exchange_hangs_up_in_a_call(exchange: ScriptedExchange, heard: Held
     _, call = exchange.reading_call(heard)
     exchange.send(event("last"))
     exchange.hang_up()
-    with pytest.raises(LinkLost, match="the exchange closed the connection"):
+    with pytest.raises(ConnectionLost, match="the exchange closed the connection"):
         call.result(SOON)
     assert heard.names[-1] == "last"
     assert_over(exchange, "the exchange closed the connection")
@@ -88,7 +88,7 @@ def test_the_exchange_hangs_up_in_a_call(exchange: ScriptedExchange, heard: Held
 def test_nonsense_in_a_call(exchange: ScriptedExchange, heard: Held) -> None:
     _, call = exchange.reading_call(heard)
     exchange.peer.sendall(b"220 mail.example.com ESMTP\r\n")
-    with pytest.raises(LinkLost, match="what cannot be read"):
+    with pytest.raises(ConnectionLost, match="what cannot be read"):
         call.result(SOON)
     assert_over(exchange, "what cannot be read")
 
@@ -102,7 +102,7 @@ def test_nothing_is_believed_that_came_behind_nonsense(exchange: ScriptedExchang
     exchange.peer.sendall(behind)
     until(lambda: exchange.has_come(len(behind)))
     heard.go_on.set()
-    with pytest.raises(LinkLost, match="what cannot be read"):
+    with pytest.raises(ConnectionLost, match="what cannot be read"):
         call.result(SOON)
     assert_over(exchange, "what cannot be read")
     assert heard.names[-1] == "slow"
@@ -114,7 +114,7 @@ def test_a_line_without_end_in_a_call(exchange: ScriptedExchange, heard: Held) -
     with contextlib.suppress(ConnectionError):  # it is hung up on in the midst of it
         for _ in range(32):
             exchange.peer.sendall(piece)
-    with pytest.raises(LinkLost, match="a line without end"):
+    with pytest.raises(ConnectionLost, match="a line without end"):
         call.result(SOON)
     assert_over(exchange, "a line without end")
 
@@ -124,7 +124,7 @@ def test_a_drop_by_another_thread_ends_a_call_that_reads(exchange: ScriptedExcha
     _, other = exchange.call()
     exchange.link.drop("no longer wanted")
     for waiting in (call, other):
-        with pytest.raises(LinkLost, match="no longer wanted"):
+        with pytest.raises(ConnectionLost, match="no longer wanted"):
             waiting.result(SOON)
     assert_over(exchange, "no longer wanted")
     exchange.link.drop("again")
@@ -149,7 +149,7 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
             made.send(event("drop"))
             assert (heard.thread_of("drop") == READER) is not in_a_call
             if call is not None:
-                with pytest.raises(LinkLost, match="seen enough"):
+                with pytest.raises(ConnectionLost, match="seen enough"):
                     call.result(SOON)
             assert_over(made, "seen enough")
     assert min(took) < 0.3  # a wait for the reader, which waits for the observer, would take 0.4 s each time
@@ -169,7 +169,7 @@ def test_what_had_come_before_a_drop_is_told(
     heard.go_on.set()
     heard.thread_of("last")
     if call is not None:
-        with pytest.raises(LinkLost, match="no longer wanted"):
+        with pytest.raises(ConnectionLost, match="no longer wanted"):
             call.result(SOON)
     assert_over(exchange, "no longer wanted")
 
@@ -184,7 +184,7 @@ def test_what_had_come_before_a_reset_is_told_though_a_request_fails_first(
     until(lambda: exchange.has_come(len(last)))
     exchange.reset()
     with pytest.raises(NothingSent, match="the connection was lost"):
-        exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
+        exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)
     heard.go_on.set()
     heard.thread_of("last")
     assert_over(exchange, "the connection was lost")
@@ -198,12 +198,12 @@ def test_two_hundred_links_leave_nothing_open() -> None:
         with scripted(heard) as exchange:
             if number % 4 == 1:
                 asked, call = exchange.reading_call(heard)
-                exchange.send(Reply(id=asked))
+                exchange.send(ExchangeReply(id=asked))
                 call.result(SOON)
             elif number % 4 == 2:
                 _, call = exchange.reading_call(heard)
                 exchange.reset()
-                assert isinstance(call.exception(SOON), LinkLost)
+                assert isinstance(call.exception(SOON), ConnectionLost)
             elif number % 4 == 3:
                 exchange.hang_up()
     until(lambda: readers() == 0)
@@ -230,4 +230,4 @@ def test_a_connection_that_is_closed_while_a_request_waits_for_room() -> None:
         assert isinstance(exchange.own, NeverWritable)
         exchange.own.exchange = exchange
         with pytest.raises(NothingSent, match="closed meanwhile"):
-            exchange.link.call(lambda number: Ping(id=number), time.monotonic() + LONG)
+            exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from worker_runtime.board import Board
-from worker_runtime.boottime import SECOND
-from worker_runtime.pulse import PulseWatch
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.lease import PulseWatch
+from worker_runtime.process.shared_state import SharedState
 
 
 class Clock:
@@ -19,8 +19,8 @@ class Clock:
         return self.now
 
 
-def watch(timeout: float = 10.0) -> tuple[Clock, Board, PulseWatch]:
-    clock, board = Clock(), Board()
+def watch(timeout: float = 10.0) -> tuple[Clock, SharedState, PulseWatch]:
+    clock, board = Clock(), SharedState()
     board.session_number, board.pulse = 1, clock.now
     return clock, board, PulseWatch(board, timeout, clock)
 
@@ -79,7 +79,7 @@ def test_each_time_is_told_once_and_a_fresh_session_starts_anew() -> None:
 
 
 def test_a_call_says_how_long_it_may_take_and_pulses_when_it_is_over() -> None:
-    board, before = Board(), time.monotonic_ns()
+    board, before = SharedState(), time.monotonic_ns()
     with board.busy(500.0):
         assert 400 * SECOND < board.busy_until - time.monotonic_ns() <= 500 * SECOND
     assert board.busy_until == 0

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from worker_runtime.board import Board
-from worker_runtime.boottime import SECOND, boot_ns
 from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.budget import Patience, Unlimited, What
-from worker_runtime.connection import Account
-from worker_runtime.connections import Connections
-from worker_runtime.exits import WorkerEnds
-from worker_runtime.health import Health, text
-from worker_runtime.lease import Lease
-from worker_runtime.log import Log
+from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.replacement import WorkerExit
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerError,
@@ -24,30 +20,34 @@ from worker_runtime.protocol.errors import (
     LoginRejected,
     RateLimited,
 )
-from worker_runtime.protocol.exit_codes import ExitCode
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Credentials, Failure, WorkerEventKind
-from worker_runtime.recovery import Recovery
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.health import HealthMonitor, health_text
+from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
+from worker_runtime.trading.session_recovery import SessionRecovery
 
 CREDENTIALS = Credentials(api_key="key", secret_key="secret")
 
 
-class Counting(Unlimited):
+class Counting(UnlimitedRateLimiter):
     """A budget that writes down how long its callers would wait, and may be used up."""
 
     def __init__(self) -> None:
         self.patience: list[float] = []
-        self.asked: list[Patience] = []
+        self.asked: list[WaitLimit] = []
         self.full = False
 
-    def spend(self, account: Account, what: What, patience: Patience, *, cost: int = 1) -> None:
+    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
         self._note(patience)
         if self.full:
             raise RateLimited(retry_after=7.0)
 
-    def connect(self, account: Account, patience: Patience) -> None:
+    def connect(self, account: OpenedAccount, patience: WaitLimit) -> None:
         self._note(patience)
 
-    def _note(self, patience: Patience) -> None:
+    def _note(self, patience: WaitLimit) -> None:
         self.asked.append(patience)
         self.patience.append(patience())
 
@@ -57,7 +57,7 @@ class Setting:
 
     def __init__(self, *names: str, away_limit: float = 300.0) -> None:
         self.market = FakeMarket()
-        self.board = Board()
+        self.board = SharedState()
         self.board.lease_session = boot_ns() + 60 * SECOND
         self.told: list[tuple[str, str]] = []
         #: Error of the next logins, by account.
@@ -66,8 +66,8 @@ class Setting:
         #: Seconds that the logins were given.
         self.timeouts: list[float] = []
         self.budget = Counting()
-        self.health = Health(self.board, self._tell)
-        self.connections = Connections(
+        self.health = HealthMonitor(self.board, self._tell)
+        self.connections = BrokerSessions(
             lambda: self._broker,
             client="w1/1",
             lease=Lease(self.board),
@@ -78,14 +78,14 @@ class Setting:
             on_order=lambda key, change: None,
             log=Log("ERROR"),
         )
-        self.recovery = Recovery(
+        self.recovery = SessionRecovery(
             self.connections, board=self.board, tell=self._tell, log=Log("ERROR"), away_limit=away_limit
         )
         self.accounts = [self.account(name) for name in names]
 
-    def account(self, name: str, version: int = 1) -> Account:
+    def account(self, name: str, version: int = 1) -> OpenedAccount:
         self.market.register(name, CREDENTIALS.api_key, CREDENTIALS.secret_key)
-        return Account(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS)
+        return OpenedAccount(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS)
 
     def connected(self) -> Setting:
         self.connections.load(self.accounts)
@@ -119,14 +119,14 @@ class Setting:
 def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
     setting = Setting("a1", "a2").connected()
     setting.end_sessions()
-    setting.recovery.tend(60.0)
-    setting.recovery.tend(60.0)
+    setting.recovery.run_due(60.0)
+    setting.recovery.run_due(60.0)
     assert setting.told == [
         ("connected", "attempt 1"),
         ("reconnecting", "a1: the broker ended the session"),
         ("connected", "a2"),
     ]
-    assert (text(setting.board), setting.board.accounts_connected) == ("well", 2)
+    assert (health_text(setting.board), setting.board.accounts_connected) == ("well", 2)
 
 
 def test_a_known_end_is_repaired_for_the_order_that_needs_the_session() -> None:
@@ -142,11 +142,11 @@ def test_a_broker_that_is_away_is_told_once_however_often_it_is_tried(fault: Ber
     setting.faults["a1"] = fault
     setting.end_sessions()
     for _ in range(5):
-        setting.recovery.tend(60.0)
+        setting.recovery.run_due(60.0)
         with pytest.raises(type(fault)):
             setting.connections.ready("a1", 5.0)
     assert setting.kinds() == ["connected", "reconnecting", "degraded"]
-    assert text(setting.board) == f"degraded: {fault.code}"
+    assert health_text(setting.board) == f"degraded: {fault.code}"
 
 
 def test_an_order_does_not_count_against_a_login_limit() -> None:
@@ -171,8 +171,8 @@ def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
     for _ in range(3):
         with pytest.raises(BrokerError):
             setting.connections.ready("a1", 5.0)
-    with pytest.raises(WorkerEnds) as ends:
-        setting.recovery.tend(60.0)
+    with pytest.raises(WorkerExit) as ends:
+        setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.SESSION_REPLACE
     assert "failed" not in setting.kinds()
 
@@ -181,8 +181,8 @@ def test_a_broker_that_seems_away_for_too_long_costs_the_process() -> None:
     setting = Setting("a1", away_limit=0.0).connected()
     setting.faults["a1"] = BrokerUnreachable()
     setting.end_sessions()
-    setting.recovery.tend(60.0)
-    with pytest.raises(WorkerEnds) as ends:
+    setting.recovery.run_due(60.0)
+    with pytest.raises(WorkerExit) as ends:
         setting.recovery.judge()
     assert ends.value.code is ExitCode.SESSION_REPLACE
 
@@ -192,7 +192,7 @@ def test_a_limit_or_a_lost_lease_says_nothing_against_the_process(fault: BerthEr
     setting = Setting("a1", away_limit=0.0).connected()
     setting.faults["a1"] = fault
     setting.end_sessions()
-    setting.recovery.tend(60.0)
+    setting.recovery.run_due(60.0)
     setting.recovery.judge()
     assert setting.kinds() == ["connected", "reconnecting", "degraded"]
 
@@ -201,7 +201,7 @@ def test_tries_before_a_lost_lease_do_not_count_after_its_return() -> None:
     setting = Setting("a1", away_limit=0.0).connected()
     setting.faults["a1"] = BrokerUnreachable()
     setting.end_sessions()
-    setting.recovery.tend(60.0)
+    setting.recovery.run_due(60.0)
     setting.connections.close_all()
     setting.health.parked()
     setting.recovery.judge()
@@ -223,7 +223,7 @@ def test_a_fresh_process_whose_sdk_fails_too_ends_the_worker() -> None:
     setting.faults["a1"] = BrokerError("broken")
     with pytest.raises(BrokerError):
         setting.connections.replace(setting.accounts, 5.0)
-    with pytest.raises(WorkerEnds) as ends:
+    with pytest.raises(WorkerExit) as ends:
         setting.recovery.judge()
     assert ends.value.code is ExitCode.BROKER_FAILED
     assert setting.told == [("failed", "BROKER_ERROR: broken")]
@@ -243,10 +243,10 @@ def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> No
     setting.faults["a2"] = LoginRejected()
     setting.end_sessions()
     for _ in range(5):
-        setting.recovery.tend(60.0)
+        setting.recovery.run_due(60.0)
     assert setting.logins == ["a1", "a2", "a1", "a2"]
     assert setting.told[-1] == ("connected", "without a2: LOGIN_REJECTED")
-    assert text(setting.board) == "degraded: LOGIN_REJECTED"
+    assert health_text(setting.board) == "degraded: LOGIN_REJECTED"
 
 
 def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
@@ -270,9 +270,9 @@ def test_when_all_are_refused_the_worker_ends() -> None:
     setting = Setting("a1").connected()
     setting.faults["a1"] = LoginRejected("expired")
     setting.end_sessions()
-    setting.recovery.tend(60.0)
-    with pytest.raises(WorkerEnds) as ends:
-        setting.recovery.tend(60.0)
+    setting.recovery.run_due(60.0)
+    with pytest.raises(WorkerExit) as ends:
+        setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.BROKER_FAILED
     assert setting.told[-1] == ("failed", "LOGIN_REJECTED: expired")
 
@@ -282,7 +282,7 @@ def test_newer_credentials_replace_a_refused_account_even_while_the_broker_is_aw
     setting.faults["a1"] = LoginRejected()
     setting.end_sessions()
     for _ in range(3):
-        setting.recovery.tend(60.0)
+        setting.recovery.run_due(60.0)
     setting.faults["a1"] = BrokerUnreachable()
     with pytest.raises(BrokerUnreachable):
         setting.connections.replace([setting.account("a1", version=2)], 5.0)
@@ -305,8 +305,8 @@ def test_a_lost_lease_is_told_and_its_return_heals() -> None:
     setting = Setting("a1").connected()
     setting.connections.close_all()
     setting.health.parked()
-    assert text(setting.board) == "degraded: LEASE_LOST"
-    setting.recovery.tend(60.0)
+    assert health_text(setting.board) == "degraded: LEASE_LOST"
+    setting.recovery.run_due(60.0)
     assert setting.kinds() == ["connected", "degraded", "connected"]
 
 

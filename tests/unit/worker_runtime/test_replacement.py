@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from worker_runtime.board import Board
-from worker_runtime.protocol.exit_codes import ExitCode
-from worker_runtime.replacement import KillReason, Tally, note_kill, why
+from worker_runtime.process.replacement import CrashCounter, KillReason, record_kill, replacement_reason
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.launch import ExitCode
 
 
 @pytest.mark.parametrize(
@@ -21,23 +21,23 @@ from worker_runtime.replacement import KillReason, Tally, note_kill, why
     ],
 )
 def test_the_end_of_the_predecessor_is_told_in_words(status: int, text: str) -> None:
-    board = Board()
+    board = SharedState()
     board.session_number, board.session_end = 2, status
-    assert why(board) == text
+    assert replacement_reason(board) == text
 
 
 def test_a_kill_by_the_supervisor_is_told_as_its_reason_and_for_that_session_only() -> None:
-    board = Board()
+    board = SharedState()
     board.session_number = 1
-    note_kill(board, KillReason.NO_PULSE)
+    record_kill(board, KillReason.NO_PULSE)
     board.session_number, board.session_end = 2, -signal.SIGKILL
-    assert why(board) == "no pulse"
+    assert replacement_reason(board) == "no pulse"
     board.session_number = 3
-    assert why(board) == "ended by SIGKILL"
+    assert replacement_reason(board) == "ended by SIGKILL"
 
 
 def test_a_tally_counts_what_happened_of_late() -> None:
-    tally = Tally(3, 600.0)
+    tally = CrashCounter(3, 600.0)
     assert [tally.too_many() for _ in range(5)] == [False, False, False, True, True]
-    forgetful = Tally(0, 0.0)
+    forgetful = CrashCounter(0, 0.0)
     assert [forgetful.too_many() for _ in range(3)] == [True, True, True]

@@ -9,19 +9,18 @@ from typing import Any
 import hiredis
 import pytest
 
-from worker_runtime import shared_budget
-from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.budget import What
-from worker_runtime.connection import Account
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.errors import RateLimited
-from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.limits import Allowance
+from worker_runtime.protocol.launch import Allowance, WorkerConfig
 from worker_runtime.protocol.messages import Credentials
-from worker_runtime.protocol.scripts import BUDGET, Script
-from worker_runtime.shared_budget import GRANT, SharedBudget
-from worker_runtime.valkey import Argument, Valkey
+from worker_runtime.protocol.scripts import SPEND_BUDGET, Script
+from worker_runtime.trading import shared_rate_limiter
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.rate_limiter import CallKind
+from worker_runtime.trading.shared_rate_limiter import GRANT_LIFETIME, SharedRateLimiter
 
 GRANTED = [1, 0, b"count"]
 REFUSED = [0, 700, b"count"]
@@ -60,32 +59,32 @@ class Teller:
             allowance=Allowance(egress=egress),
         )
         self.client = client or Counting()
-        self.budget = SharedBudget(self.client, config, Board(), Log("CRITICAL"))
+        self.budget = SharedRateLimiter(self.client, config, SharedState(), Log("CRITICAL"))
 
-    def order(self, account: Account, *, what: What = What.ORDER, cost: int = 1) -> int:
+    def order(self, account: OpenedAccount, *, what: CallKind = CallKind.ORDER, cost: int = 1) -> int:
         """How often Valkey was asked for it."""
         before = len(self.client.asked)
         self.budget.spend(account, what, lambda: 1.0, cost=cost)
         return len(self.client.asked) - before
 
 
-def account(name: str = "a1", version: int = 1) -> Account:
+def account(name: str = "a1", version: int = 1) -> OpenedAccount:
     credentials = Credentials(api_key="k", secret_key="s")
-    return Account(ConnectionKey("paper", "stock", True, name), version, credentials)
+    return OpenedAccount(ConnectionKey("paper", "stock", True, name), version, credentials)
 
 
 ONE = account()
 
 
 def wait_until_void(since: float) -> None:
-    while time.monotonic() - since < GRANT:
+    while time.monotonic() - since < GRANT_LIFETIME:
         time.sleep(0.01)
 
 
 def test_an_order_uses_the_room_that_was_granted_ahead_and_asks_for_none() -> None:
     teller = Teller()
     [question] = teller.budget.ask_ahead([ONE])
-    assert question[:2] == ("EVALSHA", BUDGET.sha)
+    assert question[:2] == ("EVALSHA", SPEND_BUDGET.sha)
     teller.budget.answered_ahead([GRANTED])
     assert not teller.budget.granted
     assert teller.order(ONE) == 0
@@ -103,7 +102,7 @@ def test_a_grant_is_as_old_as_its_question() -> None:
     teller = Teller()
     teller.budget.ask_ahead([ONE])
     asked = time.monotonic()
-    while time.monotonic() - asked < GRANT / 2:
+    while time.monotonic() - asked < GRANT_LIFETIME / 2:
         time.sleep(0.01)
     teller.budget.answered_ahead([GRANTED])
     teller.order(ONE)
@@ -150,7 +149,7 @@ def test_nothing_is_asked_ahead_for_a_while_after_an_order_had_to_wait() -> None
 def test_an_order_that_is_refused_its_room_lets_nothing_be_asked_ahead() -> None:
     teller = Teller(client=Full())
     with pytest.raises(RateLimited):
-        teller.budget.spend(ONE, What.ORDER, lambda: 0.0)
+        teller.budget.spend(ONE, CallKind.ORDER, lambda: 0.0)
     assert teller.budget.ask_ahead([ONE]) == []
 
 
@@ -181,9 +180,16 @@ def test_a_question_that_was_too_long_without_an_answer_is_dropped() -> None:
 
 @pytest.mark.parametrize(
     ("call", "cost", "asked"),
-    [(What.QUERY, 1, 1), (What.LOOK_AND_CHANGE, 1, 1), (What.LOGIN, 1, 1), (What.ORDER, 2, 1)],
+    [
+        (CallKind.QUERY, 1, 1),
+        (CallKind.QUERY_AND_CHANGE, 1, 1),
+        (CallKind.LOGIN, 1, 1),
+        (CallKind.ORDER, 2, 1),
+    ],
 )
-def test_a_call_that_counts_otherwise_leaves_the_room_to_an_order(call: What, cost: int, asked: int) -> None:
+def test_a_call_that_counts_otherwise_leaves_the_room_to_an_order(
+    call: CallKind, cost: int, asked: int
+) -> None:
     teller = Teller()
     teller.budget.ask_ahead([ONE])
     teller.budget.answered_ahead([GRANTED])
@@ -206,7 +212,7 @@ def test_whoever_never_orders_pays_one_call_at_the_most() -> None:
     for _ in range(3):
         asked = teller.budget.ask_ahead([ONE])
         teller.budget.answered_ahead([GRANTED for _ in asked])
-        teller.order(ONE, what=What.QUERY)
+        teller.order(ONE, what=CallKind.QUERY)
         calls += len(asked)
         wait_until_void(time.monotonic())
     assert calls == 1
@@ -228,7 +234,7 @@ def test_room_of_one_of_two_owners_is_none(replies: list[Any]) -> None:
 
 
 def test_room_of_one_of_two_owners_was_counted_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_budget, "_SCARCE", 0.0)
+    monkeypatch.setattr(shared_rate_limiter, "_SCARCE", 0.0)
     teller = Teller(egress="10.0.0.1")
     teller.budget.ask_ahead([ONE])
     teller.budget.answered_ahead([GRANTED, REFUSED])

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from worker_runtime.board import Board
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.budget import Uncounted, What
-from worker_runtime.connection import Account
-from worker_runtime.log import Log
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Argument, Valkey, ValkeyRefused
 from worker_runtime.protocol.errors import LoginLimited, RateLimited
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.scripts import Script
-from worker_runtime.shared_budget import SharedBudget
-from worker_runtime.valkey import Argument, Valkey, ValkeyRefused
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
+from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
 
 
 def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_path: Path) -> None:
@@ -26,19 +26,21 @@ def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_pat
     config = WorkerConfig(
         worker_id="w", pool="p", valkey_url=url, launch_token=b"", orchestrator_key=b"secret"
     )
-    budget = SharedBudget(Valkey(url), config, Board(), Log("CRITICAL"))
-    account = Account(
+    budget = SharedRateLimiter(Valkey(url), config, SharedState(), Log("CRITICAL"))
+    account = OpenedAccount(
         ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
     )
-    with pytest.raises(Uncounted, match=r"Valkey, .* could not be asked; .* Nothing was sent") as refused:
-        budget.spend(account, What.ORDER, lambda: 10.0)
+    with pytest.raises(
+        CountUnavailable, match=r"Valkey, .* could not be asked; .* Nothing was sent"
+    ) as refused:
+        budget.spend(account, CallKind.ORDER, lambda: 10.0)
     assert refused.value.retry_after == 1.0
     assert not budget.granted
     with pytest.raises(LoginLimited):
-        budget.spend(account, What.LOGIN, lambda: 10.0)
+        budget.spend(account, CallKind.LOGIN, lambda: 10.0)
 
 
-@pytest.mark.parametrize(("reply", "kind"), [("LOADING", Uncounted), ("OOM", RateLimited)])
+@pytest.mark.parametrize(("reply", "kind"), [("LOADING", CountUnavailable), ("OOM", RateLimited)])
 def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_is_not(
     reply: str, kind: type[RateLimited]
 ) -> None:
@@ -50,10 +52,10 @@ def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_
     config = WorkerConfig(
         worker_id="w", pool="p", valkey_url=url, launch_token=b"", orchestrator_key=b"secret"
     )
-    budget = SharedBudget(Refusing(url), config, Board(), Log("CRITICAL"))
-    account = Account(
+    budget = SharedRateLimiter(Refusing(url), config, SharedState(), Log("CRITICAL"))
+    account = OpenedAccount(
         ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
     )
     with pytest.raises(RateLimited) as refused:
-        budget.spend(account, What.ORDER, lambda: 10.0)
+        budget.spend(account, CallKind.ORDER, lambda: 10.0)
     assert type(refused.value) is kind

@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_runtime.submissions import Submissions
+from worker_runtime.process.shared_state import Submissions
 
 
 def test_what_a_dead_process_had_begun_is_known_to_the_next() -> None:

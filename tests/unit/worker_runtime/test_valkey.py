@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.valkey import NOTHING, Valkey, ValkeyUnreachable
+from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyUnreachable
 
 
 @pytest.fixture

@@ -8,79 +8,86 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.order_messages import FollowSettings, Standing, Verified
-from workflows.order_state import Following, Step
+from workflows.order.messages import FollowSettings, OrderStanding, Verified
+from workflows.order.state import FollowedOrder, OrderStep
 
 SETTINGS = FollowSettings()
 DAY_END = 100_000.0
-UNASKED = Verified(standing=Standing.UNASKED, state="submitted", code="BROKER_UNREACHABLE", detail="no route")
+UNASKED = Verified(
+    standing=OrderStanding.UNASKED, state="submitted", code="BROKER_UNREACHABLE", detail="no route"
+)
 
 
 def missing(
     *, state: str = "unknown", certain: bool = True, dead: bool = True, quiet: float = 0.0
 ) -> Verified:
     return Verified(
-        standing=Standing.MISSING, state=state, complete=True, certain=certain, dead=dead, quiet_since=quiet
+        standing=OrderStanding.MISSING,
+        state=state,
+        complete=True,
+        certain=certain,
+        dead=dead,
+        quiet_since=quiet,
     )
 
 
-def after(*looks: tuple[float, Verified]) -> Following:
-    follow = Following()
+def after(*looks: tuple[float, Verified]) -> FollowedOrder:
+    follow = FollowedOrder()
     for now, seen in looks:
         follow = follow.saw(seen, now, SETTINGS)
     return follow
 
 
 def test_a_final_order_ends_it() -> None:
-    follow = after((1.0, Verified(standing=Standing.FINAL, state="filled")))
-    assert follow.step(1.0, DAY_END) == Step.END
+    follow = after((1.0, Verified(standing=OrderStanding.FINAL, state="filled")))
+    assert follow.step(1.0, DAY_END) == OrderStep.END
 
 
 @pytest.mark.parametrize(("dead", "wait"), [(True, 60.0), (False, 120.0)])
 def test_two_complete_listings_after_a_while_prove_absence(dead: bool, wait: float) -> None:
     early = missing(dead=dead)
     follow = after((0.0, early), (10.0, early), (wait - 1, early), (wait, early))
-    assert follow.step(wait, DAY_END) == Step.WAIT
+    assert follow.step(wait, DAY_END) == OrderStep.WAIT
     follow = follow.saw(early, wait + 2, SETTINGS)
-    assert follow.step(wait + 2, DAY_END) == Step.SETTLE
+    assert follow.step(wait + 2, DAY_END) == OrderStep.SETTLE
 
 
 def test_a_listing_that_is_behind_proves_only_what_it_shows() -> None:
     late = replace(missing(), behind=90.0)
     follow = after((60.0, late), (100.0, late), (149.0, late))
-    assert (follow.missing, follow.step(149.0, DAY_END)) == (0, Step.WAIT)
+    assert (follow.missing, follow.step(149.0, DAY_END)) == (0, OrderStep.WAIT)
     follow = follow.saw(late, 150.0, SETTINGS).saw(late, 152.0, SETTINGS)
-    assert follow.step(152.0, DAY_END) == Step.SETTLE
+    assert follow.step(152.0, DAY_END) == OrderStep.SETTLE
 
 
 def test_a_listing_that_proves_nothing_does_not_count_beside_one_that_does() -> None:
     follow = after((100.0, missing(certain=False)), (102.0, missing()))
-    assert follow.step(102.0, DAY_END) == Step.WAIT
-    assert follow.saw(missing(), 104.0, SETTINGS).step(104.0, DAY_END) == Step.SETTLE
+    assert follow.step(102.0, DAY_END) == OrderStep.WAIT
+    assert follow.saw(missing(), 104.0, SETTINGS).step(104.0, DAY_END) == OrderStep.SETTLE
 
 
 def test_an_incomplete_listing_proves_nothing() -> None:
-    partial = Verified(standing=Standing.MISSING, state="unknown", certain=False, dead=True)
+    partial = Verified(standing=OrderStanding.MISSING, state="unknown", certain=False, dead=True)
     follow = after(*((100.0 * look, partial) for look in range(10)))
-    assert follow.step(1000.0, DAY_END) == Step.WAIT
+    assert follow.step(1000.0, DAY_END) == OrderStep.WAIT
 
 
 def test_a_listing_that_shows_it_starts_the_count_anew() -> None:
-    listed = Verified(standing=Standing.LISTED, state="submitted")
+    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
     follow = after((100.0, missing()), (102.0, listed), (104.0, missing()))
-    assert follow.step(104.0, DAY_END) == Step.WAIT
+    assert follow.step(104.0, DAY_END) == OrderStep.WAIT
 
 
 def test_where_absence_is_never_certain_a_person_is_told_and_it_is_followed_on() -> None:
     unsure = missing(certain=False)
     follow = after((100.0, unsure), (102.0, unsure))
-    assert follow.step(102.0, DAY_END) == Step.WAIT
+    assert follow.step(102.0, DAY_END) == OrderStep.WAIT
     assert "does not prove" in follow.concern(102.0, DAY_END, SETTINGS)
 
 
 def test_an_order_that_the_broker_had_and_lists_no_more_is_not_rejected() -> None:
     follow = after((100.0, missing(state="submitted")), (102.0, missing(state="submitted")))
-    assert follow.step(102.0, DAY_END) == Step.WAIT
+    assert follow.step(102.0, DAY_END) == OrderStep.WAIT
     assert "does not list it any more" in follow.concern(102.0, DAY_END, SETTINGS)
 
 
@@ -91,16 +98,16 @@ def test_a_person_is_told_when_the_broker_was_out_of_reach_for_long() -> None:
 
 
 def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
-    follow = after((DAY_END, Verified(standing=Standing.LISTED, state="submitted")))
-    assert follow.step(DAY_END, DAY_END) == Step.WAIT
+    follow = after((DAY_END, Verified(standing=OrderStanding.LISTED, state="submitted")))
+    assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
-    assert follow.told(concern).step(DAY_END, DAY_END) == Step.END
+    assert follow.told(concern).step(DAY_END, DAY_END) == OrderStep.END
     assert "look 1: listed, submitted" in follow.whole_story(concern)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
-    listed = Verified(standing=Standing.LISTED, state="submitted")
-    follow, pauses = Following(), []
+    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
+    follow, pauses = FollowedOrder(), []
     for look in range(8):
         follow = follow.saw(listed, float(look), SETTINGS)
         pauses.append(follow.pause(float(look), DAY_END, SETTINGS))
@@ -108,7 +115,7 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 
 def test_a_recheck_looks_often_again_and_tells_a_person_anew() -> None:
-    listed = Verified(standing=Standing.LISTED, state="submitted")
+    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
     follow = after(*((float(look), listed) for look in range(8))).told("?").rechecked()
     assert (follow.attention, follow.pause(8.0, DAY_END, SETTINGS)) == ("", 2.0)
 
@@ -118,7 +125,7 @@ LOOKS = st.lists(
         st.floats(0, 500),
         st.builds(
             Verified,
-            standing=st.sampled_from([*Standing]),
+            standing=st.sampled_from([*OrderStanding]),
             state=st.sampled_from(["accepted", "submitting", "unknown", "submitted", "part_filled"]),
             code=st.just("X"),
             complete=st.booleans(),
@@ -134,14 +141,14 @@ LOOKS = st.lists(
 
 @given(looks=LOOKS)
 def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(looks: list[tuple[float, Verified]]) -> None:
-    follow, now = Following(), 0.0
+    follow, now = FollowedOrder(), 0.0
     for gap, seen in looks:
         now += gap
         follow = follow.saw(seen, now, SETTINGS)
-        assert Following.carried(asdict(follow)) == follow
+        assert FollowedOrder.carried(asdict(follow)) == follow
         pause = follow.pause(now, DAY_END, SETTINGS)
         assert 0 < pause <= 300
-        if follow.step(now, DAY_END) == Step.SETTLE:
+        if follow.step(now, DAY_END) == OrderStep.SETTLE:
             assert follow.certain
             assert follow.state in {"accepted", "submitting", "unknown"}
             assert now >= follow.quiet_since + (60 if follow.dead else 120)

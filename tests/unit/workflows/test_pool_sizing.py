@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.pool_messages import WindowNow
-from workflows.pool_policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check, days_of
-from workflows.pool_sizing import Situation, size
+from workflows.worker_pool.messages import WindowNow
+from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
+from workflows.worker_pool.sizing import SizingInput, size_pool
 
 MORNING = PoolWindow(name="morning", target=40, begins="08:00", ends="09:30")
 
@@ -34,12 +34,12 @@ def policies(draw: st.DrawFn) -> PoolPolicy:
         limit=draw(st.none() | st.integers(minimum, 500)),
         windows=tuple(windows),
     )
-    check(policy)
+    check_policy(policy)
     return policy
 
 
 situations = st.builds(
-    Situation,
+    SizingInput,
     in_use=st.integers(0, 500),
     claims=st.integers(0, 500),
     window=st.builds(WindowNow, name=st.sampled_from(["", "a", "b", "c"]), until=st.just(5.0)),
@@ -47,8 +47,8 @@ situations = st.builds(
 
 
 @given(policy=policies(), now=situations)
-def test_the_wanted_number_stays_within_its_bounds(policy: PoolPolicy, now: Situation) -> None:
-    wanted = size(policy, now).wanted
+def test_the_wanted_number_stays_within_its_bounds(policy: PoolPolicy, now: SizingInput) -> None:
+    wanted = size_pool(policy, now).wanted
     room = None if policy.limit is None else max(0, policy.limit - now.in_use)
     assert wanted >= (policy.minimum if room is None else min(policy.minimum, room))
     if policy.maximum is not None:
@@ -58,27 +58,29 @@ def test_the_wanted_number_stays_within_its_bounds(policy: PoolPolicy, now: Situ
 
 
 @given(policy=policies(), now=situations, more=st.integers(1, 100))
-def test_more_claims_never_want_fewer_workers(policy: PoolPolicy, now: Situation, more: int) -> None:
-    assert size(policy, replace(now, claims=now.claims + more)).wanted >= size(policy, now).wanted
+def test_more_claims_never_want_fewer_workers(policy: PoolPolicy, now: SizingInput, more: int) -> None:
+    assert size_pool(policy, replace(now, claims=now.claims + more)).wanted >= size_pool(policy, now).wanted
 
 
 @given(policy=policies(), now=situations, more=st.integers(1, 100))
 def test_more_users_never_want_fewer_free_workers_but_for_the_limit(
-    policy: PoolPolicy, now: Situation, more: int
+    policy: PoolPolicy, now: SizingInput, more: int
 ) -> None:
     unlimited = replace(policy, limit=None)
     busier = replace(now, in_use=now.in_use + more)
-    assert size(unlimited, busier).wanted >= size(unlimited, now).wanted
+    assert size_pool(unlimited, busier).wanted >= size_pool(unlimited, now).wanted
 
 
 @given(policy=policies(), now=situations, more=st.integers(1, 100))
-def test_a_higher_target_never_wants_fewer(policy: PoolPolicy, now: Situation, more: int) -> None:
-    assert size(replace(policy, target=policy.target + more), now).wanted >= size(policy, now).wanted
+def test_a_higher_target_never_wants_fewer(policy: PoolPolicy, now: SizingInput, more: int) -> None:
+    assert (
+        size_pool(replace(policy, target=policy.target + more), now).wanted >= size_pool(policy, now).wanted
+    )
 
 
 @given(policy=policies(), now=situations)
-def test_the_reasons_end_with_the_number(policy: PoolPolicy, now: Situation) -> None:
-    sizing = size(policy, now)
+def test_the_reasons_end_with_the_number(policy: PoolPolicy, now: SizingInput) -> None:
+    sizing = size_pool(policy, now)
     assert any(str(sizing.wanted) in reason for reason in sizing.reasons)
     assert sizing.until == 5.0
 
@@ -87,19 +89,19 @@ def test_every_step_is_told_in_plain_words() -> None:
     policy = PoolPolicy(
         target=4, minimum=2, maximum=60, buffer="20%", demand_minutes=5, limit=100, windows=(MORNING,)
     )
-    now = Situation(in_use=45, claims=50, window=WindowNow(name="morning"))
-    assert size(policy, now).reasons == (
+    now = SizingInput(in_use=45, claims=50, window=WindowNow(name="morning"))
+    assert size_pool(policy, now).reasons == (
         "window morning: 40 instead of 4",
         "50 claims within the last 5 min",
         "as many again are kept: 50",
         "buffer (20% of 45 in use): 9 more, 59",
         "limit of 100 in all, 45 in use: 55",
     )
-    assert size(policy, now).wanted == 55
+    assert size_pool(policy, now).wanted == 55
 
 
 def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
-    assert size(PoolPolicy(target=3), Situation(window=WindowNow(name="morning"))).wanted == 3
+    assert size_pool(PoolPolicy(target=3), SizingInput(window=WindowNow(name="morning"))).wanted == 3
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
 )
 def test_a_policy_that_makes_no_sense_is_refused_in_words(policy: PoolPolicy, told: str) -> None:
     with pytest.raises(PoolPolicyInvalid) as refused:
-        check(policy)
+        check_policy(policy)
     assert told in refused.value.detail
 
 

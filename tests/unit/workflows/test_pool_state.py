@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.pool_state import (
+from workflows.rollout.messages import Release
+from workflows.worker_pool.state import (
     BACKOFF_MAX,
     CIRCUIT_AFTER,
     IN_FLIGHT_MAX,
@@ -16,7 +17,6 @@ from workflows.pool_state import (
     SOON,
     PoolState,
 )
-from workflows.rollout_messages import Release
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 5])

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflows.rollout_messages import Release, ReleaseLook, RolloutInput, RolloutPhase
-from workflows.rollout_state import RolloutState, Step
+from workflows.rollout.messages import Release, ReleaseLook, RolloutInput, RolloutPhase
+from workflows.rollout.state import RolloutState, RolloutStep
 
 OLD, NEW = Release(version="1"), Release(version="2")
 GIVEN = RolloutInput(pool="default", release=NEW, batch=3)
@@ -55,7 +55,7 @@ class Pool:
             last_failure="NEVER_READY: it ended",
         )
 
-    def do(self, step: Step, state: RolloutState) -> None:
+    def do(self, step: RolloutStep, state: RolloutState) -> None:
         for _ in range(step.retire):
             old = [version for version in self.free if version != state.target.version]
             self.free.remove(old[0])
@@ -151,7 +151,7 @@ def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_i
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
     assert state.held == "2 users in a row got a worker that did not serve them"
     state, step = state.looked(replace(QUIET, users=5, failed=3), GIVEN)
-    assert (state.phase, state.condemned, step) == (RolloutPhase.ROLLING_BACK, True, Step())
+    assert (state.phase, state.condemned, step) == (RolloutPhase.ROLLING_BACK, True, RolloutStep())
     assert state.reason == "3 users in a row got a worker that did not serve them"
     # On the way back they say nothing about what was before.
     state, _ = state.looked(replace(QUIET, new=0, old=4, failed=9), GIVEN)
@@ -199,7 +199,7 @@ def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_r
     state, _ = state.looked(look, GIVEN)
     state, step = state.looked(look, GIVEN)
     assert state.phase == RolloutPhase.REPLACING
-    assert step == Step()
+    assert step == RolloutStep()
     state, step = state.looked(replace(look, new=1), GIVEN)
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from worker_runtime.protocol.messages import WorkerEventKind as K
-from workflows import messages as m
-from workflows.user_worker_events import Told, told
-from workflows.user_worker_state import UserWorkerState
+from workflows.user_worker import messages as m
+from workflows.user_worker.events import EventEffect, apply_event
+from workflows.user_worker.state import UserWorkerState
 
 S = m.WorkerState
 WORKER = m.WorkerRef(worker_id="w1", task_id="t1", epoch=3, claim_id="c1", pool="default")
@@ -35,55 +35,55 @@ def event(kind: str, sequence: int = 2, **changes: Any) -> m.WorkerEventSignal:
 
 @pytest.mark.parametrize("kind", [K.RECONNECTING, K.DEGRADED])
 def test_a_lost_broker_makes_the_state_reconnecting_and_degraded(kind: K) -> None:
-    state = told(active(), event(kind), NOW).state
+    state = apply_event(active(), event(kind), NOW).state
     assert (state.state, state.reason) == (S.RECONNECTING, "the line is dead")
     assert (state.health, state.health_at) == ("degraded: the line is dead", 990.0)
     assert not state.needs_credentials
 
 
 def test_a_degraded_worker_that_reconnects_keeps_its_deadline() -> None:
-    once = told(active(), event(K.RECONNECTING), NOW).state
-    twice = told(once, event(K.DEGRADED, 4, detail="refused"), NOW + 5).state
+    once = apply_event(active(), event(K.RECONNECTING), NOW).state
+    twice = apply_event(once, event(K.DEGRADED, 4, detail="refused"), NOW + 5).state
     assert (twice.since, twice.deadline, twice.health) == (once.since, once.deadline, "degraded: refused")
 
 
 def test_connected_makes_the_worker_well_again_and_is_no_use_of_it() -> None:
-    lost = told(active(), event(K.RECONNECTING), NOW).state
-    back = told(lost, event(K.CONNECTED, 4), NOW + 30).state
+    lost = apply_event(active(), event(K.RECONNECTING), NOW).state
+    back = apply_event(lost, event(K.CONNECTED, 4), NOW + 30).state
     assert (back.state, back.health, back.reason) == (S.ACTIVE, "well", "")
     assert (back.last_activity, back.deadline) == (104.0, 104.0 + 1800.0)
 
 
-@pytest.mark.parametrize("before", [active(), told(active(), event(K.DEGRADED, 1), NOW).state])
+@pytest.mark.parametrize("before", [active(), apply_event(active(), event(K.DEGRADED, 1), NOW).state])
 def test_a_replaced_session_waits_for_its_credentials(before: UserWorkerState) -> None:
-    state = told(before, event(K.SESSION_REPLACED), NOW).state
+    state = apply_event(before, event(K.SESSION_REPLACED), NOW).state
     assert (state.state, state.needs_credentials, state.replacements) == (S.RECONNECTING, True, 1)
-    again = told(state.not_answered(), event(K.SESSION_REPLACED, 4), NOW).state
+    again = apply_event(state.not_answered(), event(K.SESSION_REPLACED, 4), NOW).state
     assert (again.replacements, again.unanswered) == (2, 0)
-    assert not told(again, event(K.CONNECTED, 6), NOW).state.needs_credentials
+    assert not apply_event(again, event(K.CONNECTED, 6), NOW).state.needs_credentials
 
 
 def test_failed_gives_the_worker_up_for_the_reason_it_told() -> None:
-    result = told(active(), event(K.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW)
+    result = apply_event(active(), event(K.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW)
     assert result.given_up == "LOGIN_REJECTED: wrong key"
-    assert told(active(), event(K.FAILED, detail=""), NOW).given_up.startswith("BROKER_ERROR: ")
+    assert apply_event(active(), event(K.FAILED, detail=""), NOW).given_up.startswith("BROKER_ERROR: ")
 
 
 @pytest.mark.parametrize("kind", [K.OWNER_MISSING, K.FENCED])
 def test_a_doubtful_owner_is_checked(kind: K) -> None:
-    result = told(active(), event(kind), NOW)
+    result = apply_event(active(), event(kind), NOW)
     assert result.check
     assert result.state == replace(active(), sequence=2)
 
 
 @pytest.mark.parametrize("kind", [K.CLOSED, "of a later release"])
 def test_other_events_are_only_counted(kind: str) -> None:
-    assert told(active(), event(kind), NOW) == Told(state=replace(active(), sequence=2))
+    assert apply_event(active(), event(kind), NOW) == EventEffect(state=replace(active(), sequence=2))
 
 
 @pytest.mark.parametrize("kind", [K.SESSION_REPLACED, K.FAILED])
 def test_a_session_that_dies_while_it_connects_makes_the_claim_useless(kind: K) -> None:
-    result = told(connecting(), event(kind), NOW)
+    result = apply_event(connecting(), event(kind), NOW)
     assert result.lost
     assert result.state.state == S.CONNECTING
 
@@ -95,18 +95,20 @@ def test_a_session_that_dies_while_it_connects_makes_the_claim_useless(kind: K) 
 )
 @pytest.mark.parametrize("kind", list(K))
 def test_what_is_not_news_changes_nothing(kind: K, changes: dict[str, Any]) -> None:
-    assert told(active(), event(kind, **{"sequence": 9, **changes}), NOW) == Told(state=active())
+    assert apply_event(active(), event(kind, **{"sequence": 9, **changes}), NOW) == EventEffect(
+        state=active()
+    )
 
 
 def test_an_event_without_a_worker_changes_nothing() -> None:
     gone = active().drains("requested", NOW).stopped()
-    assert told(gone, event(K.FAILED), NOW) == Told(state=gone)
+    assert apply_event(gone, event(K.FAILED), NOW) == EventEffect(state=gone)
 
 
 @pytest.mark.parametrize("at", [0.0, -1.0, float("nan"), float("inf"), NOW + 1])
 def test_a_clock_that_cannot_be_right_is_not_believed(at: float) -> None:
-    assert told(active(), event(K.DEGRADED, at=at), NOW).state.health_at == NOW
+    assert apply_event(active(), event(K.DEGRADED, at=at), NOW).state.health_at == NOW
 
 
 def test_a_workers_own_words_are_kept_short() -> None:
-    assert len(told(active(), event(K.DEGRADED, detail="x" * 5000), NOW).state.reason) == 200
+    assert len(apply_event(active(), event(K.DEGRADED, detail="x" * 5000), NOW).state.reason) == 200

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from workflows.messages import WorkerState
-from workflows.user_worker_picture import AT_DEADLINE, WHY, between_markers, diagram, span, table
-from workflows.user_worker_state import ALLOWED
+from workflows.user_worker.diagram import AT_DEADLINE, WHY, diagram, duration, render_page, table
+from workflows.user_worker.messages import WorkerState
+from workflows.user_worker.state import ALLOWED
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lifecycle.md"
 
 
 def test_the_page_shows_what_the_code_says() -> None:
-    """If not: `python -m workflows.user_worker_picture docs/lifecycle.md`."""
+    """If not: `python -m workflows.user_worker.diagram docs/lifecycle.md`."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == between_markers(page)
+    assert page == render_page(page)
 
 
 def test_every_transition_has_its_reason_and_every_state_its_end() -> None:
@@ -31,11 +31,11 @@ def test_a_transition_more_would_be_seen_in_the_picture() -> None:
 
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="not enough values"):
-        between_markers("# A page")
+        render_page("# A page")
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"), [(None, "-"), (65.0, "65 s"), (60.0, "60 s"), (1800.0, "30 min"), (86400.0, "24 h")]
 )
 def test_durations_are_for_people(seconds: float | None, words: str) -> None:
-    assert span(seconds) == words
+    assert duration(seconds) == words

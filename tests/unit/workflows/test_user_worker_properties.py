@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from worker_runtime.protocol.messages import WorkerEventKind
-from workflows import messages as m
-from workflows.user_worker_events import Told, told
-from workflows.user_worker_state import ALLOWED, LOOKS, IllegalTransition, UserWorkerState
+from workflows.user_worker import messages as m
+from workflows.user_worker.events import EventEffect, apply_event
+from workflows.user_worker.state import ALLOWED, LOOKS, IllegalTransition, UserWorkerState
 
 S = m.WorkerState
 
@@ -121,11 +121,11 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     def hear(self, event: m.WorkerEventSignal) -> None:
         before, owner = self.state, self.state.worker
-        result = told(before, event, self.now)
+        result = apply_event(before, event, self.now)
         news = owner is not None and (owner.worker_id, owner.epoch) == (event.worker_id, event.epoch)
         if not news or event.sequence <= before.sequence:
             assert result.state is before
-            assert result == Told(state=before)
+            assert result == EventEffect(state=before)
         assert result.state.worker == owner
         same = result.state.state == before.state
         assert same or result.state.state in ALLOWED[before.state]
@@ -219,7 +219,7 @@ served = st.lists(events, max_size=8).map(
 
 def _fed(state: UserWorkerState, history: list[m.WorkerEventSignal]) -> UserWorkerState:
     for number, event in enumerate(history):
-        state = told(state, event, 2000.0 + number).state
+        state = apply_event(state, event, 2000.0 + number).state
     return state
 
 
@@ -227,15 +227,15 @@ def _fed(state: UserWorkerState, history: list[m.WorkerEventSignal]) -> UserWork
 def test_an_event_of_an_older_epoch_changes_nothing(
     state: UserWorkerState, event: m.WorkerEventSignal, epoch: int
 ) -> None:
-    assert told(state, replace(event, epoch=epoch, worker_id="w2"), 9000.0).state is state
+    assert apply_event(state, replace(event, epoch=epoch, worker_id="w2"), 9000.0).state is state
 
 
 @given(state=served, event=events)
 def test_the_second_copy_of_an_event_changes_nothing(
     state: UserWorkerState, event: m.WorkerEventSignal
 ) -> None:
-    once = told(state, event, 9000.0).state
-    assert told(once, event, 9001.0) == Told(state=once)
+    once = apply_event(state, event, 9000.0).state
+    assert apply_event(once, event, 9001.0) == EventEffect(state=once)
 
 
 @given(history=st.lists(events, max_size=12))

@@ -1,15 +1,14 @@
-"""The job `email`: one mail to one address, by SMTP."""
+"""The job `email_job`: one mail to one address, by SMTP."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from worker_runtime.jobs.config import MailOutlet
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.registry import JobType, RetryLater
-from worker_runtime.protocol import job_work
-from worker_runtime.protocol.job_messages import JobFailed, JobOutcomeUnknown
-from worker_runtime.protocol.job_work import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol.catalog import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol.messages import JobFailed, JobOutcomeUnknown
+from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 if TYPE_CHECKING:
     import smtplib
@@ -27,7 +26,7 @@ class MailDeferred(RetryLater):
     code = "MAIL_DEFERRED"
 
 
-def email(outlet: MailOutlet) -> JobType:
+def email_job(outlet: MailOutlet) -> JobType:
     """The type, with the server that takes our mails."""
 
     def send(arguments: SendEmail, context: JobContext) -> EmailReceipt:
@@ -55,7 +54,7 @@ def email(outlet: MailOutlet) -> JobType:
         except UnicodeError:  # its text quotes the password
             raise MailRefused("the mail server's name or login is not ASCII") from None
         except smtplib.SMTPResponseException as error:
-            raise _of(type(error).__name__, error.smtp_code) from None
+            raise _mail_error(type(error).__name__, error.smtp_code) from None
         except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
             raise MailRefused(f"the server cannot be used: {type(error).__name__}") from None
         except OSError as error:  # all of smtplib's errors are, too
@@ -67,7 +66,7 @@ def email(outlet: MailOutlet) -> JobType:
             if client is not None:
                 client.close()
 
-    return JobType(name=job_work.EMAIL.name, arguments=SendEmail, run=send)
+    return JobType(name=catalog.EMAIL.name, arguments=SendEmail, run=send)
 
 
 def _hand_over(client: smtplib.SMTP, data: bytes) -> None:
@@ -107,10 +106,10 @@ def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes
 def _check(what: str, code: int, _text: bytes = b"") -> None:
     """A server's text may quote addresses: its code alone is told."""
     if not 200 <= code < 400:
-        raise _of(what, code)
+        raise _mail_error(what, code)
 
 
-def _of(what: str, code: int) -> MailRefused | MailDeferred:
+def _mail_error(what: str, code: int) -> MailRefused | MailDeferred:
     """RFC 5321, 4.2.1: 4yz passes, 5yz does not. Anything else is no SMTP, or no connection any more (-1)."""
     text = f"{what}: {code}"
     return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

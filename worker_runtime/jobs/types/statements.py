@@ -1,61 +1,155 @@
-"""The jobs `statement_email` and `statement_webhook`: a user's day, made of the job's orders and sent."""
+"""The jobs `make_statement` and `order_export`: made of the orders that the job brings along.
+
+The jobs `statement_email_job` and `statement_webhook_job`: a user's day, made of the job's orders and sent.
+"""
 
 from __future__ import annotations
+
+from decimal import Decimal
 
 import msgspec
 
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.registry import JobType
-from worker_runtime.jobs.types.mail import email
-from worker_runtime.jobs.types.orders import statement
-from worker_runtime.jobs.types.webhook import webhook
-from worker_runtime.protocol import job_work
-from worker_runtime.protocol.job_work import (
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol.catalog import (
+    DeliverWebhook,
+    ExportOrders,
     MailStatement,
     MakeStatement,
+    OrderExport,
+    OrderRow,
     PostStatement,
     SendEmail,
     Statement,
     StatementLine,
-    WebhookDelivery,
+    unpack_orders,
 )
+from worker_runtime.jobs.types.job_type import JobContext, JobType
+from worker_runtime.jobs.types.mail import email_job
+from worker_runtime.jobs.types.webhook import webhook_job
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES
+
+#: How a spreadsheet's formula begins, also in its wide forms (OWASP, "CSV injection").
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
+
+
+def make_statement(arguments: MakeStatement, _context: JobContext) -> Statement:
+    """Raises `MalformedMessage`."""
+    rows = unpack_orders(arguments.orders)
+    groups: dict[tuple[str, str], list[OrderRow]] = {}
+    for row in rows:
+        groups.setdefault((row.account_id, row.symbol), []).append(row)
+    return Statement(
+        user_id=arguments.user_id,
+        day=arguments.day,
+        orders=len(rows),
+        open_orders=sum(row.state not in FINAL_ORDER_STATES for row in rows),
+        lines=[_line(*key, group) for key, group in sorted(groups.items())],
+    )
+
+
+def _line(account_id: str, symbol: str, rows: list[OrderRow]) -> StatementLine:
+    states: dict[str, int] = {}
+    for row in rows:
+        states[row.state] = states.get(row.state, 0) + 1
+    bought, bought_average = _filled(rows, "buy")
+    sold, sold_average = _filled(rows, "sell")
+    return StatementLine(
+        account_id=account_id,
+        symbol=symbol,
+        bought=bought,
+        bought_average=bought_average,
+        sold=sold,
+        sold_average=sold_average,
+        orders=states,
+    )
+
+
+def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
+    """Lots, and their average price to four places; None if one of the prices is not known."""
+    filled = [row for row in rows if row.side == side and row.filled_quantity]
+    lots = sum(row.filled_quantity for row in filled)
+    value = Decimal(0)
+    for row in filled:
+        if row.average_price is None:
+            return lots, None
+        value += row.average_price * row.filled_quantity
+    return lots, round(value / lots, 4).normalize() if lots else None
+
+
+def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
+    """Raises `MalformedMessage`."""
+    # Here, not above: only this job writes files.
+    import csv
+    import io
+    import zlib
+
+    rows = unpack_orders(arguments.orders)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    columns = OrderRow.__struct_fields__
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_cell(getattr(row, column)) for column in columns])
+    packed = zlib.compress(out.getvalue().encode(), 9)
+    return OrderExport(user_id=arguments.user_id, orders=len(rows), csv=packed)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
+    # A spreadsheet would run it: an apostrophe makes it text.
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+#: Bytes: many times what 40 KiB of packed orders need, and little beside a session in the same container.
+_MEMORY = 128 * 1024 * 1024
+STATEMENT_JOB = JobType(
+    name=catalog.STATEMENT.name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
+)
+EXPORT_JOB = JobType(name=catalog.EXPORT.name, arguments=ExportOrders, run=export_orders, memory=_MEMORY)
+
 
 #: What a receiver knows the webhook by.
-EVENT = "statement.daily"
+STATEMENT_EVENT = "statement.daily"
 
 
-def statement_email(outlet: MailOutlet) -> JobType:
+def statement_email_job(outlet: MailOutlet) -> JobType:
     """The type, with the server that takes our mails."""
-    mail = email(outlet)
+    mail = email_job(outlet)
 
     def send(arguments: MailStatement, context: JobContext) -> object:
-        made = _made(arguments, context)
-        text = text_of(made)
+        made = _statement_of(arguments, context)
+        text = statement_text(made)
         return mail.run(SendEmail(to=arguments.to, subject=f"Statement of {made.day}", text=text), context)
 
-    return JobType(name=job_work.STATEMENT_MAIL.name, arguments=MailStatement, run=send)
+    return JobType(name=catalog.STATEMENT_MAIL.name, arguments=MailStatement, run=send)
 
 
-def statement_webhook(outlet: WebhookOutlet) -> JobType:
-    """The type, with the fleet's keys. The body is the statement, as the job `statement` returns it."""
-    post = webhook(outlet)
+def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
+    """The type, with the fleet's keys. The body is the statement, as the job `make_statement` returns it."""
+    post = webhook_job(outlet)
 
     def deliver(arguments: PostStatement, context: JobContext) -> object:
-        body = msgspec.Raw(msgspec.json.encode(_made(arguments, context)))
-        delivery = WebhookDelivery(url=arguments.url, recipient=arguments.user_id, event=EVENT, body=body)
+        body = msgspec.Raw(msgspec.json.encode(_statement_of(arguments, context)))
+        delivery = DeliverWebhook(
+            url=arguments.url, recipient=arguments.user_id, event=STATEMENT_EVENT, body=body
+        )
         return post.run(delivery, context)
 
-    return JobType(name=job_work.STATEMENT_POST.name, arguments=PostStatement, run=deliver)
+    return JobType(name=catalog.STATEMENT_POST.name, arguments=PostStatement, run=deliver)
 
 
-def _made(arguments: MailStatement | PostStatement, context: JobContext) -> Statement:
+def _statement_of(arguments: MailStatement | PostStatement, context: JobContext) -> Statement:
     """Raises `MalformedMessage`."""
     wanted = MakeStatement(user_id=arguments.user_id, day=arguments.day, orders=arguments.orders)
-    return statement(wanted, context)
+    return make_statement(wanted, context)
 
 
-def text_of(made: Statement) -> str:
+def statement_text(made: Statement) -> str:
     """The statement for a person: a line for each account and symbol."""
     lines = [f"User {made.user_id}, {made.day}", ""]
     if not made.orders:

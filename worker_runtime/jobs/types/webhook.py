@@ -1,15 +1,14 @@
-"""The job `webhook`: one signed POST."""
+"""The job `webhook_job`: one signed POST."""
 
 from __future__ import annotations
 
 import time
 
 from worker_runtime.jobs.config import WebhookOutlet
-from worker_runtime.jobs.context import JobContext
-from worker_runtime.jobs.registry import JobType, RetryLater
-from worker_runtime.protocol import job_work
-from worker_runtime.protocol.job_messages import JobFailed
-from worker_runtime.protocol.job_work import WebhookDelivery, WebhookReceipt
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
+from worker_runtime.jobs.protocol.messages import JobFailed
+from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 #: Statuses that may be others later; all from 500 on may, too.
 _PASSING = frozenset({408, 425, 429})
@@ -29,25 +28,27 @@ class WebhookDeferred(RetryLater):
     code = "WEBHOOK_DEFERRED"
 
 
-def webhook(outlet: WebhookOutlet) -> JobType:
+def webhook_job(outlet: WebhookOutlet) -> JobType:
     """The type, with the fleet's keys."""
 
-    def deliver(arguments: WebhookDelivery, context: JobContext) -> WebhookReceipt:
+    def deliver(arguments: DeliverWebhook, context: JobContext) -> WebhookReceipt:
         # Here, not above: TLS and HTTP cost every runner and child some MiB.
-        from worker_runtime.jobs.types import http_post
-        from worker_runtime.protocol import webhook_signing as signing
+        from worker_runtime.jobs.protocol import webhook_signing as signing
+        from worker_runtime.jobs.types import webhook_client
 
         body = bytes(arguments.body)
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "Berth",
-            signing.DELIVERY: context.job_id,
-            signing.EVENT: arguments.event,
-            signing.ATTEMPT: str(context.attempt),
-            signing.SIGNATURE: signing.signature(outlet.keys, arguments.recipient, int(time.time()), body),
+            signing.DELIVERY_HEADER: context.job_id,
+            signing.EVENT_HEADER: arguments.event,
+            signing.ATTEMPT_HEADER: str(context.attempt),
+            signing.SIGNATURE_HEADER: signing.sign_delivery(
+                outlet.keys, arguments.recipient, int(time.time()), body
+            ),
         }
         begun = time.monotonic()
-        reply = http_post.post(arguments.url, body, headers, outlet)
+        reply = webhook_client.post_webhook(arguments.url, body, headers, outlet)
         elapsed = (time.monotonic() - begun) * 1000
         if 200 <= reply.status < 300:
             return WebhookReceipt(status=reply.status, elapsed_ms=round(elapsed, 3))
@@ -59,4 +60,4 @@ def webhook(outlet: WebhookOutlet) -> JobType:
             raise WebhookRefused(f"status {reply.status}: redirects are not followed")
         raise WebhookRefused(f"status {reply.status}")
 
-    return JobType(name=job_work.WEBHOOK.name, arguments=WebhookDelivery, run=deliver)
+    return JobType(name=catalog.WEBHOOK.name, arguments=DeliverWebhook, run=deliver)

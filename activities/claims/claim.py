@@ -1,0 +1,329 @@
+"""From a claim id to a connected worker. Everything is idempotent by the claim id."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities.claims.handshake import ClaimReplies, seal_accounts
+from activities.pool import entries
+from activities.pool.entries import ask
+from activities.pool.launch import COLD_PREFIX
+from activities.rollout.canary import CanaryRegistry
+from infra.database.accounts import EncryptedAccount
+from infra.database.engine import Database
+from infra.database.orders import listing as open_orders_table
+from infra.database.trading import switches
+from infra.database.users import UserNotFound
+from infra.database.workers import sessions as worker_sessions
+from infra.valkey import client as valkey
+from infra.valkey import switch_fanout
+from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
+from worker_runtime.protocol import errors, keys, sealing
+from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message, PlaceOrder
+from worker_runtime.protocol.switches import UserSwitch
+from workflows.user_worker import messages as m
+from workflows.user_worker.state import CRASH_WINDOW
+
+#: Seconds of one blocking wait: below Valkey's socket timeout (5 s), and a heartbeat in between.
+WAIT_SLICE = 1.0
+
+#: Recent crashes from which on a start is held back: the first one is answered by a new worker at once.
+BACK_OFF_FROM = 2
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClaimedWorker:
+    """What one transaction gave to a claim."""
+
+    found: entries.PoolEntry
+    worker: m.WorkerRef
+    accounts: list[EncryptedAccount] = field(default_factory=list)
+    open_orders: list[PlaceOrder] = field(default_factory=list)
+    crashes: tuple[float, ...] = ()
+
+
+class ClaimActivities:
+    """Activities `claim_worker`, `await_connected`, `connect_again`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        unwrapper: KeyUnwrapper,
+        orchestrator_keys: OrchestratorKeys,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._unwrapper = unwrapper
+        self._keys = orchestrator_keys
+        self._trials = CanaryRegistry(client)
+
+    @activity.defn
+    async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
+        """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials.
+
+        With `heed_crashes`, a user whose workers crashed of late gets `back_off` instead, and nothing is
+        assigned; a repeat of a claim that was assigned goes on with that. A user whom a worker of a version
+        on trial failed gets none of it again.
+        """
+        if request.failed:
+            await self._trials.failed(request.pool, request.failed[-1], request.user_id)
+        taken = await self._assign(request)
+        found, worker = taken.found, taken.worker
+        if taken.crashes and not worker.epoch:
+            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=taken.crashes)
+        if found.status == "empty":
+            return m.ClaimResult(status=m.ClaimStatus.EMPTY)
+        if found.status == "gone":
+            return _gone(worker, "the claimed worker is gone")
+        if found.status == "refused":
+            return _no_account(request, worker)
+        if not found.proven(self._keys):
+            log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
+            return _gone(worker, "the worker's public key is not proven to be its own")
+        # The switch is read after the commit of the assignment, so that none falls between (`in_reach`).
+        generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
+        switch = switch_fanout.addressed_to(await self._switch(request.user_id), server)
+        if not await entries.write_owner(self._client, request.user_id, worker, generation, switch):
+            return _gone(worker, "a later assignment owns the user")
+        replies = ClaimReplies(self._client, request.pool, request.claim_id)
+        reply = None if found.status == "claimed" else await replies.present(worker.worker_id, 1)
+        if reply is None:
+            inbox = keys.pool_inbox(request.pool, worker.worker_id)
+            # Once, unless it was lost on the way: a worker answers a repeated claim again.
+            if found.status == "claimed" or not await ask(self._client.llen(inbox)):
+                claim = await self._claim_message(request, taken, generation)
+                await push_signed(self._client, inbox, claim, self._keys.signing_key)
+            reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
+        return await self._result(worker, reply)
+
+    async def _result(self, worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+        result = _result(worker, reply)
+        if result.status == m.ClaimStatus.ACTIVE:
+            await self._trials.served(worker.pool, worker.version)
+        return result
+
+    async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
+        """Epoch, worker and accounts, with one commit on the path that a person waits for.
+
+        The worker is taken inside the transaction: if that fails, a repeat of the claim id takes the same
+        one. Nobody has been told anything before the commit.
+        """
+        avoid = await self._trials.to_avoid(request.pool, request.failed)
+        async with self._database.session() as session:
+            try:
+                assigned = await worker_sessions.assign_epoch(
+                    session,
+                    user_id=request.user_id,
+                    claim_id=request.claim_id,
+                    pool=request.pool,
+                    crash_limit=BACK_OFF_FROM if request.heed_crashes else 0,
+                    crash_window=CRASH_WINDOW,
+                )
+            except UserNotFound:
+                assigned = worker_sessions.AssignmentResult(epoch=0)
+            epoch = assigned.epoch
+            gone = await self._to_end_first(request, assigned)
+            if gone is not None:
+                return _ClaimedWorker(
+                    found=entries.PoolEntry(status="gone", worker_id=gone.worker_id), worker=gone
+                )
+            accounts, open_orders = (
+                await open_orders_table.open_orders_with_accounts(session, request.user_id)
+                if epoch
+                else ([], [])
+            )
+            if accounts:
+                found = await entries.claim_entry(
+                    self._client,
+                    request.pool,
+                    request.claim_id,
+                    request.user_id,
+                    avoid=avoid.version if avoid else "",
+                )
+            else:  # nothing to log in with, or too many crashes: no worker is spent on it
+                found = entries.PoolEntry(status="refused")
+            worker = m.WorkerRef(
+                worker_id=found.worker_id,
+                task_id=found.task_id,
+                epoch=epoch,
+                claim_id=request.claim_id,
+                pool=request.pool,
+                version=found.version,
+                warm=not found.worker_id.startswith(COLD_PREFIX),
+                public_key=found.public_key.hex(),
+            )
+            if found.public_key:
+                await worker_sessions.set_worker(
+                    session,
+                    claim_id=request.claim_id,
+                    worker_id=worker.worker_id,
+                    task_id=worker.task_id,
+                    warm=worker.warm,
+                )
+        return _ClaimedWorker(
+            found=found,
+            worker=worker,
+            accounts=accounts,
+            open_orders=open_orders,
+            crashes=assigned.crashes,
+        )
+
+    async def _to_end_first(
+        self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
+    ) -> m.WorkerRef | None:
+        """The worker that may be logged in, and has to end before another begins (one-owner)."""
+        other = assigned.unended
+        if other is not None:
+            log.error("claim_beside_another", user_id=request.user_id, worker_id=other.worker_id)
+            return m.WorkerRef(
+                worker_id=other.worker_id or "",
+                task_id=other.task_id or "",
+                epoch=other.epoch,
+                claim_id=other.claim_id,
+                pool=other.pool,
+                warm=False,
+            )
+        own = assigned.worker_id
+        lost = bool(own) and await self._lost_claim(request, own)  # by Valkey
+        if not lost and not assigned.ended:
+            return None
+        return m.WorkerRef(
+            worker_id=own,
+            task_id=assigned.task_id,
+            epoch=assigned.epoch,
+            claim_id=request.claim_id,
+            pool=request.pool,
+            warm=bool(own),
+        )
+
+    async def _switch(self, user_id: str) -> UserSwitch:
+        async with self._database.session(autocommit=True) as session:
+            return await switches.switch_of_user(session, user_id)
+
+    async def _lost_claim(self, request: m.ClaimRequest, worker_id: str) -> bool:
+        return await entries.worker_of_claim(self._client, request.pool, request.claim_id) != worker_id
+
+    async def _claim_message(
+        self,
+        request: m.ClaimRequest,
+        taken: _ClaimedWorker,
+        generation: str,
+    ) -> Claim:
+        worker = taken.worker
+        return Claim(
+            claim_id=request.claim_id,
+            worker_id=worker.worker_id,
+            user_id=request.user_id,
+            epoch=worker.epoch,
+            generation=generation,
+            connect_timeout=request.connect_timeout,
+            open_orders=taken.open_orders,
+            accounts=await seal_accounts(
+                taken.accounts,
+                self._unwrapper,
+                taken.found.public_key,
+                epoch=worker.epoch,
+                claim_id=request.claim_id,
+                worker_id=worker.worker_id,
+            ),
+        )
+
+    @activity.defn
+    async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+        """Waits for the answer to a login that was begun."""
+        worker, deadline = request.worker, time.monotonic() + request.timeout
+        replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
+        while (left := deadline - time.monotonic()) > 0:
+            reply = await replies.wait(worker.worker_id, request.attempt, min(left, WAIT_SLICE))
+            if reply is not None:
+                return await self._result(worker, reply)
+            activity.heartbeat()
+            if not await entries.is_alive(
+                self._client, worker.pool, worker.worker_id, request.user_id, worker.epoch
+            ):
+                return _gone(worker, "the worker ended before it connected")
+        # Whoever settles first decides: a worker that has not confirmed by now never connects (P2).
+        settled = await entries.release_claim(self._client, worker.pool, worker.worker_id, worker.claim_id)
+        if settled == "released":
+            return _gone(worker, "the worker did not confirm the claim in time")
+        return m.ClaimResult(
+            status=m.ClaimStatus.FAILED,
+            worker=worker,
+            failure_code=errors.BrokerUnreachable.code,
+            failure_detail=f"no broker login within {request.timeout:.0f} s",
+        )
+
+    @activity.defn
+    async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
+        """Asks the worker for a further login; it knows a repeated message by its attempt."""
+        worker = request.worker
+        replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
+        inbox = keys.pool_inbox(worker.pool, worker.worker_id)
+        answered = await replies.present(worker.worker_id, request.attempt)
+        if answered is None and not await ask(self._client.llen(inbox)):
+            message = Connect(
+                claim_id=worker.claim_id,
+                worker_id=worker.worker_id,
+                attempt=request.attempt,
+                connect_timeout=request.timeout,
+            )
+            await push_signed(self._client, inbox, message, self._keys.signing_key)
+        return await self.await_connected(request)
+
+
+def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:
+    """Nobody to log in: the user is unknown, or has stored no credentials."""
+    error = (
+        UserNotFound(f"there is no user {request.user_id}") if not worker.epoch else errors.UnknownAccount()
+    )
+    return m.ClaimResult(
+        status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
+    )
+
+
+def _gone(worker: m.WorkerRef, why: str) -> m.ClaimResult:
+    return m.ClaimResult(status=m.ClaimStatus.GONE, worker=worker, failure_detail=why)
+
+
+def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+    if reply is None:
+        return m.ClaimResult(status=m.ClaimStatus.CONNECTING, worker=worker)
+    failure = reply.failure
+    if failure is None:
+        return m.ClaimResult(
+            status=m.ClaimStatus.ACTIVE,
+            worker=worker,
+            claimed_at=reply.claimed_at_ms / 1000,
+            connected_at=reply.connected_at_ms / 1000,
+        )
+    if failure.code == errors.ClaimRefused.code:
+        return _gone(worker, "the worker refused the claim")
+    if failure.code == errors.InvalidSeal.code:
+        # Sealed to the key of a session that was replaced meanwhile: no fault of the user's credentials.
+        return _gone(worker, "the worker's session was replaced during the claim")
+    return m.ClaimResult(
+        status=m.ClaimStatus.FAILED,
+        worker=worker,
+        claimed_at=reply.claimed_at_ms / 1000,
+        failure_code=failure.code,
+        failure_detail=failure.detail,
+        retryable=failure.retryable,
+    )
+
+
+async def push_signed(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
+    """Puts a signed message on a worker's inbox, which outlives nobody's interest in it."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.rpush(key, sealing.sign(message, signing))
+        pipe.expire(key, keys.CLAIM_TTL)
+        await pipe.execute()

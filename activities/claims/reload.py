@@ -1,0 +1,156 @@
+"""New credentials for a worker that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities.claims.claim import WAIT_SLICE
+from activities.claims.handshake import ClaimReplies, seal_accounts
+from activities.pool import entries
+from activities.pool.entries import ask
+from infra.database import audit
+from infra.database.accounts import EncryptedAccount
+from infra.database.engine import Database
+from infra.database.orders import listing as open_orders_table
+from infra.valkey import client as valkey
+from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
+from worker_runtime.protocol import errors, keys, scripts, sealing
+from worker_runtime.protocol.messages import PlaceOrder, ReloadCredentials
+from workflows.user_worker import messages as m
+
+#: The cause of a reload which the worker itself asked for: its session is a new one.
+SESSION_REPLACED = "session replaced"
+#: Seconds to wait for a key that has to be there: a fresh session writes it before it says that it exists.
+FRESH_KEY = 3.0
+#: Seconds between two looks for it.
+LOOK = 0.1
+
+
+class ReloadActivity:
+    """Activity `reload_credentials`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        unwrapper: KeyUnwrapper,
+        orchestrator_keys: OrchestratorKeys,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._unwrapper = unwrapper
+        self._keys = orchestrator_keys
+
+    @activity.defn
+    async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
+        """Seals the user's accounts to the worker's present key and waits for its answer.
+
+        A repeat finds the answer or sends the same again, which changes nothing for the worker: it looks
+        at the accounts' versions. The audit trail tells the outcome, once.
+        """
+        async with self._database.session() as session:
+            stored, open_orders = await open_orders_table.open_orders_with_accounts(session, request.user_id)
+        result = await self._reload(request, stored, open_orders)
+        async with self._database.session() as session:
+            await audit.append_entry_once(
+                session,
+                actor="orchestrator",
+                action="credentials.reloaded" if result.ok else "credentials.reload_failed",
+                subject=f"user:{request.user_id}",
+                id=request.reload_id,
+                cause=request.cause,
+                result="OK" if result.ok else result.failure_code,
+                worker=request.worker.worker_id,
+                epoch=request.worker.epoch,
+                versions={account.account_id: account.version for account in stored},
+            )
+        return result
+
+    async def _reload(
+        self, request: m.ReloadRequest, stored: Sequence[EncryptedAccount], open_orders: list[PlaceOrder]
+    ) -> m.ReloadResult:
+        worker = request.worker
+        replies = ClaimReplies(self._client, worker.pool, request.reload_id)
+        began = time.monotonic()
+        if await replies.present(worker.worker_id, 0) is None:
+            public_key = await self._public_key(request)
+            if not public_key:
+                return _failed("the key of the worker's session is not known yet")
+            await self._send(request, stored, open_orders, public_key)
+        while time.monotonic() - began < request.timeout:
+            activity.heartbeat()
+            reply = await replies.wait(worker.worker_id, 0, WAIT_SLICE)
+            if reply is not None and reply.failure is None:
+                return m.ReloadResult(ok=True)
+            if reply is not None and reply.failure is not None:
+                failure = reply.failure
+                return m.ReloadResult(ok=False, failure_code=failure.code, failure_detail=failure.detail)
+        return _failed("the worker did not answer in time")
+
+    async def _send(
+        self,
+        request: m.ReloadRequest,
+        stored: Sequence[EncryptedAccount],
+        open_orders: list[PlaceOrder],
+        public_key: bytes,
+    ) -> None:
+        worker, user = request.worker, request.user_id
+        message = ReloadCredentials(
+            reload_id=request.reload_id,
+            user_id=user,
+            epoch=worker.epoch,
+            worker_id=worker.worker_id,
+            open_orders=open_orders,
+            accounts=await seal_accounts(
+                stored,
+                self._unwrapper,
+                public_key,
+                epoch=worker.epoch,
+                claim_id=request.reload_id,
+                worker_id=worker.worker_id,
+            ),
+        )
+        signed = sealing.sign(message, self._keys.signing_key)
+        await valkey.run_script(
+            self._client, scripts.SEND_CONTROL, [keys.control(user), keys.doorbell(user)], [signed]
+        )
+
+    async def _public_key(self, request: m.ReloadRequest) -> bytes:
+        """The proven key of the worker's present session, or nothing if it does not appear within FRESH_KEY.
+
+        A session that was replaced in place has a new key pair: what was proven at the claim is of no use
+        any more. It is the last resort where nobody said that the session was replaced: a flushed Valkey
+        has no metadata for a moment.
+        """
+        at_claim = bytes.fromhex(request.worker.public_key)
+        replaced = request.cause == SESSION_REPLACED
+        until = time.monotonic() + min(FRESH_KEY, request.timeout)
+        while True:
+            key = await self._shown_key(request)
+            if key and not (replaced and key == at_claim):
+                return key
+            if time.monotonic() >= until:
+                return b"" if replaced else at_claim
+            activity.heartbeat()
+            await asyncio.sleep(LOOK)
+
+    async def _shown_key(self, request: m.ReloadRequest) -> bytes:
+        """The key in the worker's metadata, if it is proven to be the worker's own."""
+        fields = await ask(self._client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
+        try:
+            key, proof = (bytes.fromhex((value or b"").decode("ascii")) for value in fields)
+        except ValueError:
+            return b""
+        found = entries.PoolEntry(
+            status="again", worker_id=request.worker.worker_id, public_key=key, proof=proof
+        )
+        return key if found.proven(self._keys) else b""
+
+
+def _failed(why: str) -> m.ReloadResult:
+    return m.ReloadResult(ok=False, failure_code=errors.WorkerUnavailable.code, failure_detail=why)

@@ -1,0 +1,170 @@
+"""Ending a user's worker: asked first, then stopped, and only believed when the launcher confirms it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+from redis.asyncio import Redis
+from temporalio import activity
+
+from activities.claims.claim import push_signed
+from activities.heartbeat import Heartbeat
+from activities.pool import entries
+from activities.pool.entries import ask
+from infra.database.engine import Database
+from infra.database.workers import sessions as worker_sessions
+from infra.launchers.port import Launcher, Task
+from infra.valkey import client as valkey
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.errors import WorkerUnavailable
+from worker_runtime.protocol.messages import ReleaseClaim, Shutdown
+from workflows.user_worker import messages as m
+
+#: Seconds between two looks whether an asked worker has ended by itself: it takes 0.1 s and more.
+LOOK = 0.1
+
+#: Seconds that a worker gets which is to be stopped at once: one that still can logs out meanwhile. One that
+#: lost its mark is to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
+AT_ONCE = 1.0
+
+log = structlog.get_logger()
+
+
+class StopActivity:
+    """Activity `stop_worker`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        launcher: Launcher,
+        orchestrator_keys: OrchestratorKeys,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._keys = orchestrator_keys
+
+    @activity.defn
+    async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+        """Returns when the task has ended for certain; then the worker's traces are removed.
+
+        Works by claim id too, when nobody knows whether the claim got a worker.
+        """
+        asked = request.worker
+        known = worker_id = asked.worker_id or await self._worker_of(asked)
+        if worker_id and await self._serves_another(asked, worker_id):
+            log.warning("worker_serves_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
+            worker_id = ""
+        if worker_id:
+            marked = await self._ask_to_end(request, worker_id)
+            if request.grace > 0:
+                await self._wait_for_end(worker_id, request.grace)
+            async with Heartbeat():
+                for task in await self._tasks(worker_id, asked.task_id):
+                    await self._launcher.stop(
+                        task.task_id, request.reason, grace=None if request.grace > 0 else AT_ONCE
+                    )
+            await self._clean_up(request, worker_id)
+            log.info(
+                "worker_stopped",
+                user_id=request.user_id,
+                worker_id=worker_id,
+                reason=request.reason,
+                was_marked=marked,
+            )
+        late = await self._end(asked.claim_id, request.reason, crashed=request.crashed)
+        if late not in ("", known):
+            raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
+        return m.Stopped(waiting=await self._waiting(request.user_id))
+
+    async def _waiting(self, user_id: str) -> int:
+        """What needs another worker: orders queued, those that the ended one had in hand, and jobs.
+
+        Orders in hand are reported as UNKNOWN by the next worker, which empties the list before it takes its
+        first order. So they make a worker start once, not again and again. Jobs count as one for each of:
+        some wait, some are delayed, a runner did not sign off (the next one takes its jobs back). Whoever
+        asks for a job finds the mark of a worker that is about to end, and leaves the job to it.
+        """
+        tag = job_keys.user_tag(user_id)
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.llen(keys.requests(user_id))
+            pipe.llen(keys.processing(user_id))
+            pipe.exists(job_keys.ready(tag), job_keys.delayed(tag), job_keys.beats(tag))
+            queued, in_hand, jobs = await pipe.execute()
+        return int(queued) + int(in_hand) + int(jobs)
+
+    async def _worker_of(self, asked: m.WorkerRef) -> str:
+        """The worker of a claim: as Valkey knows it, or, if it lost that, as the assignment's row does."""
+        worker_id = await entries.worker_of_claim(self._client, asked.pool, asked.claim_id)
+        if worker_id:
+            return worker_id
+        async with self._database.session() as session:
+            row = await worker_sessions.session_of_claim(session, asked.claim_id)
+        return (row.worker_id or "") if row is not None else ""
+
+    async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
+        """A worker that slept through its entry's end came back as a free one, and was claimed anew.
+
+        It never had this claim's credentials: it refuses a claim that is no longer its own.
+        """
+        if await entries.claim_of_worker(self._client, asked.pool, worker_id) not in ("", asked.claim_id):
+            return True
+        async with self._database.session() as session:
+            return await worker_sessions.serves_another(session, worker_id, asked.claim_id)
+
+    async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
+        """Signed messages where it may listen: its inbox, and the user's control list once marked."""
+        worker, user = request.worker, request.user_id
+        # From here on it cannot confirm the claim any more, if it has not yet.
+        await entries.release_claim(self._client, worker.pool, worker_id, worker.claim_id)
+        mark = await ask(self._client.get(keys.mark(user)))
+        marked = bool(mark == f"{worker.epoch}:{worker_id}".encode())
+        if request.grace <= 0:
+            return marked
+        if marked:
+            order = Shutdown(user_id=user, epoch=worker.epoch, reason=request.reason)
+            signed = sealing.sign(order, self._keys.signing_key)
+            await valkey.run_script(
+                self._client, scripts.SEND_CONTROL, [keys.control(user), keys.doorbell(user)], [signed]
+            )
+        # A worker that could not log in has its mark already, and still listens to its inbox only.
+        release = ReleaseClaim(claim_id=worker.claim_id, worker_id=worker_id, reason=request.reason)
+        inbox = keys.pool_inbox(worker.pool, worker_id)
+        await push_signed(self._client, inbox, release, self._keys.signing_key)
+        return marked
+
+    async def _wait_for_end(self, worker_id: str, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and await self._tasks(worker_id):
+            activity.heartbeat()
+            await asyncio.sleep(LOOK)
+
+    async def _tasks(self, worker_id: str, task_id: str = "") -> list[Task]:
+        return [
+            task
+            for task in await self._launcher.list()
+            if task.worker_id == worker_id or (task_id and task.task_id == task_id)
+        ]
+
+    async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
+        """So that nobody takes the ended worker for a live one: the mark would stay for up to 30 s."""
+        user, worker = request.user_id, request.worker
+        await entries.remove_entry(self._client, worker.pool, worker_id)
+        await valkey.run_script(
+            self._client,
+            scripts.REMOVE_MARK,
+            [keys.mark(user), keys.metadata(user)],
+            [worker.epoch, worker_id],
+        )
+
+    async def _end(self, claim_id: str, reason: str, *, crashed: bool) -> str:
+        """Returns the assignment's worker, as `worker_sessions.end` does."""
+        async with self._database.session() as session:
+            return await worker_sessions.end_session(
+                session, claim_id=claim_id, reason=reason[:200], crashed=crashed
+            )

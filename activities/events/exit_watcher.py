@@ -1,0 +1,155 @@
+"""Tells workflows of workers that ended: the launcher's word is the one that counts (one-owner)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from activities.events.recorder import CLOSED_BY_WORKER
+from activities.events.relay import REFUSED
+from activities.pool import entries
+from activities.pool.entries import ask
+from infra import tasks
+from infra.database.engine import Database
+from infra.database.workers import sessions as worker_sessions
+from infra.launchers.port import Launcher, LauncherUnreachable, TaskExit
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError
+from workflows import names
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+
+#: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
+RETRY = 1.0
+
+log = structlog.get_logger()
+
+
+class ExitWatcher:
+    """Follows the launcher's stream of exits until cancelled."""
+
+    def __init__(
+        self, client: Redis, database: Database, launcher: Launcher, temporal: Client, *, pool: str
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._temporal = temporal
+        self._pool = pool
+        #: Pools that lost a free worker, with the last one that each lost.
+        self._lost: dict[str, str] = {}
+        self._losing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Also tells of the ends that nobody heard, because no orchestrator ran."""
+        pools = asyncio.create_task(self._tell_pools(), name="ends of free workers")
+        try:
+            while True:
+                try:
+                    async for ended in self._launcher.exits(await self._position()):
+                        await self._insist(ended)
+                except (LauncherUnreachable, RedisError) as error:
+                    log.warning("exits_not_heard", error=type(error).__name__, reason=str(error)[:200])
+                await asyncio.sleep(RETRY)
+        finally:
+            await tasks.cancel_tasks(pools)
+
+    async def _tell_pools(self) -> None:
+        """Has pools counted anew, beside the ends of users' workers, which must not wait for that.
+
+        When a host is lost, free workers end by the hundred, and a busy Temporal takes a second for a signal:
+        one serves all that ended since the last one. A pool of which this process dies before it has told
+        counts by itself within a minute.
+        """
+        while True:
+            await self._losing.wait()
+            self._losing.clear()
+            while self._lost:
+                pool = next(
+                    iter(self._lost)
+                )  # the one that waits longest: a pool that fails holds up no other
+                worker_id = self._lost.pop(pool)
+                try:
+                    await self._signal(
+                        names.worker_pool_id(pool), "worker_gone", pm.WorkerGone(worker_id=worker_id)
+                    )
+                except (RPCError, OSError) as error:
+                    log.warning("pool_not_told", pool=pool, error=type(error).__name__)
+                except Exception:  # the boundary of a loop: it would end unseen, and no pool hear any more
+                    log.exception("pool_telling_crashed", pool=pool)
+                else:
+                    continue
+                self._lost.setdefault(pool, worker_id)
+                await asyncio.sleep(RETRY)
+
+    async def _position(self) -> str:
+        """Behind the last end that some orchestrator has told; '' for all that the launcher still knows.
+
+        An end that is told twice changes nothing. But a launcher keeps thousands of them, and those who
+        just died must not wait until all are told again.
+        """
+        position = await ask(self._client.get(keys.EXITS_TOLD))
+        return position.decode() if position else ""
+
+    async def _insist(self, ended: TaskExit) -> None:
+        """Tells of one exit, again and again until everybody concerned has heard it."""
+        while True:
+            try:
+                await self.tell(ended)
+                position = ended.detail.get("position")
+                if position:
+                    await ask(self._client.set(keys.EXITS_TOLD, position))
+                return
+            except (BerthError, RedisError, RPCError, OSError) as error:
+                log.warning("exit_not_told", worker_id=ended.worker_id, error=type(error).__name__)
+                await asyncio.sleep(RETRY)
+
+    async def tell(self, ended: TaskExit) -> None:
+        """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
+        async with self._database.session(autocommit=True) as session:
+            row = await worker_sessions.last_session_of_worker(session, ended.worker_id)
+        pool = row.pool if row else self._pool
+        await entries.remove_entry(self._client, pool, ended.worker_id)
+        log.info(
+            "worker_exited",
+            worker_id=ended.worker_id,
+            task_id=ended.task_id,
+            user_id=row.user_id if row else "",
+            exit_code=ended.exit_code,
+            reason=ended.reason,
+        )
+        if row is None:
+            self._lost[pool] = ended.worker_id
+            self._losing.set()
+        elif row.ended_at is None or (row.end_reason or "").startswith(CLOSED_BY_WORKER):
+            lost = m.WorkerLostSignal(
+                task_id=ended.task_id,
+                worker_id=ended.worker_id,
+                exit_code=ended.exit_code,
+                reason=ended.reason[:200],
+            )
+            if not await self._signal(names.user_worker_id(row.user_id), "worker_lost", lost):
+                await self._close(row.claim_id, ended.reason)
+
+    async def _signal(self, workflow_id: str, signal: str, message: Any) -> bool:
+        """Whether there is such a workflow."""
+        try:
+            await self._temporal.get_workflow_handle(workflow_id).signal(signal, message)
+        except RPCError as error:
+            if error.status not in REFUSED:
+                raise
+            return False
+        return True
+
+    async def _close(self, claim_id: str, reason: str) -> None:
+        """Nobody else would: the assignment would count as open for ever."""
+        async with self._database.session() as session:
+            await worker_sessions.end_session(
+                session, claim_id=claim_id, reason=f"{reason}, no workflow"[:200]
+            )

@@ -1,0 +1,198 @@
+"""Looks at the marks of all workers in service, and tells the workflows of those that lost theirs.
+
+For deaths of which no launcher tells: a host that is gone, a worker cut off from Valkey. One orchestrator
+watches at a time, the others stand by. Nobody is stopped here: the workflow that is told has a look of its
+own, and acts only if the mark is still missing under the same generation. Temporal hears nothing at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy.ext.asyncio import AsyncConnection
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from activities.events.absences import GAP, Absences
+from activities.events.relay import REFUSED
+from activities.pool import entries
+from infra.database.engine import DatabaseUnavailable
+from infra.database.locks import lead
+from infra.database.trading import switches
+from infra.database.workers import sessions as worker_sessions
+from infra.database.workers.sessions import WorkerInService
+from infra.settings import Settings
+from infra.valkey import client as valkey
+from infra.valkey import switch_fanout
+from worker_runtime.protocol import keys
+from workflows import names
+from workflows.user_worker import messages as m
+
+#: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
+LOCK = 0x6265727469
+#: Keys asked for by one MGET: Valkey serves nobody else meanwhile, and 500 take it about 0.1 ms.
+CHUNK = 500
+#: Seconds between two tries while PostgreSQL is away.
+RETRY = 1.0
+#: What one signal may take: a Temporal that is slower is as good as away, and the look must go on. A busy
+#: host stands still for 2 to 3 s.
+SIGNAL_TIMEOUT = timedelta(seconds=5)
+
+log = structlog.get_logger()
+
+
+class MarkWatcher:
+    """`run` until cancelled."""
+
+    def __init__(self, client: Redis, temporal: Client, settings: Settings) -> None:
+        self._client = client
+        self._temporal = temporal
+        self._settings = settings
+        self._blind = False
+        self._many = False
+        #: The server to which `stand_by` has told the switches.
+        self._told_to = ""
+        #: The server of which a look has noted since when it is known.
+        self._noted = ""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await lead(self._settings.database_url, LOCK, self.watch, meanwhile=self.stand_by)
+            except DatabaseUnavailable as error:
+                log.warning("watcher_waits", reason=error.detail)
+            await asyncio.sleep(RETRY)
+
+    async def stand_by(self, connection: AsyncConnection) -> None:
+        """Tells the switches to each new server, whoever leads: a leader of an earlier release knows nothing
+        of servers, and until somebody has told it, workers of this one leave all requests in their queues."""
+        try:
+            server = await valkey.read_server_id(self._client)
+            if server != self._told_to:
+                await valkey.note_server(self._client, server)
+                workers = await worker_sessions.workers_in_service(connection)
+                await self._restore_switches(workers, server, connection)
+                self._told_to = server
+        except (RedisError, OSError) as error:
+            log.info("standby_blind", error=type(error).__name__, reason=str(error)[:200])
+
+    async def watch(self, connection: AsyncConnection) -> None:
+        """Looks every `watch_period`, with what it needs from PostgreSQL read by `connection`."""
+        own = self._settings
+        absences = Absences(confirm=own.watch_confirm, settle=own.mark_ttl)
+        period = min(own.watch_period, GAP / 2)  # looks that lie further apart are no watch
+        while True:
+            began = _now()
+            await self.look(connection, absences)
+            now = _now()
+            await asyncio.sleep(absences.pause(now, max(0.0, began + period - now)))
+
+    async def look(self, connection: AsyncConnection, absences: Absences) -> None:
+        """One look. Raises what the connection raises; a Valkey that does not answer makes it blind."""
+        workers = await worker_sessions.workers_in_service(connection)
+        try:
+            generation, server, marks = await self._marks(workers)
+            if server != self._noted:  # before any switch: no worker takes an order until that is told
+                await valkey.note_server(self._client, server)
+                self._noted = server
+            due = absences.seen(_now(), generation, dict(zip(workers, marks, strict=True)))
+            if absences.missing:
+                restored = await self._restore_owners(absences.missing, generation, server, connection)
+                absences.excused(_now(), restored)
+                due = [one for one in due if one not in restored]
+            await self._restore_switches(workers, server, connection)
+        except (RedisError, OSError) as error:
+            absences.blind()
+            if not self._blind:
+                log.warning("watcher_blind", error=type(error).__name__, reason=str(error)[:200])
+            self._blind = True
+            return
+        if self._blind:
+            log.info("watcher_sees_again")
+        self._blind = False
+        if absences.many != self._many:
+            self._many = absences.many
+            log.warning("many_marks_missing" if self._many else "marks_are_back", of=len(workers))
+        await self._tell(due, generation, absences)
+
+    async def _marks(self, workers: Sequence[WorkerInService]) -> tuple[str, str, list[bytes | None]]:
+        """Valkey's generation and run id, and the mark of each worker, read under this generation.
+
+        Raises `RedisError` when the generation changed while they were read.
+        """
+        generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
+        async with self._client.pipeline(transaction=False) as pipe:
+            for start in range(0, len(workers), CHUNK):
+                pipe.mget([keys.mark(one.user_id) for one in workers[start : start + CHUNK]])
+            pipe.get(keys.GENERATION)
+            *chunks, after = await pipe.execute()
+        if after != generation.encode():
+            raise RedisError("the generation changed during a look")
+        return generation, server, [mark for chunk in chunks for mark in chunk]
+
+    async def _restore_switches(
+        self, workers: Sequence[WorkerInService], server: str, connection: AsyncConnection
+    ) -> None:
+        """Writes the switches that Valkey has lost, that nobody lived to tell it, or that are a copy from
+        another server's time."""
+        picture, users = await switches.read_switches(connection), [one.user_id for one in workers]
+        behind = await switch_fanout.users_behind(self._client, server, picture, users)
+        if behind:
+            # Read anew: one that was thrown since, and lost with all of Valkey, would come back open.
+            picture = await switches.read_switches(connection)
+            await switch_fanout.write_switches(
+                self._client, server, {user_id: picture.of(user_id) for user_id in behind}
+            )
+            log.warning("switches_restored", count=len(behind))
+
+    async def _restore_owners(
+        self, missing: Sequence[WorkerInService], generation: str, server: str, connection: AsyncConnection
+    ) -> set[WorkerInService]:
+        """Puts missing owner keys back, without which no mark can be renewed; returns whose they were.
+
+        Each comes back together with its user's switch.
+        """
+        async with self._client.pipeline(transaction=False) as pipe:
+            for one in missing:
+                pipe.exists(keys.owner(one.user_id))
+            present = await pipe.execute()
+        without = {one for one, there in zip(missing, present, strict=True) if not there}
+        if not without:
+            return without
+        picture = await switches.read_switches(connection)  # after the look at Valkey: see above
+        for one in without:
+            worker = m.WorkerRef(
+                worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
+            )
+            switch = switch_fanout.addressed_to(picture.of(one.user_id), server)
+            await entries.write_owner(self._client, one.user_id, worker, generation, switch)
+        log.warning("owner_keys_restored", count=len(without))
+        return without
+
+    async def _tell(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
+        for one in due:
+            handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
+            unmarked = m.WorkerUnmarked(worker_id=one.worker_id, epoch=one.epoch, generation=generation)
+            try:
+                await handle.signal("worker_unmarked", unmarked, rpc_timeout=SIGNAL_TIMEOUT)
+            except RPCError as error:
+                if error.status not in REFUSED:
+                    log.warning("unmarked_not_told", user_id=one.user_id, reason=str(error)[:200])
+                    return  # Temporal is away: the next look tries again
+                absences.forsaken(one)
+                log.warning("unmarked_worker_of_no_workflow", user_id=one.user_id, worker_id=one.worker_id)
+            else:
+                absences.told(_now(), one)
+                log.warning("worker_unmarked", user_id=one.user_id, worker_id=one.worker_id, epoch=one.epoch)
+
+
+def _now() -> float:
+    """Seconds; a clock that also counts while the machine sleeps, as the lifetime of marks does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,154 @@
+"""Writes what workers tell into PostgreSQL: order events, and the times of their sessions.
+
+Events are hints: a repeat changes nothing, a late one moves nothing back.
+
+Writing the timeline of a user's worker.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import asyncpg
+import structlog
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.events.stream import LogDeduplicator
+from activities.orders import reconciliation
+from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
+from infra.database.workers import sessions as worker_sessions
+from infra.database.workers import timeline
+from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent, WorkerEvent, WorkerEventKind
+from workflows.user_worker import messages as m
+
+#: How an assignment's end reads that the worker itself reported, and nobody asked for here.
+CLOSED_BY_WORKER = "worker closed: "
+
+#: How PostgreSQL refuses a statement: in a session, and in none.
+_REFUSALS = (DBAPIError, asyncpg.PostgresError)
+#: Classes of SQLSTATE that say that the values are at fault: a data exception, a violated constraint.
+_OF_THE_VALUES = ("22", "23")
+
+log = structlog.get_logger()
+
+
+class Recorder:
+    """The handler of the group `recorder`; one transaction a batch."""
+
+    def __init__(self, database: Database, *, differences_block: bool = False) -> None:
+        """`differences_block`: an account whose books differ from the broker's takes no orders."""
+        self._database = database
+        self._differences_block = differences_block
+        self._unknown = LogDeduplicator()
+
+    async def handle(self, events: Sequence[Event]) -> None:
+        """Raises `DatabaseUnavailable`: then the batch comes again."""
+        try:
+            await self._record(events)
+        except _REFUSALS as refusal:
+            if not _for_its_values(refusal):
+                raise
+            # PostgreSQL refuses one of them, and would refuse the batch for ever: the others must not wait.
+            for event in events:
+                try:
+                    await self._record([event])
+                except _REFUSALS as error:
+                    if not _for_its_values(error):
+                        raise
+                    reason = type(getattr(error, "orig", error)).__name__
+                    log.error("event_refused", kind=type(event).__name__, reason=reason)
+
+    async def _record(self, events: Sequence[Event]) -> None:
+        told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
+        if told and len(told) == len(events) and all(event.quantity is None for event in told):
+            _log_unknown(await orders.record_events_alone(self._database, told))
+            return
+        async with self._database.session() as session:
+            if told:
+                _log_unknown(await orders.record_events(session, told))
+            for event in events:
+                if isinstance(event, WorkerEvent):
+                    await self._record_worker(session, event)
+                elif isinstance(event, AccountReported):
+                    await reconciliation.reconcile_account(session, event, blocks=self._differences_block)
+
+    async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
+        if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
+            return
+        row = await worker_sessions.open_session_of_worker(session, event.worker_id)
+        if row is None or row.epoch != event.epoch:
+            if self._unknown.new((event.worker_id, event.epoch)):
+                log.info("event_of_no_open_assignment", worker_id=event.worker_id[:64], kind=str(event.kind))
+            return
+        if event.kind == WorkerEventKind.CONNECTED:
+            await worker_sessions.set_connected(session, claim_id=row.claim_id, at=event.at_ms / 1000)
+        else:
+            reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
+            await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
+
+
+def _for_its_values(error: Exception) -> bool:
+    """Then it is refused each time. Anything else, such as a right that is missing, can be put right."""
+    state = getattr(getattr(error, "orig", error), "sqlstate", None)
+    return str(state).startswith(_OF_THE_VALUES)
+
+
+def _log_unknown(recorded: orders.RecordedEvents) -> None:
+    for order_id in recorded.unknown:
+        log.error("events_of_unknown_order", order_id=order_id)
+
+
+def _has_order_id(event: OrderEvent) -> bool:
+    try:
+        uuid.UUID(event.order_id)
+    except ValueError:
+        log.error("order_event_dropped", event_id=event.event_id, reason="the order id is none")
+        return False
+    return True
+
+
+#: SQLSTATE class of values that a column cannot hold.
+_DATA_EXCEPTION = "22"
+
+
+class TimelineActivity:
+    """Activity `record_timeline`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @activity.defn
+    async def record_timeline(self, request: m.RecordTimeline) -> None:
+        """Writes transitions; a repeat writes none twice.
+
+        Raises `DatabaseUnavailable`; and for rows that PostgreSQL will never take (a user id that is too
+        long, of a run that somebody started by hand) an error that is not tried again.
+        """
+        rows = [
+            timeline.NewTransition(
+                number=transition.number,
+                at=transition.at,
+                before=str(transition.before),
+                after=str(transition.after),
+                reason=transition.reason,
+                worker_id=transition.worker_id,
+                epoch=transition.epoch,
+                deadline=transition.deadline,
+            )
+            for transition in request.transitions
+        ]
+        try:
+            async with self._database.session() as session:
+                await timeline.record_transitions(
+                    session, user_id=request.user_id, chain=request.chain, transitions=rows
+                )
+        except DBAPIError as error:
+            if str(getattr(error.orig, "sqlstate", "") or "")[:2] != _DATA_EXCEPTION:
+                raise
+            kind = type(error.orig).__name__
+            raise ApplicationError("PostgreSQL refuses the rows", type=kind, non_retryable=True) from error

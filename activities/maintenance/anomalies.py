@@ -1,0 +1,301 @@
+"""What is not as it should be among workers: maintenance's judgement of one look, without I/O.
+
+Each rule concerns one user or one worker, so a look at a few of them judges as a look at all does. Nothing
+here says that anything may be done about it: two looks have to agree, and the guard has to allow it.
+
+When maintenance must not do anything, whatever it has seen: its guard, without I/O.
+
+Invariant *no-healthy-kill*: an outage looks like many dead workers. What was seen under a guard counts for
+nothing, so that two looks in quiet times have to follow before anything is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from infra.database.workers.maintenance import AssignmentRow, PassBasis, PassRecord, Suspect
+from infra.launchers.port import Task
+
+
+class AnomalyKind(StrEnum):
+    """The four of requirement M1, and that of M4."""
+
+    ORPHAN_MARK = "orphan_mark"
+    ORPHAN_TASK = "orphan_task"
+    STALE_MARK = "stale_mark"
+    DUPLICATE = "duplicate"
+    OVERDUE = "overdue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedState:
+    """A worker's metadata, as far as they tell of its state."""
+
+    state: str
+    task_id: str
+    #: Unix seconds of its last order or control message; 0: unknown.
+    last_activity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryState:
+    """A pool worker's entry in Valkey."""
+
+    state: str
+    claim: str
+    #: When it ends unless it is renewed, in ms by Valkey's clock; -1: never.
+    expires: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverdueLimits:
+    """Seconds after which something counts as overdue."""
+
+    #: Of a claim that has not connected.
+    connect: float
+    #: Of a worker that nobody uses, and that should have ended.
+    idle: float
+
+
+@dataclass(kw_only=True)
+class FleetSnapshot:
+    """All workers, or some, at one look."""
+
+    #: Assignments that are not over.
+    open: list[AssignmentRow]
+    tasks: list[Task]
+    #: User → what his mark says.
+    marks: dict[str, str]
+    #: User → his worker's metadata.
+    told: dict[str, ReportedState]
+    #: Worker → its entry in its pool.
+    entries: dict[str, EntryState]
+    #: Pool → the workers on its list of free ones.
+    free: dict[str, set[str]]
+    #: Worker → its last assignment; of running workers without an open one.
+    last: dict[str, AssignmentRow] = field(default_factory=dict)
+    #: Valkey's clock, Unix seconds.
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.by_worker: dict[str, list[AssignmentRow]] = defaultdict(list)
+        self.by_user: dict[str, list[AssignmentRow]] = defaultdict(list)
+        for one in self.open:
+            self.by_user[one.user_id].append(one)
+            if one.worker_id:
+                self.by_worker[one.worker_id].append(one)
+        self.claims = {one.claim_id for one in self.open}
+        self.running: dict[str, list[Task]] = defaultdict(list)
+        for task in self.tasks:
+            self.running[task.worker_id].append(task)
+
+    @property
+    def size(self) -> int:
+        """How many workers it shows, whoever knows of them."""
+        marked = {mark.partition(":")[2] for mark in self.marks.values()}
+        return len({*self.running, *self.by_worker, *marked})
+
+    def serves(self, one: AssignmentRow) -> bool:
+        """Its worker has the user's mark."""
+        return self.marks.get(one.user_id) == mark_of(one)
+
+    @property
+    def unmarked(self) -> int:
+        """Workers in service whose mark is missing."""
+        return sum(1 for one in self.open if one.present and one.connected and not self.serves(one))
+
+    @property
+    def in_service(self) -> int:
+        return sum(1 for one in self.open if one.present and one.connected)
+
+    @property
+    def unlisted(self) -> int:
+        """Workers that show themselves in Valkey, and that the launcher does not list."""
+        assigned = sum(1 for one in self.open if self.serves(one) and one.worker_id not in self.running)
+        free = {worker for some in self.free.values() for worker in some}
+        return assigned + sum(1 for one in free if one in self.entries and one not in self.running)
+
+
+def mark_of(one: AssignmentRow) -> str:
+    return f"{one.epoch}:{one.worker_id}"
+
+
+def find_anomalies(picture: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
+    """All anomalies, each at most once."""
+    found = dict.fromkeys(
+        (
+            *_duplicates(picture),
+            *_orphan_tasks(picture),
+            *_marks(picture),
+            *_entries(picture),
+            *_overdue(picture, limits),
+        )
+    )
+    return list(found)
+
+
+def _suspect_of(kind: AnomalyKind, why: str, one: AssignmentRow, task_id: str = "") -> Suspect:
+    return Suspect(
+        kind=kind,
+        why=why,
+        user_id=one.user_id,
+        worker_id=one.worker_id,
+        task_id=task_id,
+        claim_id=one.claim_id,
+        epoch=one.epoch,
+        pool=one.pool,
+    )
+
+
+def _duplicates(picture: FleetSnapshot) -> Iterator[Suspect]:
+    """Two workers of one user, or two tasks of one worker: the older one goes."""
+    for rows in picture.by_user.values():
+        for one in rows:
+            if not one.present and one.worker_id:
+                for task in picture.running.get(one.worker_id, ()):
+                    yield _suspect_of(AnomalyKind.DUPLICATE, "the user has a later worker", one, task.task_id)
+    for worker_id, tasks in picture.running.items():
+        if len(tasks) < 2:
+            continue
+        named = {one.task_id for one in picture.by_worker.get(worker_id, ())}
+        kept = next((task for task in tasks if task.task_id in named), None)
+        kept = kept or max(tasks, key=lambda task: (task.launched_at, task.task_id))
+        for task in tasks:
+            if task is not kept:
+                yield Suspect(
+                    kind=AnomalyKind.DUPLICATE,
+                    why="the worker runs twice",
+                    worker_id=worker_id,
+                    task_id=task.task_id,
+                    pool=task.pool,
+                )
+
+
+def _orphan_tasks(picture: FleetSnapshot) -> Iterator[Suspect]:
+    """They run and belong to nobody: neither to a user nor, as free ones, to their pool."""
+    for worker_id, tasks in picture.running.items():
+        if worker_id in picture.by_worker:
+            continue
+        entry, last, task = picture.entries.get(worker_id), picture.last.get(worker_id), tasks[0]
+        if entry is not None and (entry.state == "ready" or entry.claim in picture.claims):
+            continue
+        if entry is not None and entry.state == "claimed":
+            # Its claimer died before it had written down for whom, or the pool was shrinking.
+            yield Suspect(
+                kind=AnomalyKind.OVERDUE,
+                why="claimed for nobody",
+                worker_id=worker_id,
+                task_id=task.task_id,
+                claim_id=entry.claim,
+                pool=task.pool,
+            )
+        elif last is not None:
+            yield _suspect_of(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task.task_id)
+        else:
+            why = f"{entry.state} and assigned to nobody" if entry else "it announces nothing"
+            yield Suspect(
+                kind=AnomalyKind.ORPHAN_TASK,
+                why=why,
+                worker_id=worker_id,
+                task_id=task.task_id,
+                pool=task.pool,
+            )
+
+
+def _marks(picture: FleetSnapshot) -> Iterator[Suspect]:
+    for user_id, mark in picture.marks.items():
+        rows = picture.by_user.get(user_id, ())
+        worker_id = mark.partition(":")[2]
+        if worker_id in picture.running or any(mark == mark_of(one) for one in rows):
+            continue
+        kind = AnomalyKind.STALE_MARK if any(one.worker_id for one in rows) else AnomalyKind.ORPHAN_MARK
+        why = "another worker serves the user" if rows else "nobody serves the user"
+        yield Suspect(kind=kind, why=why, user_id=user_id, worker_id=worker_id, value=mark)
+    for user_id in picture.told.keys() - picture.marks.keys():
+        yield Suspect(kind=AnomalyKind.STALE_MARK, why="metadata without a mark", user_id=user_id)
+
+
+def _entries(picture: FleetSnapshot) -> Iterator[Suspect]:
+    """Free workers that are none: on the list, and neither running nor renewing their entry."""
+    for pool, workers in picture.free.items():
+        for worker_id in workers - picture.running.keys():
+            entry = picture.entries.get(worker_id)
+            yield Suspect(
+                kind=AnomalyKind.STALE_MARK,
+                why="a free worker that does not run",
+                worker_id=worker_id,
+                pool=pool,
+                value=str(entry.expires) if entry else "",
+            )
+
+
+def _overdue(picture: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
+    for one in picture.open:
+        why = _late(picture, limits, one)
+        if why:
+            tasks: Iterable[Task] = picture.running.get(one.worker_id, ()) if one.worker_id else ()
+            yield _suspect_of(AnomalyKind.OVERDUE, why, one, next((task.task_id for task in tasks), ""))
+
+
+def _late(picture: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
+    """Why this assignment should have gone on or ended; '': it need not."""
+    runs, marked = one.worker_id in picture.running, picture.serves(one)
+    if not one.present:
+        return "" if runs else "an earlier assignment that nobody closed"
+    told = picture.told.get(one.user_id) if marked else None
+    if told is not None and told.state == "Draining":
+        return "drains for too long"
+    if told is not None and told.last_activity and picture.now - told.last_activity > limits.idle:
+        return "idle for too long"
+    if one.connected or marked:
+        return "" if runs or marked else "its worker is gone"
+    return "claimed for too long" if one.age > limits.connect else ""
+
+
+#: So many may be odd at once whatever their share, and from this share on it is an outage.
+FEW = 3
+MANY = 0.2
+#: Seconds after which a pass is too old to be compared with.
+OLD = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanSummary:
+    """What one look at all workers says of the world around them."""
+
+    place: PassBasis
+    size: int
+    anomalies: int
+    in_service: int
+    unmarked: int
+    unlisted: int
+
+
+def is_outage(count: int, of: int) -> bool:
+    return count > FEW and count >= MANY * of
+
+
+def guard_reason(look: ScanSummary, before: PassRecord | None) -> str:
+    """Why nothing may be done now; '': it may."""
+    if not look.place.generation:
+        return "the generation is missing"
+    if before is None or before.age > OLD:
+        return "the first pass in a while"
+    if before.guarded and not before.place.generation:
+        return "the pass before could not look"
+    if look.place.generation != before.place.generation:
+        return "the generation has changed"
+    if look.place.server != before.place.server:
+        return "Valkey was restarted"
+    if is_outage(before.place.tasks - look.place.tasks, before.place.tasks):
+        return "the launcher lists far fewer tasks"
+    if is_outage(look.unlisted, look.size):
+        return "the launcher does not list living workers"
+    if is_outage(look.unmarked, look.in_service):
+        return "many marks are missing"
+    if is_outage(look.anomalies, look.size):
+        return "too many anomalies at once"
+    return ""

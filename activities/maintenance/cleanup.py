@@ -1,0 +1,218 @@
+"""What maintenance does about an anomaly that three looks have seen.
+
+A user's workflow is the only writer of his lifecycle (W3): where one runs and knows the worker, it is told to
+have a look, and nothing else is done. A worker that no workflow knows of is stopped here, and only believed
+to have ended when the launcher confirms it (one-owner). Nobody is stopped with an order in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import structlog
+from redis.asyncio import Redis
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.maintenance.anomalies import AnomalyKind
+from activities.maintenance.scan import FleetScan
+from activities.pool import entries
+from infra.database.engine import Database
+from infra.database.workers import maintenance
+from infra.database.workers.maintenance import Suspect
+from infra.launchers.port import Launcher, StopFailed
+from infra.valkey import client as valkey
+from worker_runtime.protocol import keys, scripts
+from workflows import names
+from workflows.user_worker import messages as m
+
+#: Anomalies of one batch that are worked on together: a stop takes up to `GRACE` seconds of waiting.
+ABREAST = 20
+#: Seconds that a worker gets to log out.
+GRACE = 10.0
+#: What one question to Temporal may take; a busy host stands still for 2 to 3 s.
+RPC = timedelta(seconds=5)
+#: States in which a workflow works at its worker by itself, with a deadline for each.
+BUSY = frozenset(
+    {
+        m.WorkerState.CLAIMED,
+        m.WorkerState.CONNECTING,
+        m.WorkerState.FAILED,
+        m.WorkerState.IDLE_TIMEOUT,
+        m.WorkerState.DRAINING,
+    }
+)
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class AnomalyCleaner:
+    """`clean` may be called again with the same anomalies."""
+
+    def __init__(self, client: Redis, database: Database, launcher: Launcher, temporal: Client) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._temporal = temporal
+
+    async def clean(self, suspects: Sequence[Suspect], seen: FleetScan) -> dict[str, int]:
+        """What was done → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on.
+
+        Some at a time take each step together: one question for the orders of all of them, right before their
+        stops, and one statement that closes their assignments.
+        """
+        outcomes: Counter[str] = Counter()
+        for start in range(0, len(suspects), ABREAST):
+            done = await self._clean(suspects[start : start + ABREAST], seen)
+            for one, outcome in done.items():
+                outcomes[outcome] += 1
+                log.info(
+                    "anomaly",
+                    kind=one.kind,
+                    why=one.why,
+                    outcome=outcome,
+                    user_id=one.user_id,
+                    worker_id=one.worker_id,
+                    task_id=one.task_id,
+                )
+        return dict(outcomes)
+
+    async def _clean(self, suspects: Sequence[Suspect], seen: FleetScan) -> dict[Suspect, str]:
+        bare = [one for one in suspects if one.kind in (AnomalyKind.ORPHAN_MARK, AnomalyKind.STALE_MARK)]
+        done = dict(zip(bare, await _all(self._delete(one) for one in bare), strict=True))
+        users = [one for one in suspects if one.user_id and one not in done]
+        known = await _all(self._known_to_its_workflow(one) for one in users)
+        done |= {one: "signalled" for one, told in zip(users, known, strict=True) if told}
+        left = [one for one in suspects if one not in done]
+        whose = {one: _users(one, seen) for one in left}
+        busy = await self._with_orders_in_flight({user for some in whose.values() for user in some})
+        done |= {one: "in_flight" for one in left if busy & whose[one]}
+        left = [one for one in left if one not in done]
+        ended: list[Suspect] = []
+        try:
+            outcomes = await _all(
+                self._end(one, seen, ended) if one.user_id else self._stop(one) for one in left
+            )
+        finally:
+            await self._close(ended)
+        return done | dict(zip(left, outcomes, strict=True))
+
+    async def _close(self, ended: Sequence[Suspect]) -> None:
+        """The assignments of workers that are known to have ended."""
+        reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
+        if reasons:
+            async with self._database.session(autocommit=True) as session:
+                await maintenance.close_assignments(session, reasons)
+
+    async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
+        """Those whose worker has an order in hand, or one whose submission may be under way."""
+        asked = sorted(users)
+        if not asked:
+            return set()
+        async with self._database.session(autocommit=True) as session:
+            orders = await maintenance.orders_before_their_answer(session, asked)
+        async with self._client.pipeline(transaction=False) as pipe:
+            for user in asked:
+                pipe.llen(keys.processing(user))
+            for user, order in orders:
+                pipe.exists(keys.journal(user, order))
+            found = await pipe.execute()
+        whose = [*asked, *(user for user, _ in orders)]
+        return {user for user, some in zip(whose, found, strict=True) if some}
+
+    async def _delete(self, one: Suspect) -> str:
+        if not one.user_id:
+            await entries.remove_entry(self._client, one.pool, one.worker_id)
+            return "deleted"
+        gone = await valkey.run_script(
+            self._client,
+            scripts.REMOVE_STALE_MARK,
+            [keys.mark(one.user_id), keys.metadata(one.user_id)],
+            [one.value],
+        )
+        return "deleted" if gone else "healed"
+
+    async def _known_to_its_workflow(self, one: Suspect) -> bool:
+        """Whether the user's workflow cares for this worker; then it was told to look at it.
+
+        A workflow that cannot be asked counts as one that does.
+        """
+        handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
+        try:
+            if (await handle.describe(rpc_timeout=RPC)).status != WorkflowExecutionStatus.RUNNING:
+                return False
+            view = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=RPC)
+            worker = view.worker
+            if worker is None or worker.worker_id != one.worker_id:
+                # Of a later worker it says nothing about this one; while it gets one, it may mean this one.
+                return worker is None and view.state in BUSY
+            examine = m.Examine(worker_id=one.worker_id, epoch=one.epoch, reason=one.why)
+            await handle.signal("examine", examine, rpc_timeout=RPC)
+        except (RPCError, WorkflowQueryFailedError) as error:
+            if isinstance(error, RPCError) and error.status == RPCStatusCode.NOT_FOUND:
+                return False
+            log.warning("workflow_not_asked", user_id=one.user_id, reason=str(error)[:200])
+        return True
+
+    async def _stop(self, one: Suspect) -> str:
+        """A task that serves nobody."""
+        if one.kind == AnomalyKind.OVERDUE:
+            state = await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
+            if state == "confirmed":  # else its worker cannot confirm the claim any more
+                return "healed"
+        if not await self._stopped(one.task_id, one.why):
+            return "failed"
+        if one.kind != AnomalyKind.DUPLICATE:  # of one that runs twice the other is alive
+            await entries.remove_entry(self._client, one.pool, one.worker_id)
+        return "stopped"
+
+    async def _end(self, one: Suspect, seen: FleetScan, ended: list[Suspect]) -> str:
+        """A user's worker that no workflow knows of. Its assignment may be closed when it is in `ended`."""
+        tasks = [task.task_id for task in seen.picture.running.get(one.worker_id, ())]
+        if one.worker_id:
+            await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
+        for task_id in tasks:
+            if not await self._stopped(task_id, one.why):
+                return "failed"
+        ended.append(one)
+        if one.worker_id:
+            await entries.remove_entry(self._client, one.pool, one.worker_id)
+            await valkey.run_script(
+                self._client,
+                scripts.REMOVE_MARK,
+                [keys.mark(one.user_id), keys.metadata(one.user_id)],
+                [one.epoch, one.worker_id],
+            )
+        return "stopped" if tasks else "closed"
+
+    async def _stopped(self, task_id: str, why: str) -> bool:
+        try:
+            await self._launcher.stop(task_id, f"maintenance: {why}", grace=GRACE)
+        except StopFailed as error:
+            log.warning("task_not_stopped", task_id=task_id, reason=error.detail)
+            return False
+        return True
+
+
+def _users(one: Suspect, seen: FleetScan) -> set[str]:
+    """Whom its worker serves, or may serve."""
+    if one.user_id:
+        return {one.user_id}
+    return {row.user_id for row in seen.picture.by_worker.get(one.worker_id, ())}
+
+
+async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:
+    """What each gives. A step that fails lets the others end first."""
+    done = await asyncio.gather(*steps, return_exceptions=True)
+    found: list[T] = []
+    for one in done:
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found

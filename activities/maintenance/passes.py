@@ -1,0 +1,196 @@
+"""The activities of maintenance: look, compare with the look before, clean up what both have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+from redis.exceptions import RedisError
+from temporalio import activity
+
+from activities.heartbeat import Heartbeat
+from activities.maintenance.anomalies import (
+    OLD,
+    OverdueLimits,
+    ScanSummary,
+    find_anomalies,
+    guard_reason,
+    is_outage,
+)
+from activities.maintenance.cleanup import AnomalyCleaner
+from activities.maintenance.scan import FleetScan, FleetScanner
+from infra.database.engine import Database
+from infra.database.workers import maintenance
+from infra.database.workers.maintenance import PassBasis, PassRecord, Suspect
+from infra.launchers.port import LauncherUnreachable
+from infra.settings import Settings
+from workflows.maintenance import messages as mm
+
+#: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three logins
+#: with their pauses (82 s), and as much again.
+CONNECT_LIMIT = 300.0
+#: Seconds beyond twice the idle timeout that a worker may be unused: its workflow looks at most 20 min late
+#: (docs/lifecycle.md).
+IDLE_MARGIN = 1800.0
+
+log = structlog.get_logger()
+
+
+class MaintenanceActivities:
+    """Activities `scan_fleet`, `clean_up`, `finish_pass`. Safe to run twice."""
+
+    def __init__(
+        self, survey: FleetScanner, cleaning: AnomalyCleaner, database: Database, settings: Settings
+    ) -> None:
+        self._survey = survey
+        self._cleaning = cleaning
+        self._database = database
+        self._confirm = settings.maintenance_confirm
+        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=2 * settings.idle_timeout + IDLE_MARGIN)
+        self._boot = _boot()
+
+    @activity.defn
+    async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
+        """One look at all workers, compared with the one before. Nothing is changed but its own record.
+
+        What it could not read is written down as a guarded pass: the next ones have to begin anew.
+        """
+        began = time.monotonic()
+        async with self._database.session() as session:
+            before = await maintenance.last_pass(session)
+        apart = self._apart(before)
+        if before is not None and apart < self._confirm:
+            return mm.Scanned(number=0, guarded="too soon after the last pass")
+        try:
+            seen = await self._survey.of_all()
+        except (RedisError, OSError, LauncherUnreachable) as error:
+            log.warning("maintenance_blind", error=type(error).__name__, reason=str(error)[:200])
+            why = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
+            number = await self._write(PassBasis(), 0, began, f"{why} could not be read", [], [])
+            return mm.Scanned(number=number, guarded=f"{why} could not be read")
+        suspects = await asyncio.to_thread(find_anomalies, seen.picture, self._limits)
+        why = guard_reason(_summary(seen, len(suspects)), before)
+        confirmed: list[Suspect] = []
+        if not why and before is not None and not before.guarded:
+            known = set(before.suspects)
+            confirmed = [one for one in suspects if one in known]
+        number = await self._write(seen.place, seen.picture.size, began, why, suspects, confirmed)
+        return mm.Scanned(
+            number=number,
+            workers=seen.picture.size,
+            found=len(suspects),
+            confirmed=len(confirmed),
+            guarded=why,
+        )
+
+    def _apart(self, before: PassRecord | None) -> float:
+        """Seconds since the last pass, by a clock that nobody sets where it was taken on this host."""
+        if before is None:
+            return OLD
+        if self._boot and before.boot == self._boot:
+            return _boottime() - before.boottime
+        return before.age
+
+    async def _write(
+        self,
+        place: PassBasis,
+        scanned: int,
+        began: float,
+        why: str,
+        suspects: Iterable[Suspect],
+        confirmed: list[Suspect],
+    ) -> int:
+        async with self._database.session() as session:
+            return await maintenance.begin_pass(
+                session,
+                place=place,
+                boot=self._boot,
+                boottime=_boottime(),
+                scanned=scanned,
+                scan_seconds=time.monotonic() - began,
+                guarded=why,
+                suspects=suspects,
+                confirmed=confirmed,
+            )
+
+    @activity.defn
+    async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:
+        """A third look, at these anomalies only; what is still so is cleaned up.
+
+        A second attempt cannot tell what healed by itself from what the first one cleaned up: `earlier`.
+        """
+        async with Heartbeat():
+            return await self._clean_up(batch, gone="earlier" if activity.info().attempt > 1 else "healed")
+
+    async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:
+        async with self._database.session() as session:
+            passed = await maintenance.pass_of(session, batch.number)
+            suspects = await maintenance.confirmed_batch(session, batch.number, batch.first, batch.count)
+        if passed is None or not suspects:
+            return mm.Cleaned()
+        try:
+            seen = await self._survey.of(suspects)
+            if _world_changed(seen.place, passed.place):
+                return mm.Cleaned(outcomes={"outage": len(suspects)})
+            still = set(find_anomalies(seen.picture, self._limits))
+            due = [one for one in suspects if one in still]
+            outcomes = await self._cleaning.clean(due, seen)
+        except (RedisError, LauncherUnreachable) as error:
+            log.warning("maintenance_blind", error=type(error).__name__, reason=str(error)[:200])
+            return mm.Cleaned(outcomes={"outage": len(suspects)})
+        if len(due) < len(suspects):
+            outcomes[gone] = outcomes.get(gone, 0) + len(suspects) - len(due)
+        return mm.Cleaned(outcomes=outcomes)
+
+    @activity.defn
+    async def finish_pass(self, request: mm.FinishPass) -> float:
+        """Writes down what came of a pass, and tells it once; returns its seconds."""
+        async with self._database.session() as session:
+            seconds = await maintenance.finish_pass(session, request.number, request.outcomes)
+            shown = await maintenance.pass_summary(session)
+        if shown is not None:
+            tell = log.warning if shown.guarded else log.info
+            tell(
+                "maintenance_pass",
+                workers=shown.scanned,
+                found=shown.found,
+                outcomes=request.outcomes,
+                guarded=shown.guarded,
+                seconds=round(seconds, 3),
+                scan_seconds=round(shown.scan_seconds, 3),
+            )
+        return seconds
+
+
+def _summary(seen: FleetScan, anomalies: int) -> ScanSummary:
+    picture = seen.picture
+    return ScanSummary(
+        place=seen.place,
+        size=picture.size,
+        anomalies=anomalies,
+        in_service=picture.in_service,
+        unmarked=picture.unmarked,
+        unlisted=picture.unlisted,
+    )
+
+
+def _world_changed(now: PassBasis, then: PassBasis) -> bool:
+    """Whether this is not the world in which the pass looked."""
+    other = (now.generation, now.server) != (then.generation, then.server)
+    return other or is_outage(then.tasks - now.tasks, then.tasks)
+
+
+def _boot() -> str:
+    """Names this run of the kernel, which its containers share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _boottime() -> float:
+    """Seconds; a clock that nobody sets, and that also counts while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

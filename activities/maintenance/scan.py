@@ -1,0 +1,195 @@
+"""One look at all workers, or at some: assignments, tasks, marks, metadata and pool entries.
+
+What is asked for by name comes from PostgreSQL and the launcher. Only a mark of which neither knows needs a
+SCAN: of at most `SCANNED` keys a look, and the next look goes on where this one ended. So a Valkey with
+millions of other keys costs no more, and an orphan mark there is found some passes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from activities.maintenance.anomalies import EntryState, FleetSnapshot, ReportedState
+from activities.pool.entries import ask
+from infra.database.engine import Database
+from infra.database.workers import maintenance
+from infra.database.workers.maintenance import AssignmentRow, PassBasis, Suspect
+from infra.launchers.port import Launcher, Task
+from worker_runtime.protocol import keys
+
+#: Keys looked at by one SCAN, which takes Valkey about 0.1 ms, and by all SCANs of one look.
+STEP = 500
+SCANNED = 200_000
+#: Commands of one pipeline: between two of them the process does other things.
+CHUNK = 500
+#: Matches `worker:active:…` and `worker:metadata:…`.
+_PATTERN = "worker:[am][ce]t*"
+_MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark, keys.metadata))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetScan:
+    """A look, and where it was taken."""
+
+    picture: FleetSnapshot
+    place: PassBasis
+
+
+class FleetScanner:
+    """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is known."""
+
+    def __init__(self, client: Redis, database: Database, launcher: Launcher, *, pool: str) -> None:
+        """`pool`: one that is looked at even when nothing of it runs."""
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._pool = pool
+        self._cursor = 0
+
+    async def of_all(self) -> FleetScan:
+        place, now = await self._where()
+        tasks = await self._launcher.list()
+        async with self._database.session() as session:
+            rows = await maintenance.open_assignments(session)
+        marked = await self._marked_users()
+        users = sorted({*marked, *(one.user_id for one in rows)})
+        pools = {self._pool, *(one.pool for one in rows), *(task.pool for task in tasks)}
+        free = await self._free(pools)
+        return await self._seen(place, now, rows, tasks, users, free)
+
+    async def of(self, suspects: Sequence[Suspect]) -> FleetScan:
+        """The same look at the users and workers of these suspects only, with everything read afresh."""
+        place, now = await self._where()
+        listed = await self._launcher.list()
+        users = {one.user_id for one in suspects if one.user_id}
+        workers = {one.worker_id for one in suspects if one.worker_id}
+        async with self._database.session() as session:
+            claims = {one.claim_id for one in suspects if one.claim_id}
+            rows = await maintenance.open_assignments_of(session, users, workers, claims)
+        users |= {one.user_id for one in rows}
+        workers |= {one.worker_id for one in rows if one.worker_id}
+        tasks = [task for task in listed if task.worker_id in workers]
+        pools = {one.pool for one in suspects if one.pool}
+        free = {pool: some & workers for pool, some in (await self._free(pools)).items()}
+        place = PassBasis(generation=place.generation, server=place.server, tasks=len(listed))
+        return await self._seen(place, now, rows, tasks, sorted(users), free)
+
+    async def _seen(
+        self,
+        place: PassBasis,
+        now: float,
+        rows: list[AssignmentRow],
+        tasks: list[Task],
+        users: list[str],
+        free: dict[str, set[str]],
+    ) -> FleetScan:
+        assigned = {one.worker_id for one in rows}
+        own = {(task.pool, task.worker_id) for task in tasks if task.worker_id not in assigned}
+        own |= {(pool, worker) for pool, some in free.items() for worker in some}
+        entries = await self._entries(sorted(own))
+        homeless = {task.worker_id for task in tasks} - assigned
+        homeless -= {worker for worker, entry in entries.items() if entry.state == "ready"}
+        async with self._database.session() as session:
+            last = await maintenance.last_assignments(session, homeless)
+        users = sorted({*users, *(one.user_id for one in last.values())})
+        marks, told = await self._marks(users)
+        picture = FleetSnapshot(
+            open=rows,
+            tasks=tasks,
+            marks=marks,
+            told=told,
+            entries=entries,
+            free=free,
+            last=last,
+            now=now,
+        )
+        if await self._generation() != place.generation:
+            raise RedisError("the generation changed during a look")
+        listed = place.tasks or len(tasks)
+        return FleetScan(
+            picture=picture,
+            place=PassBasis(generation=place.generation, server=place.server, tasks=listed),
+        )
+
+    async def _generation(self) -> str:
+        return _text(await self._client.get(keys.GENERATION))
+
+    async def _where(self) -> tuple[PassBasis, float]:
+        """Which Valkey this is, and its clock."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.get(keys.GENERATION)
+            pipe.info("server")
+            pipe.time()
+            generation, server, (seconds, _) = await pipe.execute()
+        place = PassBasis(generation=_text(generation), server=str(server["run_id"]))
+        return place, float(seconds)
+
+    async def _free(self, pools: Collection[str]) -> dict[str, set[str]]:
+        names = sorted(pools)
+        async with self._client.pipeline(transaction=False) as pipe:
+            for pool in names:
+                pipe.zrange(keys.pool_ready(pool), 0, -1)
+            found = await pipe.execute() if names else []
+        return {pool: {one.decode() for one in some} for pool, some in zip(names, found, strict=True)}
+
+    async def _marked_users(self) -> set[str]:
+        """Users of whom a mark or metadata stand in Valkey, as far as this look's SCANs come."""
+        found: set[str] = set()
+        for _ in range(SCANNED // STEP):
+            self._cursor, some = await ask(self._client.scan(self._cursor, match=_PATTERN, count=STEP))
+            for key in some:
+                for prefix in (_MARK, _METADATA):
+                    if key.startswith(prefix):
+                        found.add(key[len(prefix) : -1].decode("utf-8", "replace"))
+            if not self._cursor:
+                break
+        return found
+
+    async def _marks(self, users: Sequence[str]) -> tuple[dict[str, str], dict[str, ReportedState]]:
+        marks: dict[str, str] = {}
+        told: dict[str, ReportedState] = {}
+        for start in range(0, len(users), CHUNK):
+            some = users[start : start + CHUNK]
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.mget([keys.mark(user) for user in some])
+                for user in some:
+                    pipe.hmget(keys.metadata(user), ["state", "task", "last_activity_ms"])
+                found, *metadata = await pipe.execute()
+            for user, mark, (state, task, activity) in zip(some, found, metadata, strict=True):
+                if mark:
+                    marks[user] = _text(mark)
+                if state or task:
+                    told[user] = ReportedState(
+                        state=_text(state), task_id=_text(task), last_activity=_seconds(activity)
+                    )
+        return marks, told
+
+    async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:
+        entries: dict[str, EntryState] = {}
+        for start in range(0, len(workers), CHUNK):
+            some = workers[start : start + CHUNK]
+            async with self._client.pipeline(transaction=False) as pipe:
+                for pool, worker in some:
+                    pipe.hmget(keys.pool_worker(pool, worker), ["state", "claim"])
+                    pipe.pexpiretime(keys.pool_worker(pool, worker))
+                found = await pipe.execute()
+            for (_, worker), (state, claim), expires in zip(some, found[::2], found[1::2], strict=True):
+                if state:
+                    entries[worker] = EntryState(state=_text(state), claim=_text(claim), expires=int(expires))
+        return entries
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+
+
+def _seconds(milliseconds: Any) -> float:
+    try:
+        return int(milliseconds or 0) / 1000
+    except ValueError:
+        return 0.0

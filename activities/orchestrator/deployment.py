@@ -1,0 +1,217 @@
+"""Temporal's worker deployment `berth`: its versions, which one is current, and what runs on which.
+
+A version is a build id. New runs start on the current one; a pinned run stays on its own until it
+continues as new. What the server does was tried on 1.32; docs/adr/0007 has the facts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from google.protobuf.field_mask_pb2 import FieldMask
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.deployment.v1 import WorkerDeploymentVersion as VersionName
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.enums.v1 import VersioningBehavior as Behavior
+from temporalio.api.workflow.v1 import VersioningOverride, WorkflowExecutionOptions
+from temporalio.api.workflowservice.v1 import (
+    DescribeWorkerDeploymentRequest,
+    DescribeWorkerDeploymentVersionRequest,
+    SetWorkerDeploymentCurrentVersionRequest,
+    UpdateWorkflowExecutionOptionsRequest,
+)
+from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.common import (
+    SearchAttributeKey,
+    VersioningBehavior,
+    WorkerDeploymentVersion,
+)
+from temporalio.service import RPCError, RPCStatusCode
+from temporalio.worker import WorkerDeploymentConfig
+
+from workflows import names
+
+#: Workflows that live for long and know the signal `renew`.
+ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
+
+#: For one call; Temporal answers these within milliseconds.
+_RPC = timedelta(seconds=5)
+#: Seconds for a query: a living orchestrator answers in 5 ms, but its host may stand still for 3 s; without
+#: one the server waits to the end.
+_ANSWER = 4.0
+#: A query that the SDK answers for every workflow.
+_ANY_WORKFLOW_KNOWS = "__temporal_workflow_metadata"
+#: What a worker with workflows polls each of its queues for.
+_KINDS = (TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY)
+#: Workflows asked before a version counts as served by nobody.
+_ASKED = 3
+
+_VERSION = SearchAttributeKey.for_keyword("TemporalWorkerDeploymentVersion")
+
+
+@dataclass(frozen=True)
+class DeploymentSnapshot:
+    """The deployment at one look."""
+
+    #: Build id of the current version; empty: none.
+    current: str
+    #: Build id → when it was first seen.
+    versions: Mapping[str, datetime]
+    #: Makes a change fail if somebody else made one since.
+    token: bytes
+
+
+@dataclass(frozen=True)
+class RunningWorkflow:
+    """An open workflow of the deployment."""
+
+    workflow_id: str
+    run_id: str
+    kind: str
+    build: str
+
+
+class Deployment:
+    """The calls about one deployment. All raise `RPCError`."""
+
+    def __init__(self, temporal: Client, *, name: str, build: str) -> None:
+        self._temporal = temporal
+        self.name = name
+        #: Our own build id.
+        self.build = build
+
+    @property
+    def config(self) -> WorkerDeploymentConfig:
+        """For workers that host workflows."""
+        return WorkerDeploymentConfig(
+            version=WorkerDeploymentVersion(deployment_name=self.name, build_id=self.build),
+            use_worker_versioning=True,
+            default_versioning_behavior=VersioningBehavior.PINNED,
+        )
+
+    async def look(self) -> DeploymentSnapshot | None:
+        """None: no worker of the deployment has polled yet."""
+        request = DescribeWorkerDeploymentRequest(
+            namespace=self._temporal.namespace, deployment_name=self.name
+        )
+        try:
+            answer = await self._temporal.workflow_service.describe_worker_deployment(request, timeout=_RPC)
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return None
+            raise
+        told = answer.worker_deployment_info
+        return DeploymentSnapshot(
+            current=told.routing_config.current_deployment_version.build_id,
+            versions={
+                one.deployment_version.build_id: one.create_time.ToDatetime()
+                for one in told.version_summaries
+            },
+            token=answer.conflict_token,
+        )
+
+    async def serves(self, queues: Collection[str]) -> bool:
+        """Whether Temporal knows that our version serves each of these queues, workflows and activities.
+
+        Each registers with its own first poll, one after the other; until all have, the version cannot
+        become current.
+        """
+        request = DescribeWorkerDeploymentVersionRequest(
+            namespace=self._temporal.namespace,
+            deployment_version=VersionName(deployment_name=self.name, build_id=self.build),
+        )
+        try:
+            answer = await self._temporal.workflow_service.describe_worker_deployment_version(
+                request, timeout=_RPC
+            )
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return False
+            raise
+        known = {(one.name, one.type) for one in answer.worker_deployment_version_info.task_queue_infos}
+        return all((queue, kind) in known for queue in queues for kind in _KINDS)
+
+    async def make_current(self, seen: DeploymentSnapshot) -> None:
+        """New runs start on our version from now on. `RPCError`: somebody else changed it since `seen`, or
+        our version serves fewer task queues than the one before."""
+        await self._temporal.workflow_service.set_worker_deployment_current_version(
+            SetWorkerDeploymentCurrentVersionRequest(
+                namespace=self._temporal.namespace,
+                deployment_name=self.name,
+                build_id=self.build,
+                conflict_token=seen.token,
+                identity=self._temporal.identity,
+            ),
+            timeout=_RPC,
+        )
+
+    async def running(
+        self, *, build: str = "", other_than: str = "", limit: int | None = None
+    ) -> list[RunningWorkflow]:
+        """Open workflows of one version, or of all versions but one."""
+        versions = f"= '{self.name}:{build}'" if build else f"!= '{self.name}:{other_than}'"
+        query = (
+            f"ExecutionStatus = 'Running' AND TemporalWorkerDeployment = '{self.name}' "
+            f"AND TemporalWorkerDeploymentVersion {versions}"
+        )
+        return [
+            RunningWorkflow(
+                found.id,
+                found.run_id,
+                found.workflow_type,
+                (found.typed_search_attributes.get(_VERSION) or "").partition(":")[2],
+            )
+            async for found in self._temporal.list_workflows(query, limit=limit)
+        ]
+
+    async def served(self, some: Sequence[RunningWorkflow]) -> bool:
+        """Whether an orchestrator answers for these workflows, which are of one version.
+
+        The list of pollers would not do: Temporal keeps who has gone in it for minutes.
+        """
+        return any(await asyncio.gather(*(self._answers(one.workflow_id) for one in some[:_ASKED])))
+
+    async def _answers(self, workflow_id: str) -> bool:
+        try:
+            async with asyncio.timeout(_ANSWER):
+                await self._temporal.get_workflow_handle(workflow_id).query(_ANY_WORKFLOW_KNOWS)
+        except WorkflowQueryFailedError:  # somebody took it up, at least
+            return True
+        except (RPCError, TimeoutError):
+            return False
+        return True
+
+    async def renew(self, one: RunningWorkflow) -> None:
+        """Asks an entity to continue as new, which brings it to the current version."""
+        try:
+            await self._temporal.get_workflow_handle(one.workflow_id).signal("renew", rpc_timeout=_RPC)
+        except RPCError as error:
+            if error.status != RPCStatusCode.NOT_FOUND:
+                raise
+
+    async def hand_over(self, one: RunningWorkflow) -> None:
+        """Lets the current version take a run over in the middle, by a replay of its history.
+
+        The override ends with the run: a continued one is pinned again.
+        """
+        override = VersioningOverride(
+            auto_upgrade=True,
+            behavior=Behavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE,  # what servers before 1.29 read
+        )
+        try:
+            await self._temporal.workflow_service.update_workflow_execution_options(
+                UpdateWorkflowExecutionOptionsRequest(
+                    namespace=self._temporal.namespace,
+                    workflow_execution=WorkflowExecution(workflow_id=one.workflow_id, run_id=one.run_id),
+                    workflow_execution_options=WorkflowExecutionOptions(versioning_override=override),
+                    update_mask=FieldMask(paths=["versioning_override"]),
+                    identity=self._temporal.identity,
+                ),
+                timeout=_RPC,
+            )
+        except RPCError as error:
+            if error.status not in {RPCStatusCode.NOT_FOUND, RPCStatusCode.FAILED_PRECONDITION}:
+                raise  # those two: it has ended, or went on in a new run

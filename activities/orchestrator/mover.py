@@ -1,0 +1,106 @@
+"""Brings running workflows to the current version, so that an old one is soon free of work.
+
+While an orchestrator of the old version still serves, an entity is asked to `renew`: it finishes what it
+does on the code that began it, then continues as new on the current version. When nobody serves the old
+version any more, the run itself is handed over and the current code replays its history; the golden
+histories in `tests/replay` are the proof that it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import groupby
+
+import structlog
+from temporalio.service import RPCError
+
+from activities.orchestrator.deployment import ENTITIES, Deployment, RunningWorkflow
+from activities.orchestrator.promotion import Promotion
+from infra.database import locks as turn
+from infra.database.engine import Database
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds between two rounds while something is left on another version.
+SOON = 1.0
+#: Seconds between two looks otherwise: one listing and one look at the deployment.
+REST = 15.0
+#: Longest time in seconds for the runs of one version in a round, which keeps a database connection.
+ROUND = 5.0
+#: Seconds until an entity is asked again. One that connects renews when it is Active.
+AGAIN = 30.0
+
+TURN = "berth move to the current version"
+
+log = structlog.get_logger()
+
+
+class WorkflowMover:
+    """A background loop of each orchestrator; PostgreSQL lets one work at a time."""
+
+    def __init__(
+        self, database: Database, deployment: Deployment, promotion: Promotion, *, rate: float
+    ) -> None:
+        """`rate`: workflows a second. A move costs two workflow tasks and a replay."""
+        self._database = database
+        self._deployment = deployment
+        self._promotion = promotion
+        self._pause = 1.0 / rate
+        #: (run id, handed over) → when it was done.
+        self._done: dict[tuple[str, bool], float] = {}
+
+    async def run(self) -> None:
+        await self._promotion.decided.wait()
+        while True:
+            try:
+                left = await self.round()
+            except (RPCError, BerthError) as error:
+                log.warning("move_failed", reason=str(error)[:200])
+                left = True
+            await asyncio.sleep(SOON if left else REST)
+
+    async def round(self) -> bool:
+        """Moves for some seconds. Whether something is left that is ours to move."""
+        seen = await self._deployment.look()
+        if seen is None or seen.current != self._deployment.build:
+            return False
+        found = await self._deployment.running(other_than=self._deployment.build)
+        if not found:
+            self._done.clear()
+            return False
+        async with self._database.session() as session:
+            if await turn.take_turn(session, TURN):
+                await self._move(found)
+        return True
+
+    async def _move(self, found: list[RunningWorkflow]) -> None:
+        # The pool first: everybody waits for it.
+        found.sort(key=lambda one: (one.build, one.kind == ENTITIES[0]))
+        for build, group in groupby(found, lambda one: one.build):
+            some = list(group)
+            served = await self._deployment.served(some)
+            until = time.monotonic() + ROUND  # not before: to ask who is gone takes almost as long
+            moved = 0
+            for one in some:
+                if time.monotonic() > until:
+                    break
+                if await self._move_one(one, handed_over=not served):
+                    moved += 1
+                    await asyncio.sleep(self._pause)
+            if moved:
+                log.info("moving", build=build, count=moved, left=len(some) - moved, handed_over=not served)
+
+    async def _move_one(self, one: RunningWorkflow, *, handed_over: bool) -> bool:
+        """Whether anything was done: what was asked a moment ago is left alone."""
+        last = self._done.get((one.run_id, handed_over))
+        entity = one.kind in ENTITIES
+        if (last is not None and time.monotonic() - last < AGAIN) or not (entity or handed_over):
+            return False
+        # The signal first: it makes a workflow task, and the hand-over sends an open one to us at once. An
+        # update that waits for a task of its own would wait for its time limit of 5 s.
+        if entity:
+            await self._deployment.renew(one)
+        if handed_over:
+            await self._deployment.hand_over(one)
+        self._done[(one.run_id, handed_over)] = time.monotonic()
+        return True

@@ -1,0 +1,93 @@
+"""The pool's workflow at the start of an orchestrator: it runs, and under the policy of the settings."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import structlog
+from temporalio.client import Client
+from temporalio.common import WorkflowIDConflictPolicy
+
+from activities.pool.sizing import checked_policy
+from infra.settings import Settings
+from workflows import names
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
+
+#: For a question to the pool's workflow: the first time, and at the most. When nobody serves its version any
+#: more, nobody answers until the mover has handed it over, after about 5 s; then it is asked again. On a host
+#: that has many workflows to read anew, the answer itself may take some seconds.
+ANSWERS = timedelta(seconds=2)
+LONGEST = timedelta(seconds=16)
+
+log = structlog.get_logger()
+
+
+def policy_of(settings: Settings) -> PoolPolicy:
+    """Raises `PoolPolicyInvalid`, `ZoneUnknown`."""
+    return checked_policy(
+        PoolPolicy(
+            target=settings.pool_target,
+            minimum=settings.pool_minimum,
+            maximum=settings.pool_maximum or None,
+            buffer=settings.pool_buffer,
+            demand_minutes=settings.pool_demand_minutes,
+            limit=settings.pool_limit or None,
+            shrink_after=settings.pool_shrink_after,
+            windows=tuple(_window(given) for given in settings.pool_windows),
+        )
+    )
+
+
+def _window(given: dict[str, Any]) -> PoolWindow:
+    try:
+        window = PoolWindow(**given)
+    except TypeError:
+        wanted = ", ".join(PoolWindow.__dataclass_fields__)
+        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given} has not the fields {wanted}") from None
+    texts = (window.name, window.begins, window.ends, window.days, window.zone, window.calendar)
+    if type(window.target) is not int or not all(isinstance(text, str) for text in texts):
+        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given} has a target that is no number, or no text")
+    return window
+
+
+async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta = ANSWERS) -> int:
+    """Starts the pool's workflow, or gives the running one the policy of the settings, if that is new.
+
+    What an operator has set since stays, until the settings change. Each call may take `patience`. Returns
+    how many free workers there will be at the least, whatever the hour. Raises `RPCError`, and
+    `WorkflowUpdateFailedError` while the workflow is still on a version that knows no policy.
+    """
+    policy = policy_of(settings)
+    handle = await temporal.start_workflow(
+        WorkerPoolWorkflow.run,
+        pm.PoolInput(
+            pool=settings.pool,
+            target=policy.target,
+            launch_timeout=settings.pool_launch_timeout,
+            policy=policy,
+            configured=policy,
+            exact=True,
+            counts_apart=True,
+        ),
+        id=names.worker_pool_id(settings.pool),
+        task_queue=names.LIFECYCLE_QUEUE,
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+        static_summary="keeps workers ready",
+        rpc_timeout=patience,
+    )
+    view = await handle.query(WorkerPoolWorkflow.view, rpc_timeout=patience)
+    if view.configured != policy:
+        view = await handle.execute_update(
+            WorkerPoolWorkflow.set_policy,
+            pm.SetPolicy(policy=policy, from_settings=True),
+            rpc_timeout=patience,
+        )
+        log.info("pool_policy_of_settings", pool=settings.pool, target=policy.target)
+    kept = view.policy or policy
+    surely = min([kept.target, *(window.target for window in kept.windows)])
+    if kept.limit is not None:
+        surely = min(surely, kept.limit)
+    return surely if view.mode == pm.PoolMode.RUNNING else 0

@@ -1,0 +1,144 @@
+"""Which code an orchestrator runs: the build id of its worker deployment version.
+
+Two different workflow codes must never share a build id, or one would replay the other's histories unseen.
+The same code must have the same id after a restart, or it would not find its workflows. So the id is the
+release and a hash of all that decides what a workflow does.
+
+Makes an orchestrator's version the current one, when it is newer or nobody else serves.
+
+Decided once, at the start. Nothing here undoes an operator's choice later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Collection
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+from temporalio.service import RPCError
+
+import workflows
+from activities.orchestrator.deployment import Deployment, DeploymentSnapshot
+from worker_runtime import protocol
+from worker_runtime.protocol.errors import BerthError
+
+#: What a replay depends on: the workflows, and the messages and errors of the protocol that they use.
+#: Activities are left out: a replay takes their results from the history.
+REPLAYED = (workflows, protocol)
+
+_RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:-|$)")
+
+
+class CodeUnreadable(BerthError):
+    """The source files of the workflows are not there, so that no build id can be made of them."""
+
+    code = "CODE_UNREADABLE"
+
+
+def build_id() -> str:
+    """`<release>-<hash>`, like `0.1.0-4f0c2b9d8e71`. Raises `CodeUnreadable`."""
+    return f"{version('berth')}-{code_hash([Path(package.__path__[0]) for package in REPLAYED])}"
+
+
+def code_hash(folders: list[Path]) -> str:
+    """Twelve hexadecimal digits of all Python files in these folders, their names included."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        files = sorted(folder.rglob("*.py"))
+        if not files:
+            raise CodeUnreadable(f"no Python files in {folder}; set BERTH_BUILD_ID")
+        for file in files:
+            name = f"{folder.name}/{file.relative_to(folder).as_posix()}"
+            content = file.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def release_of(build: str) -> tuple[int, ...] | None:
+    """The release in a build id, comparable; None when an operator chose another form."""
+    found = _RELEASE.match(build)
+    return tuple(int(part) for part in found[1].split(".")) if found else None
+
+
+#: Seconds between two looks, while our own workers' first poll has not reached the server (it took 0.1 s).
+LOOK = 0.05
+#: Seconds between two tries after Temporal refused or failed.
+RETRY = 0.5
+#: Seconds between two log lines about the same trouble.
+TELL = 5.0
+
+log = structlog.get_logger()
+
+
+class Promotion:
+    """`decided` is set when the question is settled for this process, one way or the other."""
+
+    def __init__(self, deployment: Deployment, *, wanted: bool, queues: Collection[str]) -> None:
+        self._deployment = deployment
+        self._wanted = wanted
+        #: The versioned queues that this process polls.
+        self._queues = queues
+        self._told = 0.0
+        self.decided = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when it is decided. Our workers must poll already: that registers the version."""
+        while not self.decided.is_set():
+            try:
+                pause = await self._try()
+            except RPCError as error:
+                self._tell("promotion_failed", reason=str(error)[:200])
+                pause = RETRY
+            if pause:
+                await asyncio.sleep(pause)
+            else:
+                self.decided.set()
+
+    async def _try(self) -> float:
+        """Seconds until the next try; 0: decided."""
+        own = self._deployment.build
+        seen = await self._deployment.look()
+        if seen is None or own not in seen.versions or not await self._deployment.serves(self._queues):
+            self._tell("version_not_registered", build=own)
+            return LOOK
+        if seen.current == own:
+            return 0.0
+        if not self._wanted:
+            log.info("not_promoted", build=own, current=seen.current, reason="an operator promotes")
+        elif is_newer(seen, own) or not await self._current_is_served(seen):
+            await self._deployment.make_current(seen)
+            log.info("promoted", build=own, before=seen.current)
+        else:
+            log.info("not_promoted", build=own, current=seen.current, reason="the current version is newer")
+        return 0.0
+
+    async def _current_is_served(self, seen: DeploymentSnapshot) -> bool:
+        return await self._deployment.served(await self._deployment.running(build=seen.current, limit=20))
+
+    def _tell(self, event: str, **fields: str) -> None:
+        """Once in a while: the first look comes before the first poll as a rule, which is no trouble."""
+        now = time.monotonic()
+        if not self._told:
+            self._told = now
+        elif now - self._told >= TELL:
+            self._told = now
+            log.warning(event, **fields)
+
+
+def is_newer(seen: DeploymentSnapshot, own: str) -> bool:
+    """By release; between builds of one release, which a hash cannot order, the one that came first is older.
+
+    So a restart of an old build beside a newer one changes nothing, and a developer's last edit wins.
+    """
+    if seen.current not in seen.versions:
+        return True
+    ours, theirs = release_of(own), release_of(seen.current)
+    if ours is not None and theirs is not None and ours != theirs:
+        return ours > theirs
+    return seen.versions[own] > seen.versions[seen.current]

@@ -1,0 +1,118 @@
+"""The orchestrator's log: one JSON object a line, a constant event name and fields, on standard error.
+
+How an orchestrator is asked to stop: SIGTERM or SIGINT gracefully, a second one at once.
+
+A graceful stop has a limit, too: while Temporal is away, its client waits for ever.
+
+Loops beside the Temporal workers, and work that a stop cuts short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+from temporalio import workflow
+
+from infra import tasks
+
+
+def configure_log(level: str) -> None:
+    """Once, at start. Temporal's own log goes the same way."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
+    # The event's name stays constant; which workflow it was stands in the fields.
+    workflow.logger.workflow_info_on_message = False
+
+
+log = structlog.get_logger()
+
+
+def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.Event:
+    """The event is set by the first signal. A second one, or `limit` seconds later the clock, calls
+    `cut_short` and ends the process.
+
+    What was in hand then is done again elsewhere, as after a crash: each activity is safe to run twice.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end(number: signal.Signals, reason: str) -> None:
+        log.warning("stopped_at_once", reason=reason)
+        cut_short()
+        os._exit(128 + number)  # no clean-up: that is what takes time
+
+    def heard(number: signal.Signals) -> None:
+        if stopping.is_set():
+            end(number, f"a second signal, {number.name}")
+        stopping.set()
+        loop.call_later(limit, end, number, f"the stop took longer than {limit:.0f} s")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, heard, number)
+    return stopping
+
+
+#: Seconds until a loop that failed is started again.
+LOOP_RETRY = 0.5
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def run_in_background(loops: Sequence[Loop]) -> AsyncIterator[None]:
+    """Runs loops that never end by themselves; one that does is logged and started again."""
+    running = [asyncio.create_task(_forever(loop)) for loop in loops]
+    try:
+        yield
+    finally:
+        await tasks.cancel_tasks(*running)
+
+
+async def _forever(loop: Loop) -> None:
+    while True:
+        try:
+            await loop()
+        except Exception as error:  # a loop's boundary: the others must go on, and this one come back
+            log.exception("background_loop_failed", loop=loop.__qualname__, error=type(error).__name__)
+        await asyncio.sleep(LOOP_RETRY)
+
+
+async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when the process is asked to stop first."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    await tasks.cancel_tasks(stop)
+    if task.done():
+        return task.result()
+    await tasks.cancel_tasks(task)
+    return None

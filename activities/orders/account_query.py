@@ -1,0 +1,98 @@
+"""Asking a user's worker what the broker knows of an account, through the user's queue.
+
+Orders of one account are verified at the same time: who asks while the same question is under way shares it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from uuid import uuid4
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from infra.temporal.starter import WorkerActivator
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestQueue
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerUnavailable
+from worker_runtime.protocol.messages import Answer
+from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
+
+#: Seconds between two looks at the response key: at first, and at the most.
+FIRST_LOOK = 0.02
+LONGEST_LOOK = 0.5
+#: Seconds after which a worker that has not answered is rung for again; then after twice as many.
+FIRST_RING = 1.0
+
+
+class AccountQueryClient:
+    def __init__(self, client: Redis, ensuring: WorkerActivator) -> None:
+        self._client = client
+        self._queue = RequestQueue(client)
+        self._ensuring = ensuring
+        self._running: dict[tuple[str, str], asyncio.Task[AccountReport]] = {}
+
+    async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
+        """The orders of an account, as the broker lists them now; `timeout` seconds from an active worker on.
+
+        Raises the `BerthError` for which it could not be asked.
+        """
+        about = (user_id, account_id)
+        task = self._running.get(about)
+        if task is None:
+            task = self._running[about] = asyncio.create_task(self._ask(user_id, account_id, timeout))
+            task.add_done_callback(lambda done: self._ended(about, done))
+        # Shielded: another caller waits for the same.
+        return await asyncio.shield(task)
+
+    def _ended(self, about: tuple[str, str], task: asyncio.Task[AccountReport]) -> None:
+        self._running.pop(about, None)
+        if not task.cancelled():
+            task.exception()  # seen, also when everybody who waited has gone
+
+    async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
+        try:
+            # What waits in the queue keeps no worker alive, and starts none.
+            if not await self._queue.marked(user_id):
+                await self._ensuring.ensure(user_id)
+            query = QueryAccount(
+                request_id=uuid4().hex,
+                user_id=user_id,
+                account_id=account_id,
+                reply_to="",
+                generation=await valkey.ensure_generation(self._client, uuid4().hex),
+            )
+            await self._queue.enqueue(query, timeout)
+            answer = await self._wait(user_id, query.request_id, timeout)
+        except (RedisError, OSError) as error:
+            raise WorkerUnavailable(f"Valkey: {type(error).__name__}") from None
+        if answer is None:
+            raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
+        if answer.failure is not None:
+            raise answer.failure.error()
+        return _report(answer)
+
+    async def _wait(self, user_id: str, request_id: str, timeout: float) -> Answer | None:
+        began = time.monotonic()
+        pause, ring_after = FIRST_LOOK, FIRST_RING
+        while (answer := await self._queue.answer(user_id, request_id)) is None:
+            waited = time.monotonic() - began
+            if waited >= timeout:
+                return None
+            if waited >= ring_after:
+                ring_after *= 2
+                await self._queue.remind(user_id)
+            await asyncio.sleep(min(pause, timeout - waited))
+            pause = min(2 * pause, LONGEST_LOOK)
+        return answer
+
+
+def _report(answer: Answer) -> AccountReport:
+    if answer.report is None:
+        raise BerthError("the worker answered without a report")
+    try:
+        return decode_report(answer.report)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"the worker's report: {error}") from None

@@ -1,0 +1,205 @@
+"""An order as the broker lists it, told as the event that nobody heard.
+
+Compares our books with what a session found at the broker right after its login (O5).
+
+The worker has told already of the orders that it knew. Here come those that it could not match, and the
+positions. What nobody heard of an order of ours is written; what contradicts our books is written down as a
+difference, shown, and blocks the account when the settings say so.
+
+A difference stays until a comparison shows that the books agree, or a person closes it. An order that is
+not listed any more, a symbol in which something is under way, and a report that is not complete show nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.database.trading import reconciliations
+from infra.database.trading.reconciliations import FILL_MARGIN, EarlierComparisons
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, AccountReported, OrderEvent, OrderState
+from worker_runtime.protocol.requests import AccountReport, decode_report
+
+
+def filled_of(listed: ExchangeOrder) -> int:
+    """Lots."""
+    return sum(fill.quantity for fill in listed.fills)
+
+
+def may_be_listed_as(order: Order, listed: ExchangeOrder) -> bool:
+    """Whether a listed order with our tag can be this one.
+
+    The symbol may be another: an order for a rolling code (TXFR1) is listed under the contract that the code
+    stood for then, and a code is written differently in lists of some brokers. No tag of ours stands for a
+    second order, so the symbol adds no proof; but whoever demanded it would hold an order that works at the
+    broker for one that never arrived. The side and a quantity that is not larger (it only falls) keep out an
+    order of somebody else's program that happens to have the tag.
+    """
+    return order.side == listed.side and listed.quantity <= order.quantity
+
+
+def listed_event(order: Order, listed: ExchangeOrder, at_ms: int) -> OrderEvent:
+    """The same event for the same listing, so that a repeat changes nothing; of no worker: epoch 0."""
+    filled = filled_of(listed)
+    smaller = 0 < listed.quantity < order.quantity
+    changed = smaller or (None not in (order.price, listed.price) and order.price != listed.price)
+    worth = sum((fill.price * fill.quantity for fill in listed.fills), Decimal(0))
+    return OrderEvent(
+        event_id=f"{order.id}:listed:{listed.state.value}:{filled}",
+        order_id=str(order.id),
+        user_id=order.user_id,
+        epoch=0,
+        state=listed.state,
+        at_ms=at_ms,
+        broker_order_id=listed.broker_order_id,
+        filled_quantity=filled,
+        average_price=worth / filled if filled else None,
+        reason=listed.reason,
+        quantity=listed.quantity if changed else None,
+        price=listed.price if changed else None,
+    )
+
+
+#: Ends of orders that have no fills, as we hold.
+_NEVER_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
+
+Differences = dict[str, list[Any]]
+
+log = structlog.get_logger()
+
+
+async def reconcile_account(session: AsyncSession, event: AccountReported, *, blocks: bool) -> None:
+    """Safe to repeat: the same comparison writes nothing new."""
+    try:
+        report = decode_report(event.report)
+    except msgspec.ValidationError as error:
+        log.error("account_report_malformed", user_id=event.user_id, reason=str(error))
+        return
+    known = await reconciliations.earlier_comparisons(session, event.user_id, event.account_id)
+    found = await _orders(session, event, report, known)
+    if not report.complete:
+        found["positions"] = known.open.get("positions", [])
+    elif known.begun:
+        found["positions"] = await _positions(session, event, report, known)
+    else:
+        await _begin_books(session, event, report)
+    differences = {kind: those for kind, those in found.items() if those}
+    row = await reconciliations.note_differences(
+        session,
+        user_id=event.user_id,
+        account_id=event.account_id,
+        epoch=event.epoch,
+        differences=differences,
+        blocks=blocks,
+    )
+    if row is not None:
+        log.warning(
+            "books_differ", user_id=event.user_id, account=event.account_id, kinds=sorted(differences)
+        )
+
+
+async def _orders(
+    session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
+) -> Differences:
+    """Listed orders that the worker could not match: ours that are final, and others'."""
+    user_id, account_id, taken_at = event.user_id, event.account_id, _taken_at(report)
+    open_ones: list[str] = known.open.get("foreign_orders", [])
+    ids = [listed.broker_order_id for listed in report.orders]
+    ours = await reconciliations.orders_by_broker_ids(session, user_id, account_id, [*ids, *open_ones])
+    nameless = [listed for listed in report.orders if listed.broker_order_id not in ours and listed.tag]
+    tagged = await reconciliations.orders_by_tags(
+        session, user_id, account_id, {listed.tag for listed in nameless}, taken_at
+    )
+    by_tag = {
+        listed.broker_order_id: tagged[listed.tag]
+        for listed in nameless
+        if listed.tag in tagged and may_be_listed_as(tagged[listed.tag], listed)
+    }
+    missed = [
+        # A tag alone may also be somebody else's: an order that has ended here is not changed by it.
+        listed_event(row, listed, event.at_ms)
+        for listed in report.orders
+        if (row := ours.get(listed.broker_order_id)) is not None
+    ]
+    if missed:
+        await orders.record_events(session, missed)
+    found: Differences = {"states": [], "fills": []}
+    settled: set[str] = set()
+    for listed in report.orders:
+        row = ours.get(listed.broker_order_id) or by_tag.get(listed.broker_order_id)
+        if row is not None and row.updated_at <= taken_at - FILL_MARGIN:
+            settled.add(str(row.id))
+            _contradictions(row, listed, report.absence_certain, found)
+    for kind in ("states", "fills"):
+        stays = [one for one in known.open.get(kind, ()) if one["order"] not in settled]
+        fresh = [one for one in found[kind] if one not in known.closed.get(kind, ())]
+        found[kind] = sorted([*stays, *fresh], key=lambda one: str(one["order"]))
+    strangers = {*open_ones, *ids} - ours.keys() - by_tag.keys()
+    found["foreign_orders"] = sorted(strangers.difference(known.closed.get("foreign_orders", ())))
+    return found
+
+
+def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Differences) -> None:
+    """What a listing says against an order of ours; one that may lag says nothing by what it lacks."""
+    filled = filled_of(listed)
+    works = row.state in FINAL_ORDER_STATES and listed.state not in FINAL_ORDER_STATES and certain
+    if works or (filled and row.state in _NEVER_TAKEN):
+        found["states"].append({"order": str(row.id), "ours": row.state, "broker": listed.state.value})
+    if filled < row.filled_quantity and certain:
+        found["fills"].append({"order": str(row.id), "ours": row.filled_quantity, "broker": filled})
+
+
+async def _positions(
+    session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
+) -> list[Any]:
+    """Positions that our fills do not explain; as before in symbols where something is under way."""
+    moving = await reconciliations.unsettled_symbols(
+        session, event.user_id, event.account_id, _taken_at(report)
+    )
+    ours = await reconciliations.filled_positions(session, event.user_id, event.account_id)
+    expected = {symbol: ours.get(symbol, 0) + known.base[symbol] for symbol in {*ours, *known.base}}
+    differ = _unexplained(expected, report)
+    stays = [one for one in known.open.get("positions", ()) if one["symbol"] in moving]
+    return sorted(
+        [*stays, *(one for one in differ if one["symbol"] not in moving)], key=lambda one: str(one["symbol"])
+    )
+
+
+async def _begin_books(session: AsyncSession, event: AccountReported, report: AccountReport) -> None:
+    """The account may have traded before Berth: what it held then is where its books begin."""
+    ours = await reconciliations.filled_positions(
+        session, event.user_id, event.account_id, until=_taken_at(report)
+    )
+    reconciliations.note_first_comparison(
+        session,
+        user_id=event.user_id,
+        account_id=event.account_id,
+        epoch=event.epoch,
+        held=_unexplained(ours, report),
+    )
+
+
+def _unexplained(expected: dict[str, int], report: AccountReport) -> list[Any]:
+    theirs: Counter[str] = Counter()
+    for held in report.positions:  # a broker may list cash and margin of one symbol apart
+        theirs[held.symbol] += held.quantity
+    pairs = [(symbol, expected.get(symbol, 0), theirs[symbol]) for symbol in {*expected, *theirs}]
+    return [
+        {"symbol": symbol, "ours": ours, "broker": broker}
+        for symbol, ours, broker in sorted(pairs)
+        if ours != broker
+    ]
+
+
+def _taken_at(report: AccountReport) -> datetime:
+    """The moment that the report shows: what happened later may not be in it."""
+    return datetime.fromtimestamp((report.taken_at_ms - report.behind_ms) / 1000, UTC)

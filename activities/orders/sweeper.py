@@ -1,0 +1,259 @@
+"""Takes on orders that are not final a while after their acceptance, whoever died with them (nothing-lost).
+
+Every `sweep_period` it leases the orders that are due (`orders.verify_at`). Several may run, none is needed
+twice: a lease ends by itself, and all that is done may be repeated.
+
+| order | what happens |
+|---|---|
+| nothing told, time left, same generation of Valkey | queued again, once per id; a worker is ensured |
+| overdue, and no worker was about to call the broker | expired; it cannot be queued any more |
+| overdue, answered | the answer is written |
+| overdue, a worker was about to call the broker | unknown |
+| overdue, and Valkey's server is another one since: its data may be an older copy | unknown |
+| another generation: Valkey has lost data, and with it what became of the order | unknown |
+| all others that are not final | followed by an `OrderWorkflow` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime, time, timedelta
+from uuid import uuid4
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from temporalio.client import Client
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.service import RPCError
+
+from infra import tasks
+from infra.database.engine import Database
+from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.database.orders import watch as order_watch
+from infra.database.orders.watch import DueOrder
+from infra.market.calendar import TAIPEI
+from infra.settings import Settings
+from infra.temporal.starter import WorkerActivator
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of, place_request
+from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
+from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderOutcome, OrderState
+from workflows import names
+from workflows.order import messages as om
+
+#: Orders taken at once: with one round trip each for most of them, about 0.1 s of work.
+MOST = 100
+#: Seconds that an order stays in the hand of one sweeper; longer than a round takes with servers that answer
+#: slowly (Valkey's socket timeout is 5 s).
+LEASE = 10.0
+#: Seconds past its deadline after which an unanswered order is looked into: the API takes its own back 1 s
+#: after it, and a worker that popped it right before answers meanwhile.
+GRACE = 2.0
+#: Seconds until an order that waits for its worker is looked at again.
+SOON = 2.0
+#: Seconds until an order that has a workflow is looked at again: in case somebody ended that workflow.
+FOLLOWED = 300.0
+#: What one call to Temporal may take; a busy host stands still for 2 to 3 s.
+CALL = timedelta(seconds=5)
+
+_COPIED = "it was accepted before the present server of Valkey came, whose queue may be an older copy"
+
+_QUEUEABLE = frozenset({OrderState.ACCEPTED.value, OrderState.QUEUED.value})
+
+log = structlog.get_logger()
+
+
+class OrderSweeper:
+    """A background loop of each orchestrator that serves the queue `orders`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        temporal: Client,
+        ensuring: WorkerActivator,
+        settings: Settings,
+        *,
+        lease: float = LEASE,
+        grace: float = GRACE,
+    ) -> None:
+        self._client = client
+        self._queue = RequestQueue(client)
+        self._database = database
+        self._temporal = temporal
+        self._ensuring = ensuring
+        self._settings = settings
+        self._lease = lease
+        self._grace = grace
+        #: Workers that are being made active for orders that wait.
+        self._starting: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        try:
+            while True:
+                try:
+                    full = await self.round() == MOST
+                except BerthError as error:  # PostgreSQL is away: what is leased comes again
+                    log.warning("sweeper_waits", code=error.code, reason=error.detail[:200])
+                    full = False
+                await asyncio.sleep(0 if full else self._settings.sweep_period)
+        finally:
+            await tasks.cancel_tasks(*self._starting.values())
+
+    async def round(self) -> int:
+        """One look; returns how many orders were due. Raises `DatabaseUnavailable`."""
+        async with self._database.session(autocommit=True) as session:
+            found = await order_watch.take_due_orders(
+                session, most=MOST, lease=self._lease, grace=self._grace
+            )
+        if not found:
+            return 0
+        log.info("orders_swept", **order_watch.count_by_state(found))
+        await self._each(self._look, [due for due in found if due.order.state in _QUEUEABLE])
+        await self._each(self._follow, [due for due in found if due.order.state not in _QUEUEABLE])
+        return len(found)
+
+    async def _each(self, work: Callable[[DueOrder], Awaitable[None]], found: Sequence[DueOrder]) -> None:
+        """What cannot be done now is left to the next look, after the lease."""
+        for due in found:
+            try:
+                await work(due)
+            except (RedisError, OSError, RPCError) as error:
+                # Away for one, away for all: each of them would wait for its time limit.
+                log.warning("sweeper_blind", error=type(error).__name__, reason=str(error)[:200])
+                return
+
+    async def _look(self, due: DueOrder) -> None:
+        """For an order of which no worker has told anything yet."""
+        order = due.order
+        if order.generation != await self._generation():
+            await self._unknown(due, "Valkey has lost data since it was accepted")
+        elif not due.overdue:
+            if due.remaining > 0:
+                await self._again_queued(due)
+            await self._again(due, SOON)
+        else:
+            await self._overdue(due)
+
+    async def _again_queued(self, due: DueOrder) -> None:
+        order = due.order
+        request = place_request(order, "", self._settings.unknown_blocks)
+        queued = await self._queue.enqueue(request, due.remaining)
+        if queued.new:
+            log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))
+        if not queued.marked:
+            self._start_worker(order.user_id)
+
+    async def _overdue(self, due: DueOrder) -> None:
+        order = due.order
+        late = DeadlineExceeded()
+        outcome = OrderOutcome(
+            order_id=str(order.id),
+            state=OrderState.EXPIRED,
+            reason=f"{late.code}: {late.detail}",
+            withdrawn=True,
+        )
+        answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
+        copied = await self._queue.may_be_stale(order.created_at)
+        if copied:  # its way is closed all the same
+            unknown = OutcomeUnknown(_COPIED)
+            outcome = OrderOutcome(
+                order_id=str(order.id),
+                state=OrderState.UNKNOWN,
+                reason=f"{unknown.code}: {unknown.detail}",
+            )
+            answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(unknown))
+        fate, found = await self._queue.overdue(order.user_id, order.id, answer)
+        if order.generation != await self._generation():
+            return  # what was found may be what a flushed server knows: nothing. Looked at again
+        if fate == RequestFate.ANSWERED and found is not None:
+            await self._settle(*outcome_of(found, str(order.id)))
+        elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
+            if copied or await self._queue.may_be_stale(order.created_at):  # or it came in between
+                await self._unknown(due, _COPIED)
+                return
+            await self._settle(outcome, late.code)
+            if fate == RequestFate.ABSENT:
+                await self._queue.leave(order.user_id, answer)
+        elif fate == RequestFate.JOURNALED:
+            await self._unknown(due, "a worker was about to submit it, and has not told how it went")
+            return
+        else:  # a worker took it and may be dead: whoever serves the user next tells
+            await self._follow(due)
+            return
+        log.warning("order_settled_by_sweeper", order=str(order.id), fate=fate.value)
+        await self._again(due, SOON)
+
+    async def _settle(self, outcome: OrderOutcome, code: str | None) -> None:
+        async with self._database.session() as session:
+            await orders.apply_outcome(session, outcome, code)
+
+    async def _unknown(self, due: DueOrder, why: str) -> None:
+        order = due.order
+        event = OrderEvent(
+            event_id=f"{order.id}:swept",
+            order_id=str(order.id),
+            user_id=order.user_id,
+            epoch=0,
+            state=OrderState.UNKNOWN,
+            at_ms=int(datetime.now(UTC).timestamp() * 1000),
+            reason=f"{OutcomeUnknown.code}: {why}",
+        )
+        async with self._database.session() as session:
+            await orders.record_events(session, [event])
+        log.warning("order_unknown", order=str(due.order.id), reason=why)
+        await self._follow(due)
+
+    async def _follow(self, due: DueOrder) -> None:
+        """Starts the order's workflow, or wakes the one that runs when a person wants to know."""
+        order = due.order
+        follow = om.FollowOrder(
+            order_id=str(order.id),
+            user_id=order.user_id,
+            day_end=self._day_end(order).timestamp(),
+            settings=om.FollowSettings(
+                first_pause=self._settings.verify_pause,
+                longest_pause=self._settings.verify_longest_pause,
+                absent_after=self._settings.absent_after,
+                absent_after_alive=2 * self._settings.absent_after,
+                patience=self._settings.verify_patience,
+            ),
+        )
+        await self._temporal.start_workflow(
+            names.ORDER,
+            follow,
+            id=names.order_id(str(order.id)),
+            task_queue=names.ORDERS_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            start_signal="recheck" if order.attention else None,
+            static_summary=f"follows an order of user {order.user_id}",
+            rpc_timeout=CALL,
+        )
+        await self._again(due, FOLLOWED)
+
+    def _day_end(self, order: Order) -> datetime:
+        midnight = datetime.combine(order.trading_day, time(), TAIPEI)
+        return midnight + timedelta(seconds=self._settings.trading_day_end)
+
+    async def _again(self, due: DueOrder, seconds: float) -> None:
+        async with self._database.session(autocommit=True) as session:
+            await order_watch.postpone(session, due, seconds)
+
+    async def _generation(self) -> str:
+        return await valkey.ensure_generation(self._client, uuid4().hex)
+
+    def _start_worker(self, user_id: str) -> None:
+        """In the background: other orders must not wait for it."""
+        if user_id not in self._starting:
+            task = self._starting[user_id] = asyncio.create_task(self._ensure(user_id))
+            task.add_done_callback(lambda _: self._starting.pop(user_id, None))
+
+    async def _ensure(self, user_id: str) -> None:
+        try:
+            await self._ensuring.ensure(user_id)
+        except BerthError as error:
+            log.warning("no_worker_for_swept_order", user_id=user_id, code=error.code, reason=error.detail)

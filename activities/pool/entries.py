@@ -1,0 +1,152 @@
+"""The line of users who wait at a pool that may not grow: whoever came first is served first.
+
+A place is kept by asking again within `LINE_PATIENCE`. It costs a claim nothing while nobody waits, and a
+user who asks more often than others gets no better place by it.
+
+One pool worker's entry in Valkey: who it is, whether its key is its own, and the way to end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from infra.valkey import client as valkey
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.switches import UserSwitch
+from workflows.user_worker import messages as m
+
+#: Seconds after which one who does not ask again has left; six times what `POOL_EXHAUSTED` tells him to wait.
+LINE_PATIENCE = 30.0
+
+
+async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
+    """The user's place, 0 for the first; he is put at the end if he has none."""
+    found = await valkey.run_script(
+        client,
+        scripts.JOIN_WAIT_QUEUE,
+        [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)],
+        [user_id, int(LINE_PATIENCE * 1000)],
+    )
+    return int(found)
+
+
+async def leave_line(client: Redis, pool: str, user_id: str) -> None:
+    """He has what he waited for."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.zrem(keys.pool_wait_queue(pool), user_id)
+        pipe.zrem(keys.pool_last_asked(pool), user_id)
+        await pipe.execute()
+
+
+async def ask(command: Awaitable[Any] | Any) -> Any:
+    """redis-py types its commands as `Awaitable[T] | T`; those of the asyncio client are awaitable."""
+    return await cast("Awaitable[Any]", command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolEntry:
+    """What `claim_entry.lua` returned."""
+
+    #: 'claimed', 'again', 'empty' or 'gone'; 'refused' when the pool was not asked.
+    status: str
+    worker_id: str = ""
+    public_key: bytes = b""
+    proof: bytes = b""
+    task_id: str = ""
+    version: str = ""
+
+    def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
+        """Whether the public key is the worker's own: only its launch token could make the proof."""
+        token = orchestrator_keys.launch_token(self.worker_id)
+        return len(self.public_key) == 32 and sealing.check_key(
+            token, self.worker_id, self.public_key, self.proof
+        )
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+async def claim_entry(
+    client: Redis, pool: str, claim_id: str, user_id: str = "", *, avoid: str = ""
+) -> PoolEntry:
+    """Takes the longest-ready worker for this claim; a repeat returns the same one.
+
+    With `user_id`, those of the version `avoid` are left where they are.
+
+    A user gets none while others wait in line before him for all that are ready.
+    """
+    named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
+    given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
+    if user_id:
+        named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
+        given += [user_id, int(LINE_PATIENCE * 1000), avoid]
+    found = await valkey.run_script(client, scripts.CLAIM, named, given)
+    status = _text(found[0])
+    if status == "empty":
+        return PoolEntry(status=status)
+    if status == "gone":
+        return PoolEntry(status=status, worker_id=_text(found[1]))
+    return PoolEntry(
+        status=status,
+        worker_id=_text(found[1]),
+        public_key=bytes(found[2]),
+        proof=bytes(found[3] or b""),
+        task_id=_text(found[4]),
+        version=_text(found[5]),
+    )
+
+
+async def write_owner(
+    client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: UserSwitch
+) -> bool:
+    """Makes the worker the user's owner, and writes his switch beside it; False if a later one owns him."""
+    owned = await valkey.run_script(
+        client,
+        scripts.SET_OWNER,
+        [keys.owner(user_id), keys.switch(user_id)],
+        [worker.epoch, worker.worker_id, generation, *switch.words()],
+    )
+    return _text(owned) == "ok"
+
+
+async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:
+    """Ends a claim that the worker has not confirmed; returns 'released', 'confirmed' or 'unknown'."""
+    state = await valkey.run_script(
+        client, scripts.SETTLE_CLAIM, [keys.pool_worker(pool, worker_id)], [claim_id, "released"]
+    )
+    return _text(state)
+
+
+async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
+    """The worker that this claim got, or ''."""
+    value = await ask(client.get(keys.pool_claim(pool, claim_id)))
+    return _text(value) if value else ""
+
+
+async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
+    """The claim that holds this worker by its pool entry, or ''."""
+    value = await ask(client.hget(keys.pool_worker(pool, worker_id), "claim"))
+    return _text(value) if value else ""
+
+
+async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
+    """Its pool entry is renewed until it belongs to the user, its mark from then on."""
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.exists(keys.pool_worker(pool, worker_id))
+        pipe.get(keys.mark(user_id))
+        entry, mark = await pipe.execute()
+    return bool(entry) or mark == f"{epoch}:{worker_id}".encode()
+
+
+async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
+    """Takes an ended worker out of the pool, so that nobody claims it. Only after its confirmed end."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.zrem(keys.pool_ready(pool), worker_id)
+        pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))
+        await pipe.execute()

@@ -1,0 +1,73 @@
+"""A background loop that tells the platform how many worker hosts are wanted.
+
+It counts the workers that run and those that the pool still wants: a cold host takes about a minute. Several
+orchestrators say the same number, so nobody takes turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from activities.pool.snapshot import PoolSnapshotSource
+from infra.hosts.scaling import (
+    COLD_START,
+    HostKind,
+    HostPlan,
+    HostScaler,
+    HostsUnreachable,
+    plan_hosts,
+    warm_hosts,
+)
+from infra.launchers.port import Launcher, LauncherUnreachable
+
+#: Seconds between two looks; they count as part of the time until a cold host takes workers.
+PERIOD = 10.0
+
+log = structlog.get_logger()
+
+
+class HostProvisioner:
+    def __init__(
+        self,
+        scaler: HostScaler,
+        launcher: Launcher,
+        pools: PoolSnapshotSource,
+        *,
+        pool: str,
+        warm: int,
+        rate: float,
+        kind: HostKind | None = None,
+    ) -> None:
+        """`warm`: hosts to keep ahead at the least; `rate`: workers a second that must find room."""
+        self._scaler = scaler
+        self._launcher = launcher
+        self._pools = pools
+        self._pool = pool
+        self._kind = kind or HostKind()
+        self._warm = warm_hosts(self._kind, rate, least=warm, cold_start=COLD_START + PERIOD)
+        self._told = ""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.round()
+            except (HostsUnreachable, LauncherUnreachable) as error:
+                log.warning("hosts_not_scaled", error=type(error).__name__, reason=error.detail)
+            await asyncio.sleep(PERIOD)
+
+    async def round(self) -> HostPlan:
+        """One look; who cannot tell is told nothing. Raises `HostsUnreachable`, `LauncherUnreachable`."""
+        tasks = await self._launcher.list()
+        standing = await self._pools.of(self._pool)
+        hosts = await self._scaler.hosts()
+        # Of a host that drains, the workers need a place elsewhere: they count.
+        made = plan_hosts(
+            self._kind, len(tasks) + (standing.missing if standing else 0), hosts, warm=self._warm
+        )
+        await self._scaler.scale(made)
+        if made.reason != self._told:
+            log.info("hosts_wanted", wanted=made.wanted, ready=made.ready, why=made.reason)
+            self._told = made.reason
+        return made

@@ -1,0 +1,237 @@
+"""Launching workers: for a claim that found the pool empty, and for the pool itself.
+
+A worker's id is derived from its token, so that a repeated launch is the same worker with the same launch
+token, and anybody can tell from a list of tasks which launches are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+
+import structlog
+from redis.asyncio import Redis
+from temporalio import activity
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+
+from activities.heartbeat import Heartbeat
+from activities.pool import entries
+from activities.pool.entries import ask
+from activities.pool.snapshot import PoolSnapshot, PoolSnapshotSource
+from activities.rollout.canary import CanaryRegistry
+from infra.database.engine import Database
+from infra.database.workers import sessions as worker_sessions
+from infra.launchers.port import Launcher, LauncherUnreachable, LaunchFailed, LaunchSpec, Task
+from infra.settings import Settings
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.protocol import errors, keys
+from worker_runtime.protocol.launch import WorkerConfig
+from workflows.rollout.messages import Release
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+
+#: First letters of the ids of pool workers, and of those launched while a user waited.
+POOL_PREFIX = "p-"
+COLD_PREFIX = "c-"
+#: Seconds between two looks for a launched worker's entry: it appears after 0.3 to 1 s.
+LOOK = 0.05
+#: Seconds that must be left of a launch for another one: a worker takes 0.3 to 1 s where its host runs.
+AGAIN = 3.0
+#: Seconds of one wait for a birth, and between two questions whether the task still runs.
+SLICE = 1.0
+
+#: The SDK does not log these: the pool tells of them once for a whole episode, a user's workflow its caller.
+_TOLD_ONCE = ApplicationErrorCategory.BENIGN
+
+log = structlog.get_logger()
+
+
+def worker_id_of(prefix: str, token: str) -> str:
+    """16 hexadecimal digits: short enough to read, and a pair among a million is unlikely (3e-8)."""
+    return prefix + blake2b(token.encode(), digest_size=8).hexdigest()
+
+
+class LaunchActivities:
+    """Activities `launch_for_claim`, `launch_pool_worker`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        launcher: Launcher,
+        settings: Settings,
+        orchestrator_keys: OrchestratorKeys,
+        pools: PoolSnapshotSource | None = None,
+    ) -> None:
+        """`pools`: what a worker launched for a user is to be, and the limit; else what the settings say."""
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._settings = settings
+        self._keys = orchestrator_keys
+        self._pools = pools
+        self._trials = CanaryRegistry(client)
+
+    def _spec(self, worker_id: str, pool: str, reserved_claim: str, release: Release) -> LaunchSpec:
+        own = self._settings
+        return LaunchSpec(
+            image=release.image,
+            config=WorkerConfig(
+                worker_id=worker_id,
+                pool=pool,
+                valkey_url=own.worker_valkey_url or own.valkey_url,
+                launch_token=self._keys.launch_token(worker_id),
+                orchestrator_key=self._keys.public_key,
+                version=release.version or own.worker_version,
+                reserved_claim=reserved_claim,
+                paper_exchange=own.exchange_address,
+                allowance=own.allowance(),
+                mark_ttl=own.mark_ttl,
+                mark_period=own.mark_period,
+                pulse_timeout=own.pulse_timeout,
+                health_period=own.health_period,
+                log_level=own.log_level,
+            ),
+        )
+
+    @activity.defn
+    async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
+        """A worker of this claim only. A repeat returns the same one, also when it is dead by now.
+
+        One of a released version that ends before it is ready is followed by one of the last good version, if
+        there is time: who waits must not be the one who finds out. So is one that failed this start already.
+        """
+        began = time.monotonic()
+        standing = await self._standing(request.pool)
+        worker_id = worker_id_of(COLD_PREFIX, request.claim_id)
+        await self._check_limit(request, standing.limit, worker_id)
+        born = keys.pool_born(request.pool, request.claim_id)
+
+        def is_born(worker_id: str) -> Callable[[], Awaitable[bool]]:
+            async def born_by_now() -> bool:
+                # The list onto itself: a repeat finds it again.
+                found = await ask(self._client.blmove(born, born, 1, "LEFT", "RIGHT"))
+                if found is None or found.decode() == worker_id:
+                    return found is not None
+                await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
+                return False
+
+            return born_by_now
+
+        avoid = await self._trials.to_avoid(request.pool, request.failed)
+        release = avoid.before if avoid else standing.release
+        spec = self._spec(worker_id, request.pool, request.claim_id, release)
+        token = f"claim-{request.claim_id}"
+        try:
+            launched = await self._launch(spec, token, request.timeout, is_born(worker_id))
+        except ApplicationError as error:
+            left = request.timeout - (time.monotonic() - began)
+            known_bad = avoid is not None or standing.good in (None, release)
+            if error.type != pm.NEVER_READY or known_bad or left < AGAIN:
+                raise
+            good = standing.good or Release()
+            log.warning("launched_as_before", pool=request.pool, version=good.version, reason=str(error))
+            token = f"{token}-before"
+            worker_id = worker_id_of(COLD_PREFIX, token)
+            spec = self._spec(worker_id, request.pool, request.claim_id, good)
+            launched = await self._launch(spec, token, left, is_born(worker_id))
+        if standing.limit is not None:
+            await entries.leave_line(self._client, request.pool, request.user_id)
+        return launched
+
+    async def _standing(self, pool: str) -> PoolSnapshot:
+        """As the pool's workflow says it, else as the settings do."""
+        async with Heartbeat():  # it may have to ask twice
+            found = await self._pools.of(pool) if self._pools else None
+        return found or PoolSnapshot(limit=self._settings.pool_limit or None)
+
+    async def _check_limit(self, request: m.LaunchForClaim, limit: int | None, worker_id: str) -> None:
+        """Raises `POOL_EXHAUSTED` while as many run as may, or others wait in line for all that may come."""
+        if limit is None:
+            return
+        running = {task.worker_id for task in await self._launcher.list() if task.pool == request.pool}
+        if worker_id in running:  # a repeat
+            return
+        left = max(limit - len(running), 0)
+        place = await entries.place_in_line(self._client, request.pool, request.user_id)
+        if place >= left:
+            raise ApplicationError(
+                f"{len(running)} of {limit} workers run; place {place + 1} in the line",
+                type=errors.PoolExhausted.code,
+                non_retryable=True,
+            )
+
+    @activity.defn
+    async def launch_pool_worker(self, request: pm.LaunchPoolWorker) -> m.Launched:
+        """Returns when the worker is ready to be claimed, or was claimed already.
+
+        Fails with `NEVER_READY` when it ended or hung before that: then no worker of this token runs. Any
+        other failure leaves that open, and the same token has to be launched again.
+        """
+        worker_id = worker_id_of(POOL_PREFIX, request.token)
+        entry = keys.pool_worker(request.pool, worker_id)
+
+        async def is_ready() -> bool:
+            if request.again and await self._assigned(worker_id):
+                return True
+            until = time.monotonic() + SLICE
+            while time.monotonic() < until:
+                if await ask(self._client.exists(entry)):
+                    return True
+                await asyncio.sleep(LOOK)
+            return False
+
+        spec = self._spec(worker_id, request.pool, "", request.release)
+        return await self._launch(spec, f"pool-{request.token}", request.timeout, is_ready)
+
+    async def _launch(
+        self, spec: LaunchSpec, token: str, timeout: float, ready: Callable[[], Awaitable[bool]]
+    ) -> m.Launched:
+        try:
+            async with Heartbeat():  # it may have to wait for its turn
+                task = await self._launcher.launch(spec, token)
+        except LaunchFailed as error:
+            raise ApplicationError(
+                error.detail,
+                pm.NOTHING_RUNS,
+                type=error.code,
+                non_retryable=not error.retryable,
+                category=_TOLD_ONCE,
+            ) from None
+        except LauncherUnreachable as error:
+            raise ApplicationError(error.detail, type=error.code, category=_TOLD_ONCE) from None
+        began = time.monotonic()
+        launched = m.Launched(worker_id=task.worker_id, task_id=task.task_id)
+        listed = False
+        while (waited := time.monotonic() - began) < timeout:
+            activity.heartbeat()
+            if await ready():
+                seconds = round(time.monotonic() - began, 3)
+                log.info("worker_launched", worker_id=task.worker_id, task_id=task.task_id, seconds=seconds)
+                return launched
+            runs = await self._runs(task)
+            listed = listed or runs
+            # A list that is behind does not show a new worker yet.
+            if not runs and (listed or waited > self._launcher.list_lag):
+                raise _never_ready(f"worker {task.worker_id} ended before it was ready")
+        # A pool entry lives 30 s from the claim on: a worker without one may have a user (no-healthy-kill).
+        if await self._assigned(task.worker_id):
+            return launched
+        await self._launcher.stop(task.task_id, "not ready in time")
+        raise _never_ready(f"worker {task.worker_id} was not ready within {timeout:.0f} s")
+
+    async def _runs(self, task: Task) -> bool:
+        return any(other.task_id == task.task_id for other in await self._launcher.list())
+
+    async def _assigned(self, worker_id: str) -> bool:
+        async with self._database.session() as session:
+            return bool(await worker_sessions.assigned_workers(session, [worker_id]))
+
+
+def _never_ready(why: str) -> ApplicationError:
+    """Not retried under the same token: the same token is the same dead worker."""
+    return ApplicationError(
+        why, pm.NOTHING_RUNS, type=pm.NEVER_READY, non_retryable=True, category=_TOLD_ONCE
+    )

@@ -1,0 +1,90 @@
+"""What a launch that a user waits for has to know of the pool: its release and its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import structlog
+from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.service import RPCError
+
+from workflows import names
+from workflows.rollout.messages import Release
+from workflows.worker_pool import messages as pm
+
+#: Seconds that an answer is believed: a rollout that has begun reaches cold launches that late.
+FRESH = 2.0
+#: For the question: it takes 5 ms, and a user waits. A pool that launches a hundred workers on a busy machine
+#: was seen to take more than a second.
+PATIENCE = 3.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSnapshot:
+    """How a pool stands."""
+
+    #: What new workers are to be: the last good one until one of the released version is ready.
+    release: Release = field(default_factory=Release)
+    #: The last one of which a worker became ready; None: not known.
+    good: Release | None = None
+    #: The pool's own limit of workers in all.
+    limit: int | None = None
+    #: Free workers that it still wants to launch.
+    missing: int = 0
+
+
+class PoolSnapshotSource(Protocol):
+    async def of(self, pool: str) -> PoolSnapshot | None:
+        """None: it was never told. Raises nothing."""
+        ...
+
+
+class PoolSnapshots:
+    """Asks the pools' workflows. Who gets no answer goes by the last one."""
+
+    def __init__(self, temporal: Client) -> None:
+        self._temporal = temporal
+        #: Pool → how it stood, and when that was told (monotonic seconds).
+        self._known: dict[str, tuple[PoolSnapshot | None, float]] = {}
+
+    async def of(self, pool: str) -> PoolSnapshot | None:
+        standing, at = self._known.get(pool, (None, float("-inf")))
+        if time.monotonic() - at < FRESH:
+            return standing
+        for _ in range(1 if pool in self._known else 2):  # without any answer, the settings would count
+            if await self._ask(pool):
+                break
+        return self._known.get(pool, (None, 0.0))[0]  # perhaps told to another caller meanwhile
+
+    async def _ask(self, pool: str) -> bool:
+        """Whether the pool's workflow answered; then it is known how the pool stands."""
+        handle = self._temporal.get_workflow_handle(names.worker_pool_id(pool))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                view: pm.PoolView = await handle.query(
+                    "view", result_type=pm.PoolView, rpc_timeout=timedelta(seconds=PATIENCE)
+                )
+        except (RPCError, WorkflowQueryFailedError, TimeoutError) as error:
+            reason, known = type(error).__name__, pool in self._known
+            log.warning("pool_not_asked", pool=pool, reason=reason, known=known)
+            return False
+        self._known[pool] = (snapshot_of(view), time.monotonic())
+        return True
+
+
+def snapshot_of(view: pm.PoolView) -> PoolSnapshot:
+    # Until the first worker of a release is ready, nobody waits for one; where the pool itself keeps none,
+    # somebody has to.
+    unproven = view.good != view.release and (view.never_ready or view.wanted)
+    return PoolSnapshot(
+        release=view.good if view.good and unproven else view.release,
+        good=view.good,
+        limit=view.policy.limit if view.policy else None,
+        missing=max(view.wanted + view.surge - view.ready - view.starting, 0),
+    )

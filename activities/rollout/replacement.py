@@ -1,0 +1,244 @@
+"""The activities of a rollout: which workers are of which version, ending free ones, asking users to move."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+from zlib import crc32
+
+import structlog
+from redis.asyncio import Redis
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from activities.events.relay import REFUSED
+from activities.pool import entries as slot
+from activities.pool.entries import ask
+from activities.rollout.canary import CanaryRegistry, CanaryRelease
+from infra.database import audit
+from infra.database.engine import Database
+from infra.database.workers import sessions as workers_in_use
+from infra.database.workers.sessions import WorkerInUse
+from infra.launchers.port import Launcher, Task
+from infra.market.calendar import Calendar, Market
+from infra.settings import Settings
+from infra.valkey import client as valkey
+from worker_runtime.protocol import keys, scripts
+from workflows import names
+from workflows.rollout import messages as rm
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+
+#: Seconds between two heartbeats.
+BEAT = 1.0
+#: Seconds without an order that are quiet enough while the user's markets are closed.
+QUIET_WHEN_CLOSED = 5.0
+#: Seconds until a user who was asked is asked again: a signal may be lost with a run that closed.
+AGAIN = 600.0
+#: Deadlines of users lie so many seconds apart at the most, so that those left do not all move at once.
+SPREAD = 600
+#: For one signal, or a question to the pool's workflow.
+RPC = timedelta(seconds=5)
+
+log = structlog.get_logger()
+
+
+class _MoveRequest(NamedTuple):
+    worker_id: str
+    version: str
+    quiet: float
+    at: float
+
+
+class RolloutActivities:
+    """Activities `look_at_release`, `retire_workers`, `ask_to_move`, `tell_rollout`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        database: Database,
+        launcher: Launcher,
+        temporal: Client,
+        calendar: Calendar,
+        settings: Settings,
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._launcher = launcher
+        self._temporal = temporal
+        self._calendar = calendar
+        self._settings = settings
+        self._trials = CanaryRegistry(client)
+        #: User → what he was asked last.
+        self._asked: dict[str, _MoveRequest] = {}
+
+    @activity.defn
+    async def look_at_release(self, request: rm.LookAtRelease) -> rm.ReleaseLook:
+        pool = self._temporal.get_workflow_handle(names.worker_pool_id(request.pool))
+        view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=RPC)
+        before = view.release
+        if request.change and (before, view.surge) != (request.release, request.surge):
+            view = await pool.execute_update(
+                "set_release",
+                pm.SetRelease(release=request.release, surge=request.surge),
+                result_type=pm.PoolView,
+                rpc_timeout=RPC,
+            )
+        version = self._version(request.release.version)
+        versions = await self._ready_versions(request.pool)
+        others = [task.worker_id for task in await self._others(request.pool, version)]
+        async with self._database.session() as session:
+            users = await workers_in_use.workers_in_use(session, others)
+        new = sum(one == version for one in versions.values())
+        served, failed = await self._tried(request)
+        return rm.ReleaseLook(
+            before=before,
+            new=new,
+            old=len(versions) - new,
+            users=len(users),
+            wanted=view.wanted,
+            starting=view.starting,
+            never_ready=view.never_ready,
+            last_failure=view.last_failure,
+            mode=view.mode,
+            served=served,
+            failed=failed,
+            at=time.time(),
+        )
+
+    async def _tried(self, request: rm.LookAtRelease) -> tuple[int, int]:
+        """Users served, and failed in a row, by workers of the version on trial."""
+        if request.trial is None or request.before is None:
+            return 0, 0
+        version = self._version(request.trial.version)
+        if version == self._version(request.before.version):  # claims could not tell them apart
+            return 0, 0
+        trial = CanaryRelease(
+            version=version, before=request.before, since=request.since, condemned=request.condemned
+        )
+        return await self._trials.begin(request.pool, trial)
+
+    def _version(self, wanted: str) -> str:
+        return wanted or self._settings.worker_version
+
+    async def _ready_versions(self, pool: str) -> dict[str, str]:
+        """Version of each free worker."""
+        ready = [raw.decode() for raw in await ask(self._client.zrange(keys.pool_ready(pool), 0, -1))]
+        async with self._client.pipeline(transaction=False) as pipe:
+            for worker in ready:
+                pipe.hmget(keys.pool_worker(pool, worker), "state", "version")
+            entries = await pipe.execute() if ready else []
+        return {
+            worker: (version or b"").decode()
+            for worker, (state, version) in zip(ready, entries, strict=True)
+            if state == b"ready"
+        }
+
+    async def _others(self, pool: str, version: str) -> list[Task]:
+        """Running workers of other versions, the oldest first."""
+        tasks = [one for one in await self._launcher.list() if one.pool == pool and one.version != version]
+        return sorted(tasks, key=lambda one: one.launched_at)
+
+    @activity.defn
+    async def retire_workers(self, request: rm.RetireWorkers) -> int:
+        """How many were ended. Each leaves the pool before it is stopped, so that no user can get it.
+
+        A worker that an earlier call took out and did not end is ended, too.
+        """
+        taken: list[Task] = []
+        for task in await self._others(request.pool, self._version(request.version)):
+            claim_id = f"retire-{task.worker_id}"
+            left = await slot.claim_of_worker(self._client, request.pool, task.worker_id) == claim_id
+            wanted = len(taken) < request.count
+            if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
+                taken.append(task)
+        stopping = asyncio.gather(*(self._stop(request.pool, task) for task in taken))
+        while not (await asyncio.wait({stopping}, timeout=BEAT))[0]:
+            activity.heartbeat()
+        await stopping
+        return len(taken)
+
+    async def _take(self, pool: str, worker_id: str, claim_id: str) -> bool:
+        taken = await valkey.run_script(
+            self._client,
+            scripts.RETIRE_WORKER,
+            [keys.pool_ready(pool), keys.pool_worker(pool, worker_id)],
+            [claim_id, worker_id],
+        )
+        return taken is not None
+
+    async def _stop(self, pool: str, task: Task) -> None:
+        await self._launcher.stop(task.task_id, "replaced by another version")
+        await slot.remove_entry(self._client, pool, task.worker_id)
+        log.info("pool_worker_replaced", pool=pool, worker_id=task.worker_id, version=task.version)
+
+    @activity.defn
+    async def ask_to_move(self, request: rm.AskToMove) -> int:
+        """How many users are asked by now. Each is asked anew when his markets close or open."""
+        version = self._version(request.version)
+        others = await self._others(request.pool, version)
+        async with self._database.session() as session:
+            users = await workers_in_use.workers_in_use(session, [task.worker_id for task in others])
+        now = time.monotonic()
+        present = {one.user_id for one in users}
+        self._asked = {user: asked for user, asked in self._asked.items() if user in present}
+        due = []
+        for one in users:
+            quiet = request.quiet if self._trades_now(one.markets) else QUIET_WHEN_CLOSED
+            wanted = _MoveRequest(one.worker_id, version, min(quiet, request.quiet), now)
+            last = self._asked.get(one.user_id)
+            if last is None or last[:3] != wanted[:3] or now - last.at > AGAIN:
+                due.append((one, wanted))
+        for one, wanted in due[: request.most]:
+            activity.heartbeat()
+            await self._ask(one, wanted, request.deadline)
+        return len(self._asked)
+
+    async def _ask(self, one: WorkerInUse, wanted: _MoveRequest, deadline: float) -> None:
+        message = m.MoveWhenQuiet(
+            worker_id=one.worker_id,
+            version=wanted.version,
+            deadline=deadline - crc32(one.user_id.encode()) % SPREAD,
+            quiet=wanted.quiet,
+        )
+        handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
+        try:
+            await handle.signal("move_when_quiet", message, rpc_timeout=RPC)
+        except RPCError as error:
+            if error.status not in REFUSED:
+                raise
+            return  # the run has ended, and its worker ends
+        self._asked[one.user_id] = wanted
+
+    def _trades_now(self, markets: Iterable[str]) -> bool:
+        """Whether one of these markets takes orders; one that we do not know may."""
+        now = datetime.now(UTC)
+        known = {market.value: market for market in Market}
+        return any(one not in known or self._calendar.is_open(known[one], now) for one in markets)
+
+    @activity.defn
+    async def tell_rollout(self, request: rm.TellRollout) -> None:
+        """The same event of the same rollout is written once."""
+        async with self._database.session() as session:
+            await audit.append_entry_once(
+                session,
+                actor=request.actor or "orchestrator",
+                action="pool.rollout",
+                subject=f"pool:{request.pool}",
+                id=f"{request.rollout}:{request.event}",
+                event=request.event,
+                version=request.release.version,
+                image=request.release.image,
+                reason=request.reason,
+            )
+        log.info(
+            "rollout_told",
+            pool=request.pool,
+            rollout_event=request.event,
+            version=request.release.version,
+            reason=request.reason,
+        )

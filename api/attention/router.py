@@ -1,0 +1,176 @@
+"""Orders that nobody can settle but a person: the list, another try, the end.
+
+Differences between our books and the broker's: looked at, and closed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from uuid import UUID
+
+from fastapi import APIRouter, Path, Query
+
+from api.attention.schemas import (
+    AttentionOrderView,
+    AttentionPage,
+    ReconciliationList,
+    ReconciliationView,
+    ResolveOrderRequest,
+    ResolveReconciliationRequest,
+)
+from api.container import InServices
+from api.http import problems
+from api.http.auth import Caller, require_staff
+from api.http.errors import BodyTooLarge, Forbidden, NotFound
+from api.http.fields import UserIdInPath
+from api.orders.reader import view_of
+from api.orders.schemas import OrderView, cursor_of, position_of
+from api.workers.router import require_known_user
+from infra.database import models
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
+from infra.database.orders.acceptance import OrderNotFound
+from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
+from infra.database.trading import reconciliations
+from infra.database.trading.reconciliations import ReconciliationNotFound
+
+router = APIRouter(tags=["orders"])
+
+
+@router.get("/attention", summary="Orders that wait for a person", responses=problems.responses(Forbidden))
+async def list_attention(
+    caller: Caller,
+    services: InServices,
+    cursor: Annotated[
+        str | None,
+        Query(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most orders of one page.")] = 100,
+) -> AttentionPage:
+    """Orders of all users whose outcome nobody but a person can find out, with the whole story.
+
+    An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells of it
+    after all. Operators only.
+    """
+    require_staff(caller)
+    behind = position_of(cursor) if cursor is not None else None
+    async with services.database.session() as session:
+        rows = await attention.orders_for_a_person(session, after=behind, limit=limit + 1)
+    more, rows = len(rows) > limit, rows[:limit]
+    found = [_attention_view(row) for row in rows]
+    end = cursor_of((found[-1].attention_at, rows[-1].id)) if more else None
+    return AttentionPage(orders=found, next_cursor=end)
+
+
+@router.post(
+    "/orders/{order_id}/recheck",
+    status_code=202,
+    summary="Ask the broker again",
+    responses=problems.responses(OrderNotFound, OrderSettled),
+)
+async def recheck_order(order_id: UUID, caller: Caller, services: InServices) -> OrderView:
+    """Has an order that is not final looked at again, at once: at the broker, through the user's worker.
+
+    It stays on the list for a person until it is settled. Another user's order is not found.
+    """
+    async with services.database.session() as session:
+        row = await orders.get_order(session, order_id)
+        if not caller.may_see(row.user_id):
+            raise OrderNotFound(f"there is no order {order_id}")
+        row = await attention.recheck_order(session, order_id, actor=f"key:{caller.key_id}")
+    return view_of(row)
+
+
+@router.post(
+    "/orders/{order_id}/resolve",
+    summary="End an order by hand",
+    responses=problems.responses(OrderNotFound, Forbidden, OrderSettled, ResolutionInvalid, BodyTooLarge),
+)
+async def resolve_order(
+    order_id: UUID, body: ResolveOrderRequest, caller: Caller, services: InServices
+) -> OrderView:
+    """Writes down how an order ended that is not final. It is final then, whatever is told of it later.
+
+    Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
+    """
+    require_staff(caller)
+    found = Resolution(
+        state=body.state,
+        filled_quantity=body.filled_quantity,
+        average_price=body.average_price,
+        reason=body.reason,
+    )
+    async with services.database.session() as session:
+        row = await attention.resolve_order(session, order_id, found, actor=f"key:{caller.key_id}")
+    return view_of(row)
+
+
+def _attention_view(row: models.Order) -> AttentionOrderView:
+    shown = view_of(row).model_dump()
+    return AttentionOrderView.model_validate(
+        {**shown, "attention_at": row.attention_at, "known_state": row.state}
+    )
+
+
+reconciliation_router = APIRouter(tags=["orders"])
+
+
+@reconciliation_router.get(
+    "/users/{user_id}/reconciliations",
+    summary="Differences with the broker",
+    responses=problems.responses(NotFound),
+)
+async def list_reconciliations(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most of them.")] = 100,
+) -> ReconciliationList:
+    """What comparisons of our books with the broker's found after logins; the open ones first.
+
+    A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
+    closes it, and what is under way in a symbol leaves its positions as they were.
+    """
+    await require_known_user(services, caller, user_id)
+    async with services.database.session() as session:
+        rows = await reconciliations.reconciliations_of_user(session, user_id, limit=limit)
+    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+
+
+@reconciliation_router.get(
+    "/reconciliations", summary="Differences that wait for a person", responses=problems.responses(Forbidden)
+)
+async def list_open_reconciliations(
+    caller: Caller,
+    services: InServices,
+    after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most of them.")] = 100,
+) -> ReconciliationList:
+    """The open ones of all users, the oldest first. Operators only."""
+    require_staff(caller)
+    async with services.database.session() as session:
+        rows = await reconciliations.open_reconciliations(session, after=after, limit=limit)
+    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+
+
+@reconciliation_router.post(
+    "/reconciliations/{number}/resolve",
+    summary="Close a difference",
+    responses=problems.responses(ReconciliationNotFound, Forbidden, BodyTooLarge),
+)
+async def resolve_reconciliation(
+    number: Annotated[int, Path(ge=1, le=2**63 - 1)],
+    body: ResolveReconciliationRequest,
+    caller: Caller,
+    services: InServices,
+) -> ReconciliationView:
+    """Closes an open difference; an account that it blocked takes orders again. Operators only.
+
+    What is closed is known from then on: the same orders and the same lots are no difference again.
+    """
+    require_staff(caller)
+    async with services.database.session() as session:
+        row = await reconciliations.resolve_reconciliation(
+            session, number, actor=f"key:{caller.key_id}", reason=body.reason
+        )
+    return ReconciliationView.model_validate(row)

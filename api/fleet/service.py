@@ -1,0 +1,111 @@
+"""The list of running user workers, from Temporal's visibility store (an index a moment behind the truth)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from datetime import timedelta
+from hashlib import sha256
+
+from temporalio.client import Client, WorkflowExecution
+from temporalio.common import SearchAttributeKey
+from temporalio.service import RPCError, RPCStatusCode
+
+from api.fleet.schemas import FleetPage, FleetRowView
+from api.http.errors import InvalidRequest, TemporalUnavailable
+from api.http.fields import ID_PATTERN
+from infra.temporal.starter import error_of_rpc
+from workflows.names import SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
+from workflows.user_worker.messages import WorkerState
+
+#: Seconds for one page: a search over many workflows takes longer than a signal.
+TIMEOUT = 5.0
+_USER, _STATE, _WORKER, _POOL = (
+    SearchAttributeKey.for_keyword(name) for name in (SA_USER, SA_STATE, SA_WORKER, SA_POOL)
+)
+#: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but pages.
+_CHECK = 6
+_PREFIX = re.compile(ID_PATTERN)
+
+
+def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
+    """The visibility query. Only a member of the enum and checked text stand between its quotes.
+
+    Raises `InvalidRequest` for a prefix with which no user id begins.
+    """
+    parts = [f'WorkflowType = "{USER_WORKER}"', 'ExecutionStatus = "Running"']
+    if state is not None:
+        parts.append(f'{SA_STATE} = "{WorkerState(state)}"')
+    if user_prefix is not None:
+        if not _PREFIX.fullmatch(user_prefix):
+            raise InvalidRequest("not valid: user_id: no user id begins like that")
+        parts.append(f'{SA_USER} STARTS_WITH "{user_prefix}"')
+    return " AND ".join(parts)
+
+
+class FleetList:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def page(
+        self, *, state: WorkerState | None, user_prefix: str | None, limit: int, cursor: str | None
+    ) -> FleetPage:
+        """At most `limit` rows behind `cursor`, the one started last first.
+
+        Raises `InvalidRequest` for a cursor that is none, `TemporalUnavailable`.
+        """
+        found = self._client.list_workflows(
+            fleet_query(state, user_prefix),
+            page_size=limit,
+            next_page_token=_token(cursor) if cursor else None,
+            rpc_timeout=timedelta(seconds=TIMEOUT),
+        )
+        try:
+            await found.fetch_next_page()
+        except RPCError as error:
+            if cursor and error.status == RPCStatusCode.INVALID_ARGUMENT:
+                raise _bad_cursor() from None
+            raise error_of_rpc(error, server_only=True) from None
+        except RuntimeError:  # what a lazy client raises when its first connect fails
+            raise TemporalUnavailable from None
+        token = found.next_page_token
+        return FleetPage(
+            workers=[_row(one) for one in found.current_page or ()],
+            next_cursor=_cursor(token) if token else None,
+        )
+
+
+def _row(found: WorkflowExecution) -> FleetRowView:
+    known = found.typed_search_attributes
+    return FleetRowView(
+        user_id=known.get(_USER) or found.id.removeprefix("user-worker-"),
+        state=known.get(_STATE),
+        worker_id=known.get(_WORKER),
+        pool=known.get(_POOL),
+        started_at=found.start_time,
+    )
+
+
+def _bad_cursor() -> InvalidRequest:
+    return InvalidRequest("not valid: cursor: take it from `next_cursor` of the page before")
+
+
+def _cursor(token: bytes) -> str:
+    return base64.urlsafe_b64encode(_check(token) + token).decode()
+
+
+def _token(cursor: str) -> bytes:
+    """Raises `InvalidRequest`: Temporal answers a garbled token as if it had failed itself."""
+    try:
+        data = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
+    except (ValueError, binascii.Error):
+        raise _bad_cursor() from None
+    token = data[_CHECK:]
+    if not token or data[:_CHECK] != _check(token):
+        raise _bad_cursor()
+    return token
+
+
+def _check(token: bytes) -> bytes:
+    return sha256(token).digest()[:_CHECK]

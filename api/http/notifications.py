@@ -1,0 +1,106 @@
+"""PostgreSQL's notices (LISTEN), one connection a process, handed out to whoever waits for them.
+
+A notice is a hint and may be lost, while the connection is down or before it is made: who waits must also
+look from time to time by itself. After every (re)connect everybody is woken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import asyncpg
+from sqlalchemy.engine import make_url
+
+from api.http import log
+from infra import tasks
+
+#: Seconds to connect, or for the answer to a check.
+TIMEOUT = 3.0
+#: Seconds between two checks; a connection that died silently is noticed within this time plus `TIMEOUT`.
+CHECK_PERIOD = 10.0
+#: Seconds between two attempts to reconnect: the first, doubled each time, and the longest.
+RECONNECT, RECONNECT_MOST = 0.1, 5.0
+
+
+class NotificationListener:
+    """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as payload."""
+
+    def __init__(self, database_url: str, channels: Sequence[str]) -> None:
+        url = make_url(database_url)
+        #: As SQLAlchemy would connect: host, password, `ssl` and so on, from one URL.
+        self._arguments: Mapping[str, Any] = url.get_dialect()().create_connect_args(url)[1]
+        self._channels = tuple(channels)
+        self._waiting: dict[tuple[str, str], set[asyncio.Event]] = {}
+        #: Set while the connection listens.
+        self.listening = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._log = log.logger()
+
+    def start(self) -> None:
+        """Starts to connect, and goes on trying for ever."""
+        self._task = asyncio.create_task(self._run(), name="notices")
+
+    async def close(self) -> None:
+        await tasks.cancel_tasks(self._task)
+
+    @contextmanager
+    def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:
+        """An event of one's own. Clear it before the look, so that no notice falls in between."""
+        event = asyncio.Event()
+        waiting = self._waiting.setdefault((channel, key), set())
+        waiting.add(event)
+        try:
+            yield event
+        finally:
+            waiting.discard(event)
+            if not waiting:
+                self._waiting.pop((channel, key), None)
+
+    def _told(self, connection: Any, pid: int, channel: str, payload: object) -> None:
+        for event in self._waiting.get((channel, str(payload)), ()):
+            event.set()
+
+    async def _run(self) -> None:
+        pause = RECONNECT
+        while True:
+            try:
+                await self._listen()
+            except Exception as error:  # the boundary of a loop: whatever it was, streams must not stay deaf
+                if self.listening.is_set():
+                    pause = RECONNECT
+                self._log.warning("notices_disconnected", reason=type(error).__name__, again_in=pause)
+            finally:
+                self.listening.clear()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, RECONNECT_MOST)
+
+    async def _listen(self) -> None:
+        """Returns never; raises when the connection is gone."""
+        connection = await asyncpg.connect(
+            **self._arguments,
+            timeout=TIMEOUT,
+            command_timeout=TIMEOUT,
+            server_settings={"application_name": "berth-notices"},
+        )
+        ended = asyncio.Event()
+        connection.add_termination_listener(lambda _: ended.set())
+        try:
+            for channel in self._channels:
+                await connection.add_listener(channel, self._told)
+            self.listening.set()
+            self._log.info("notices_connected", channels=self._channels)
+            for waiting in self._waiting.values():
+                for event in waiting:
+                    event.set()
+            while not ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CHECK_PERIOD):
+                        await ended.wait()
+                if not ended.is_set():
+                    await connection.execute("select 1")
+            raise ConnectionResetError("PostgreSQL closed the connection")
+        finally:
+            connection.terminate()  # nothing is under way that a polite end would save

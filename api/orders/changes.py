@@ -1,0 +1,243 @@
+"""Cancels and changes of orders: through the user's queue, behind the order itself."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from redis.exceptions import RedisError
+
+from api.http import errors
+from api.http.problems import ProblemError
+from api.orders import schemas
+from api.orders.outcomes import NotedOutcome, OutcomeWriter
+from api.orders.reader import OrderReader, apply_answer, view_of
+from api.orders.schemas import OrderView
+from api.workers.answers import AnswerListener
+from api.workers.requests import WorkerRequests
+from infra.database import audit
+from infra.database.engine import Database
+from infra.database.models import Order as Row
+from infra.database.orders import acceptance as orders
+from infra.database.orders import changes as order_requests
+from infra.database.orders.attention import OrderSettled
+from infra.database.orders.changes import OrderChange
+from infra.database.orders.states import IN_QUEUE
+from infra.valkey.request_queue import RequestFate, RequestQueue
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
+
+#: States in which the broker has the order.
+_WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeResult:
+    order: OrderView
+    #: False: the worker has not answered yet; it goes on.
+    answered: bool = True
+
+
+class OrderChangeService:
+    def __init__(
+        self,
+        database: Database,
+        answers: AnswerListener,
+        queue: RequestQueue,
+        asking: WorkerRequests,
+        book: OrderReader,
+        settler: OutcomeWriter,
+        *,
+        deadline: float,
+    ) -> None:
+        self._database = database
+        self._answers = answers
+        self._queue = queue
+        self._asking = asking
+        self._book = book
+        self._settler = settler
+        self._deadline = deadline
+
+    async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
+        """Takes an order back and waits up to `wait` seconds. One that is cancelled already is left so.
+
+        An order that no worker has taken is withdrawn from its queue: exactly one of us and the worker gets
+        it. Raises `ProblemError` with `OrderSettled`, what the worker or the broker said, or why there is no
+        worker; `ValkeyUnavailable`.
+        """
+        generation = self._answers.generation
+        order = await self._book.with_latest_answer(view_of(row))
+        if order.state is OrderState.CANCELLED:
+            return ChangeResult(order)
+        _refuse_final(order)
+        async with self._database.session() as session:
+            audit.append_entry(
+                session,
+                actor=actor,
+                action="order.cancel_requested",
+                subject=f"order:{order.id}",
+                request_id=body.request_id,
+            )
+        if order.state in IN_QUEUE and row.generation == generation:
+            order = await self._withdrawn(row, order)
+            if order.state is OrderState.CANCELLED:
+                return ChangeResult(order)
+            _refuse_final(order)
+        request = CancelOrder(
+            request_id=order_requests.request_id_of(row.id, "cancel", body.request_id),
+            order_id=order.id,
+            user_id=order.user_id,
+            account_id=order.account_id,
+            symbol=order.symbol,
+            tag=row.tag,
+            broker_order_id=order.broker_order_id,
+            reply_to=self._answers.channel,
+            generation=generation,
+        )
+        changed = await self._ask(request, order, self._deadline, wait)
+        if changed.order.final and changed.order.state is not OrderState.CANCELLED:
+            _refuse_final(changed.order)
+        return changed
+
+    async def _withdrawn(self, row: Row, order: OrderView) -> OrderView:
+        """The order, cancelled if it still stood in its queue and no worker is known to have taken it."""
+        outcome = OrderOutcome(
+            order_id=order.id, state=OrderState.CANCELLED, reason=CANCELLED_IN_QUEUE, withdrawn=True
+        )
+        answer = Answer(request_id=order.id, outcome=outcome)
+        if await self._queue.may_be_stale(row.created_at):
+            return order  # a worker may have had it: the cancel follows it in the queue
+        fate, found = await self._queue.overdue(order.user_id, row.id, answer)
+        if row.generation != await self._queue.generation():
+            return order  # asked a Valkey that has lost data: it did not know that a worker has it
+        if fate is RequestFate.ANSWERED and found is not None:
+            return apply_answer(order, found)
+        if fate not in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
+            return order  # a worker has it: the cancel follows in the same queue
+        event = OrderEvent(
+            event_id=f"{order.id}:{OrderState.CANCELLED}",
+            order_id=order.id,
+            user_id=order.user_id,
+            epoch=0,
+            state=OrderState.CANCELLED,
+            at_ms=round(datetime.now(UTC).timestamp() * 1000),
+            reason=CANCELLED_IN_QUEUE,
+        )
+        async with self._database.session() as session:
+            await orders.apply_outcome(session, outcome)
+            now = await orders.get_order(session, row.id)  # a worker may have taken or refused it before
+            if now.state == OrderState.CANCELLED:
+                await orders.record_event(session, event)
+        if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
+            with suppress(RedisError):  # whoever was about to queue it waits for this, or for its deadline
+                await self._queue.leave(order.user_id, answer)
+        return view_of(now)
+
+    async def replace(self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str) -> ChangeResult:
+        """Changes a working order, once for each request id, and waits up to `wait` seconds.
+
+        Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
+        `RequestIdReused` or what the worker or the broker said; `ValkeyUnavailable`.
+        """
+        generation = self._answers.generation
+        now = datetime.now(UTC)
+        order = await self._book.with_latest_answer(view_of(row))
+        wanted = OrderChange(
+            quantity=body.quantity,
+            price=body.price,
+            generation=generation,
+            deadline_at=now + timedelta(seconds=self._deadline),
+        )
+        async with self._database.session() as session:
+            first = await order_requests.find_change(session, row.id, body.request_id)
+            if first is None:
+                _check_replace(order, body)
+                first = await order_requests.note_change(session, row, body.request_id, wanted, actor=actor)
+        change = first or wanted
+        if not change.asks_the_same(wanted):
+            raise ProblemError(errors.RequestIdReused(), _order_member(order))
+        left = (change.deadline_at - now).total_seconds()
+        if left <= 0 or change.generation != generation:
+            return ChangeResult(order)  # made long ago or never: it is never sent a second time
+        request = ReplaceOrder(
+            request_id=order_requests.request_id_of(row.id, "replace", body.request_id),
+            order_id=order.id,
+            user_id=order.user_id,
+            account_id=order.account_id,
+            symbol=order.symbol,
+            tag=row.tag,
+            broker_order_id=order.broker_order_id,
+            quantity=change.quantity,
+            price=change.price,
+            reply_to=self._answers.channel,
+            generation=change.generation,
+        )
+        return await self._ask(request, order, left, wait, change)
+
+    async def _ask(
+        self,
+        request: CancelOrder | ReplaceOrder,
+        order: OrderView,
+        seconds: float,
+        wait: float,
+        change: OrderChange | None = None,
+    ) -> ChangeResult:
+        task = self._asking.ask(request, seconds, lambda answer: self._settle(answer, change))
+        await asyncio.wait({task}, timeout=wait)
+        if not task.done() or task.cancelled():  # cancelled: this process is stopping
+            return ChangeResult(order, answered=False)
+        error = task.exception()
+        if error is not None:
+            raise ProblemError(error, _order_member(order)) if isinstance(error, BerthError) else error
+        answer = task.result()
+        if answer.outcome is not None:
+            order = apply_answer(order, answer)
+        if isinstance(request, CancelOrder) and order.state is OrderState.CANCELLED:
+            return ChangeResult(order)  # by an earlier cancel, if this one failed
+        if answer.failure is not None:
+            raise ProblemError(answer.failure.error(), _order_member(order))
+        if change is not None:
+            order = order.model_copy(
+                update={"quantity": change.quantity or order.quantity, "price": change.price or order.price}
+            )
+        return ChangeResult(order)
+
+    async def _settle(self, answer: Answer, change: OrderChange | None) -> None:
+        """Writes down what the broker did, also when nobody waits for it any more."""
+        if answer.outcome is not None:
+            self._settler.note(NotedOutcome(answer.outcome, None))
+            if change is not None and answer.failure is None:
+                async with self._database.session() as session:
+                    await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)
+
+
+def _order_member(order: OrderView) -> dict[str, object]:
+    return {"order": order.model_dump(mode="json")}
+
+
+def _refuse_final(order: OrderView) -> None:
+    if order.final:
+        raise ProblemError(OrderSettled(f"the order is {order.state.value} already"), _order_member(order))
+
+
+def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
+    """Raises `ProblemError` for an order that cannot be changed like this."""
+    _refuse_final(order)
+    if order.state not in _WORKING:
+        early = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
+        raise ProblemError(errors.NotAtBroker() if early else errors.OrderUnknown(), _order_member(order))
+    wrong = None
+    if body.price is not None and order.price is None:
+        wrong = "a market order has no price"
+    elif body.quantity is not None and body.quantity > order.quantity:
+        wrong = f"the quantity can only fall; it is {order.quantity}"
+    elif body.quantity is not None and body.quantity < order.filled_quantity:
+        wrong = f"{order.filled_quantity} lots are filled already"
+    elif (body.quantity or order.quantity, body.price or order.price) == (order.quantity, order.price):
+        wrong = "the order is like this already"
+    if wrong is not None:
+        raise ProblemError(errors.ReplaceInvalid(wrong), _order_member(order))

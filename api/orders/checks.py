@@ -1,0 +1,192 @@
+"""Pre-trade checks: what is refused before it is written down or goes anywhere (O6).
+
+They keep mistakes in, not persons: what may be exact is (a second order for the same, at the same moment),
+what may be a few orders off is (the day's count, under concurrency).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.engine import Database
+from infra.database.orders.acceptance import NewOrder
+from infra.database.trading import limits as trading_limits
+from infra.database.trading.limits import AccountUsage
+from infra.market import calendar, instruments
+from infra.market.calendar import Calendar, Market
+from infra.market.instruments import Instruments
+from infra.settings import Settings
+from worker_runtime.protocol.errors import (
+    DailyOrderLimit,
+    DuplicateOrder,
+    MarketClosed,
+    NotionalLimit,
+    PriceTypeRule,
+    QuantityLimit,
+    UnknownSymbol,
+)
+from worker_runtime.protocol.messages import PriceType, TimeInForce
+
+#: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
+PAPER = "paper"
+#: Seconds that an account's limits are remembered: a change of them holds for all processes after that.
+REMEMBERED = 5.0
+#: Accounts remembered.
+MAX_REMEMBERED = 10_000
+#: With fewer orders left of the day than this, they are counted anew with each order.
+RECOUNT_BELOW = 500
+
+
+@dataclass(frozen=True)
+class _RememberedLimits:
+    standing: AccountUsage
+    until: float
+    day: date
+
+
+class PreTradeChecks:
+    """All checks, in the order in which a person would want to be told of them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        *,
+        days: Calendar,
+        symbols: Instruments,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self._days = days
+        self._symbols = symbols
+        self._now = now
+        self._known: dict[tuple[str, str], _RememberedLimits] = {}
+
+    async def check(self, new: NewOrder) -> float:
+        """Raises the `CheckFailed` that is to be told. Returns the seconds within which a second order for
+        the same is a mistake, or 0; that is asked by `refuse_duplicate`, in the transaction that writes
+        the order.
+
+        An account that does not exist passes: writing the order will say so.
+        """
+        standing = await self._standing(new)
+        if standing is None:
+            return 0.0
+        self._price_type(new, standing)
+        lot = self._symbol(new, standing)
+        self._open(standing)
+        if new.reduce_only:  # who wants out is not held back by a limit of what goes in
+            return 0.0
+        self._quantity(new, standing)
+        await self._notional(new, standing, lot)
+        await self._day(new, standing)
+        window = standing.limits.duplicate_window_s
+        return float(self._settings.check_duplicate_window if window is None else window)
+
+    async def refuse_duplicate(self, session: AsyncSession, new: NewOrder, window: float) -> None:
+        """Raises `DuplicateOrder`."""
+        twin = await trading_limits.find_duplicate(
+            session,
+            user_id=new.user_id,
+            client_order_id=new.client_order_id,
+            fingerprint=new.fingerprint,
+            window=window,
+        )
+        if twin is not None:
+            raise DuplicateOrder(f"{twin} asked for the same less than {window:g} s ago")
+
+    async def _standing(self, new: NewOrder) -> AccountUsage | None:
+        name, now = (new.user_id, new.account_id), time.monotonic()
+        known = self._known.get(name)
+        if known is not None and known.until > now and known.day == new.trading_day:
+            return known.standing
+        async with self._database.session(autocommit=True) as session:
+            found = await trading_limits.account_usage(session, *name, new.trading_day)
+        if found is None or self._most_orders(found) - found.tags < RECOUNT_BELOW:
+            self._known.pop(name, None)
+            return found
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.clear()
+        self._known[name] = _RememberedLimits(found, now + REMEMBERED, new.trading_day)
+        return found
+
+    def _price_type(self, new: NewOrder, standing: AccountUsage) -> None:
+        futures = standing.broker_type == Market.FUTURES
+        if futures and new.price_type == PriceType.MARKET and new.time_in_force == TimeInForce.ROD:
+            raise PriceTypeRule("TAIFEX takes a market order as IOC or FOK only (its code 9938)")
+
+    def _symbol(self, new: NewOrder, standing: AccountUsage) -> Decimal | None:
+        lot = self._symbols.lot(new.symbol)
+        if lot is None and self._concerns(self._settings.check_symbols, standing):
+            raise UnknownSymbol(f"there is no symbol {new.symbol}")
+        return lot
+
+    def _open(self, standing: AccountUsage) -> None:
+        if not self._concerns(self._settings.check_market_open, standing):
+            return
+        market = Market.FUTURES if standing.broker_type == Market.FUTURES else Market.STOCK
+        if not self._days.is_open(market, self._now()):
+            raise MarketClosed(f"the {market.value} market takes no orders now")
+
+    def _concerns(self, setting: str, standing: AccountUsage) -> bool:
+        return setting == "all" or (setting == "real" and standing.broker != PAPER)
+
+    def _quantity(self, new: NewOrder, standing: AccountUsage) -> None:
+        own = standing.limits.max_quantity
+        most = self._settings.check_max_quantity if own is None else own
+        if new.quantity > most:
+            raise QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
+
+    async def _notional(self, new: NewOrder, standing: AccountUsage, lot: Decimal | None) -> None:
+        own = standing.limits.max_notional
+        most = self._settings.check_max_notional or None if own is None else own
+        if most is None:
+            return
+        price = new.price
+        if not price:
+            async with self._database.session(autocommit=True) as session:
+                price = await trading_limits.last_price(session, new.user_id, new.symbol)
+        if price is None or lot is None:
+            if self._settings.check_unpriced == "allow":
+                return
+            what = "no price" if price is None else "no lot"
+            raise NotionalLimit(
+                f"{what} of {new.symbol} is known, so its value cannot be held against {most}"
+            )
+        value = price * new.quantity * lot
+        if value > most:
+            raise NotionalLimit(f"{value:f} TWD; one order of this account may have {most:f}")
+
+    def _most_orders(self, standing: AccountUsage) -> int:
+        own = standing.limits.max_daily_orders
+        return self._settings.check_daily_orders if own is None else own
+
+    async def _day(self, new: NewOrder, standing: AccountUsage) -> None:
+        most = self._most_orders(standing)
+        if standing.tags < most:
+            return
+        # Repeats of a client order id use tags, too: only orders count.
+        async with self._database.session(autocommit=True) as session:
+            placed = await trading_limits.count_orders_of_day(
+                session, new.user_id, new.account_id, new.trading_day
+            )
+        if placed >= most:
+            raise DailyOrderLimit(f"{placed} orders today; this account may place {most}")
+
+
+def create_checks(settings: Settings, database: Database) -> PreTradeChecks:
+    """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
+    return PreTradeChecks(
+        settings,
+        database,
+        days=calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None),
+        symbols=instruments.load_instruments(Path(settings.symbols_file) if settings.symbols_file else None),
+    )

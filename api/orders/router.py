@@ -1,0 +1,224 @@
+"""Orders.
+
+A user's orders: as pages, as a file, and as a stream of their changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+from uuid import UUID
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
+
+from api.container import InServices
+from api.http import problems
+from api.http.auth import Caller, require_user
+from api.http.errors import (
+    BodyTooLarge,
+    ClientOrderIdReused,
+    NotFound,
+    OrchestratorUnavailable,
+    TemporalUnavailable,
+    TooManyStreams,
+    ValkeyUnavailable,
+)
+from api.http.fields import UserIdInPath
+from api.http.problems import ProblemError
+from api.orders import export
+from api.orders.feed import OrderFeed
+from api.orders.reader import UNANSWERED, view_of
+from api.orders.schemas import (
+    OrderDetailView,
+    OrderFilter,
+    OrderPage,
+    OrderQuery,
+    OrderRequest,
+    OrderView,
+    cursor_of,
+    position_of,
+)
+from api.workers.router import After, LastEventId, require_known_user
+from infra.database.orders import listing as order_list
+from infra.database.orders.acceptance import OrderNotFound
+from worker_runtime.protocol import errors
+
+router = APIRouter(tags=["orders"])
+
+Wait = Annotated[
+    float | None,
+    Query(ge=0, le=30, allow_inf_nan=False, description="Seconds to wait for the broker's answer."),
+]
+_LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where the order is."}}
+
+
+@router.post(
+    "/users/{user_id}/orders",
+    status_code=201,
+    response_model=OrderView,
+    summary="Place an order",
+    responses={
+        200: {"model": OrderView, "description": "A repeat: the first outcome of this client order id."},
+        201: {"model": OrderView, "description": "The broker has answered.", "headers": _LOCATION},
+        202: {
+            "model": OrderView,
+            "description": "Accepted; the outcome is not known yet. See `Location`.",
+            "headers": _LOCATION,
+        },
+        **problems.responses(
+            NotFound,
+            BodyTooLarge,
+            ClientOrderIdReused,
+            errors.Parked,
+            errors.UnknownAccount,
+            errors.SymbolBlocked,
+            errors.AccountBlocked,
+            errors.QuantityLimit,
+            errors.NotionalLimit,
+            errors.DailyOrderLimit,
+            errors.PriceTypeRule,
+            errors.DuplicateOrder,
+            errors.UnknownSymbol,
+            errors.MarketClosed,
+            errors.TradingHalted,
+            errors.ReducingOnly,
+            errors.LoginRejected,
+            errors.DeadlineExceeded,
+            errors.LoginLimited,
+            errors.BrokerUnreachable,
+            errors.WorkerUnavailable,
+            ValkeyUnavailable,
+            TemporalUnavailable,
+            OrchestratorUnavailable,
+        ),
+    },
+)
+async def place_order(
+    user_id: UserIdInPath, body: OrderRequest, caller: Caller, services: InServices, wait: Wait = None
+) -> Response:
+    """Places one order, and starts the user's worker if there is none.
+
+    Answered as an order whatever the broker says of it, also when it rejects it. Answered as a problem when
+    the order did not reach the broker; if it exists nevertheless, it stands in the member `order`: `rejected`
+    and `expired` are final, so take a new client order id to try again; with any other state repeat the
+    same request to learn the outcome. A repeat never places a second order.
+    """
+    require_user(caller, user_id)
+    seconds = services.settings.order_wait if wait is None else wait
+    found = await services.placing.place(user_id, body, seconds, f"key:{caller.key_id}")
+    order = found.order
+    if found.failure is not None:
+        raise ProblemError(found.failure, {"order": order.model_dump(mode="json")})
+    status = 202 if order.state in UNANSWERED else 201 if found.new else 200
+    # As bytes: FastAPI would validate and convert what has just been built.
+    return Response(
+        order.model_dump_json(), status, {"Location": f"/v1/orders/{order.id}"}, "application/json"
+    )
+
+
+@router.get(
+    "/orders/{order_id}",
+    summary="Look at an order",
+    responses=problems.responses(OrderNotFound, ValkeyUnavailable),
+)
+async def get_order(order_id: UUID, caller: Caller, services: InServices) -> OrderDetailView:
+    """The order and the steps of its life. Another user's order is not found."""
+    order = await services.book.get(order_id)
+    if not caller.may_see(order.user_id):
+        raise OrderNotFound(f"there is no order {order_id}")
+    return await services.book.with_timeline(order)
+
+
+list_router = APIRouter(prefix="/users/{user_id}", tags=["orders"])
+
+
+@list_router.get("/orders", summary="List orders", responses=problems.responses(NotFound))
+async def list_orders(
+    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderQuery, Query()]
+) -> OrderPage:
+    """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
+
+    Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
+    """
+    behind = position_of(query.cursor) if query.cursor is not None else None
+    await require_known_user(services, caller, user_id)
+    async with services.database.session() as session:
+        rows = await order_list.page_of_orders(
+            session, query.of(user_id), behind=behind, limit=query.limit + 1
+        )
+    more, rows = len(rows) > query.limit, rows[: query.limit]
+    end = cursor_of(order_list.position_of(rows[-1])) if more else None
+    return OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
+
+
+@list_router.get(
+    "/orders.csv",
+    summary="Export orders",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "CSV (RFC 4180) with a header, the newest first. A text that a spreadsheet would"
+            " take for a formula begins with an apostrophe.",
+            "content": {"text/csv": {"schema": {"type": "string"}}},
+        },
+        **problems.responses(NotFound),
+    },
+)
+async def export_orders(
+    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderFilter, Query()]
+) -> StreamingResponse:
+    """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
+    await require_known_user(services, caller, user_id)
+    found = export.lines(services.database, query.of(user_id))
+    # The first page before the answer begins: a database that is down is a problem, not half a file.
+    first = await anext(found)
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in found:
+            yield chunk
+
+    headers = {
+        "Content-Disposition": f'attachment; filename="orders-{user_id}.csv"',
+        "Cache-Control": "no-store",
+    }
+    return StreamingResponse(whole(), media_type="text/csv; charset=utf-8; header=present", headers=headers)
+
+
+@list_router.get(
+    "/orders/events",
+    summary="Follow changes of orders",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
+            " `event: order` is one changed order as it is (data: `Order`). Both have an `id` to come back"
+            " with.",
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": 'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
+                }
+            },
+        },
+        **problems.responses(NotFound, TooManyStreams),
+    },
+)
+async def follow_orders(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    after: After = None,
+    last_event_id: LastEventId = None,
+) -> StreamingResponse:
+    """Orders as they change, behind `Last-Event-ID` or `after`.
+
+    Without either: the open orders first, then what changes from now on. An order that changed several times
+    since the last look is told once, as it is. After a reconnect an order may be told again; none is left
+    out. A new order that nothing happens to is told within 15 s. A comment every 15 s shows that the stream
+    lives. It ends after an hour, and when the server stops: come back with the last id.
+    """
+    await require_known_user(services, caller, user_id)
+    begin = after if last_event_id is None else last_event_id
+    return await services.streams.answer(OrderFeed(services.database, user_id), caller.key_id, begin)

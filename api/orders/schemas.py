@@ -1,0 +1,319 @@
+"""Orders in and out. Quantities are lots, prices are in the instrument's currency.
+
+Cancels and changes of orders.
+
+Filters and pages of a user's orders.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from api.http.errors import InvalidRequest
+from api.http.fields import AccountId, Body, Price, View
+from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
+from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+
+#: Lots. Far above what an exchange takes in one order (499 for stocks on the TWSE): a typing error's limit,
+#: not a rule of trading.
+MAX_QUANTITY = 10_000
+
+ORDER_EXAMPLE: dict[str, Any] = {
+    "client_order_id": "2026-11-21-0001",
+    "account_id": "9A95-0123456",
+    "symbol": "2330",
+    "side": "buy",
+    "quantity": 1,
+    "price_type": "LMT",
+    "price": "1005.5",
+    "time_in_force": "ROD",
+}
+
+ORDER_VIEW_EXAMPLE: dict[str, Any] = {
+    **ORDER_EXAMPLE,
+    "id": "0199f1c2a5b87c3e9d4f6a1b2c3d4e5f",
+    "user_id": "alice",
+    "state": "filled",
+    "final": True,
+    "broker_order_id": "P0000017",
+    "filled_quantity": 1,
+    "average_price": "1005",
+    "code": None,
+    "reason": None,
+    "reduce_only": False,
+    "origin": None,
+    "attention": None,
+    "accepted_at": "2026-11-21T01:00:00.000000Z",
+}
+
+
+ClientOrderId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9._:-]+$",
+        max_length=64,
+        description="Your own id of this order, unique for the user. A repeat returns the first outcome.",
+    ),
+]
+Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
+
+
+class OrderRequest(Body):
+    """A new order."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                ORDER_EXAMPLE,
+                {**ORDER_EXAMPLE, "price_type": "MKT", "price": None, "time_in_force": "IOC"},
+            ]
+        },
+    )
+
+    client_order_id: ClientOrderId
+    account_id: AccountId
+    symbol: Symbol
+    side: Side
+    quantity: Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots.")]
+    price_type: PriceType = PriceType.LIMIT
+    price: Annotated[
+        Decimal | None,
+        Field(
+            gt=0,
+            max_digits=14,
+            decimal_places=4,
+            allow_inf_nan=False,
+            description="Required with LMT, refused with MKT.",
+        ),
+    ] = None
+    time_in_force: TimeInForce = TimeInForce.ROD
+
+    @model_validator(mode="after")
+    def _price_fits_its_type(self) -> Self:
+        if self.price_type is PriceType.LIMIT and self.price is None:
+            raise ValueError("a limit order needs a price")
+        if self.price_type is PriceType.MARKET and self.price is not None:
+            raise ValueError("a market order has no price")
+        return self
+
+
+class OrderStepView(View):
+    """One step in the life of an order."""
+
+    step: Annotated[str, Field(examples=["submitted"])]
+    at: datetime
+    elapsed_ms: Annotated[float, Field(description="Milliseconds since the order was accepted.")]
+    detail: str | None = None
+
+
+class OrderView(View):
+    """An order as it stands."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [ORDER_VIEW_EXAMPLE]})
+
+    id: str
+    client_order_id: str
+    user_id: str
+    account_id: str
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Price | None
+    time_in_force: TimeInForce
+    state: OrderState
+    final: Annotated[bool, Field(description="The state will not change any more.")]
+    broker_order_id: str | None
+    filled_quantity: int
+    average_price: Price | None
+    code: Annotated[str | None, Field(description="Why it was not executed: a stable code.")]
+    reason: str | None
+    reduce_only: Annotated[bool, Field(description="It can only make a position smaller.")] = False
+    origin: Annotated[
+        str | None, Field(description="What was asked for, when that was more than this order.")
+    ] = None
+    attention: Annotated[str | None, Field(description="Why a person has to look at it.")] = None
+    accepted_at: datetime
+
+
+class OrderDetailView(OrderView):
+    """An order with the steps of its life so far, in order of time."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    **ORDER_VIEW_EXAMPLE,
+                    "timeline": [
+                        {"step": "accepted", "at": "2026-11-21T01:00:00.000000Z", "elapsed_ms": 0},
+                        {"step": "claimed", "at": "2026-11-21T01:00:00.021000Z", "elapsed_ms": 21},
+                        {"step": "connected", "at": "2026-11-21T01:00:00.034000Z", "elapsed_ms": 34},
+                        {"step": "submitted", "at": "2026-11-21T01:00:00.036000Z", "elapsed_ms": 36},
+                        {"step": "filled", "at": "2026-11-21T01:00:00.037000Z", "elapsed_ms": 37},
+                    ],
+                }
+            ]
+        },
+    )
+
+    timeline: list[OrderStepView]
+
+
+RequestId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9._:-]+$",
+        max_length=64,
+        description="Your own id of this request, unique for the order. A repeat does nothing anew, "
+        "but for a cancel that came to nothing.",
+    ),
+]
+_CANCEL_EXAMPLE: dict[str, Any] = {"request_id": "cancel-1"}
+_REPLACE_EXAMPLE: dict[str, Any] = {"request_id": "replace-1", "quantity": 1, "price": "1004.5"}
+
+
+class CancelRequest(Body):
+    """Take an order back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_CANCEL_EXAMPLE]})
+
+    request_id: RequestId
+
+
+class ReplaceRequest(Body):
+    """Change a working order: a smaller quantity, another price, or both."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_REPLACE_EXAMPLE]})
+
+    request_id: RequestId
+    quantity: Annotated[
+        int | None,
+        Field(
+            strict=True,
+            gt=0,
+            le=MAX_QUANTITY,
+            description="New total in lots: below the present one, and not below what is filled.",
+        ),
+    ] = None
+    price: Annotated[
+        Decimal | None,
+        Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False, description="New limit price."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _something_changes(self) -> Self:
+        if self.quantity is None and self.price is None:
+            raise ValueError("a change needs a quantity or a price")
+        return self
+
+
+#: Times far outside of a market's life are typing errors, and some would overflow on their way.
+_FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+_Time = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+OrderStateFilter = StrEnum(  # type: ignore[misc]
+    "OrderStateFilter",
+    {"OPEN": OPEN, "FINAL": FINAL, **{state.name: state.value for state in OrderState}},
+)
+
+
+class OrderFilter(BaseModel):
+    """Which orders are wanted. Unknown filters are refused: a misspelt one would show too much."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state: Annotated[
+        list[OrderStateFilter],
+        Field(max_length=20, description="States, `open` or `final`; given several times: any of them."),
+    ] = []
+    account: AccountId | None = None
+    symbol: Symbol | None = None
+    side: Side | None = None
+    client_order_id: ClientOrderId | None = None
+    since: Annotated[_Time | None, Field(alias="from", description="Accepted at or after this time.")] = None
+    until: Annotated[_Time | None, Field(alias="to", description="Accepted before this time.")] = None
+
+    @model_validator(mode="after")
+    def _times_are_in_order(self) -> Self:
+        if self.since is not None and self.until is not None and self.since >= self.until:
+            raise ValueError("`from` is not before `to`")
+        return self
+
+    def of(self, user_id: str) -> OrderSelection:
+        return OrderSelection(
+            user_id=user_id,
+            states=frozenset(state.value for state in self.state),
+            account_id=self.account,
+            symbol=self.symbol,
+            side=self.side.value if self.side else None,
+            client_order_id=self.client_order_id,
+            since=self.since,
+            until=self.until,
+        )
+
+
+class OrderQuery(OrderFilter):
+    """A filter, and which page of what it finds."""
+
+    cursor: Annotated[
+        str | None,
+        Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
+    ] = None
+    limit: Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")] = 100
+
+
+class OrderPage(View):
+    """Orders, the newest first."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [{"orders": [ORDER_VIEW_EXAMPLE], "next_cursor": "AAY6sY7tQAABmfHCpbh8Pp1PahssPU5f"}]
+        },
+    )
+
+    orders: list[OrderView]
+    next_cursor: Annotated[
+        str | None,
+        Field(description="`cursor` of the next page; null when there is nothing behind this one."),
+    ]
+
+
+class PresentOrders(View):
+    """The open orders with which an event stream begins, the newest first."""
+
+    user_id: str
+    orders: list[OrderView]
+    complete: Annotated[bool, Field(description="False: there are more than these.")]
+
+
+def cursor_of(position: OrderPosition) -> str:
+    """A page's end as text: microseconds and the order's id."""
+    at, order_id = position
+    microseconds = (at - _EPOCH) // timedelta(microseconds=1)
+    return base64.urlsafe_b64encode(microseconds.to_bytes(8, "big") + order_id.bytes).decode().rstrip("=")
+
+
+def position_of(cursor: str) -> OrderPosition:
+    """Raises `InvalidRequest` for a text that no page gave."""
+    try:
+        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        if len(raw) != 24:
+            raise ValueError
+        at = _EPOCH + timedelta(microseconds=int.from_bytes(raw[:8], "big"))
+    except (ValueError, OverflowError, binascii.Error):
+        error = {"loc": ["query", "cursor"], "msg": "not a cursor of this list", "type": "value_error"}
+        raise InvalidRequest("not valid: query.cursor", [error]) from None
+    return at, uuid.UUID(bytes=raw[8:])

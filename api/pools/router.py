@@ -1,0 +1,168 @@
+"""Pools of free workers, for operators: look, resize, pause, drain, resume.
+
+Rollouts of pools, for operators: begin one, look at it, take it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, status
+
+from api.container import InServices, Services
+from api.http import problems
+from api.http.auth import Caller, Principal, require_staff
+from api.http.errors import (
+    BodyTooLarge,
+    Forbidden,
+    NoPool,
+    NoRollout,
+    OrchestratorUnavailable,
+    PoolChanged,
+    RolloutInvalid,
+    RolloutUnderWay,
+    TemporalUnavailable,
+)
+from api.http.fields import ID_PATTERN
+from api.pools.schemas import PoolPolicyRequest, PoolStatusView, RolloutRequest, RolloutStatusView
+from api.workers.schemas import ReasonBody
+from infra.database import audit
+from infra.market.windows import ZoneUnknown, zone_of
+from workflows.worker_pool.messages import SetPolicy
+from workflows.worker_pool.policy import PoolPolicyInvalid, check_policy
+
+router = APIRouter(prefix="/pools/{pool}", tags=["pools"])
+
+PoolName = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["default"])]
+
+_POOL_PROBLEMS = (Forbidden, NoPool, TemporalUnavailable, OrchestratorUnavailable)
+
+
+async def audit_pool_request(
+    services: Services, caller: Principal, pool: str, asked: str, reason: str, **data: Any
+) -> None:
+    """Before it is done, so that nothing is done unseen."""
+    async with services.database.session() as session:
+        audit.append_entry(
+            session,
+            actor=f"key:{caller.key_id}",
+            action=f"pool.{asked}_requested",
+            subject=f"pool:{pool}",
+            reason=reason,
+            **data,
+        )
+
+
+@router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
+async def get_pool(pool: PoolName, caller: Caller, services: InServices) -> PoolStatusView:
+    """How many free workers it wants and why, what it has, and how its launches fare."""
+    require_staff(caller)
+    return PoolStatusView.of(await services.pools.view(pool))
+
+
+@router.put(
+    "",
+    summary="Resize a pool",
+    responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge, PoolPolicyInvalid, ZoneUnknown, PoolChanged),
+)
+async def put_pool(
+    pool: PoolName, body: PoolPolicyRequest, caller: Caller, services: InServices
+) -> PoolStatusView:
+    """Gives the pool a new policy. It stays until it is changed again, here or by the settings."""
+    require_staff(caller)
+    policy = body.policy()
+    check_policy(policy)
+    for window in policy.windows:
+        zone_of(window.zone)
+    await audit_pool_request(services, caller, pool, "policy", body.reason, policy=asdict(policy))
+    return PoolStatusView.of(
+        await services.pools.set_policy(pool, SetPolicy(policy=policy, revision=body.revision))
+    )
+
+
+async def _change_mode(
+    pool: str, caller: Principal, services: Services, body: ReasonBody | None, asked: str
+) -> PoolStatusView:
+    require_staff(caller)
+    await audit_pool_request(services, caller, pool, asked, (body or ReasonBody()).reason)
+    return PoolStatusView.of(await services.pools.steer(pool, asked))
+
+
+@router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+async def pause_pool(
+    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> PoolStatusView:
+    """Nothing is launched for the pool until it is resumed; free workers can still be claimed."""
+    return await _change_mode(pool, caller, services, body, "pause")
+
+
+@router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+async def drain_pool(
+    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> PoolStatusView:
+    """Stops all free workers, and launches none until it is resumed. Users keep theirs."""
+    return await _change_mode(pool, caller, services, body, "drain")
+
+
+@router.post("/resume", summary="Resume a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+async def resume_pool(
+    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> PoolStatusView:
+    """Ends a pause or a drain; after failed launches, the next one is tried at once."""
+    return await _change_mode(pool, caller, services, body, "resume")
+
+
+rollout_router = APIRouter(prefix="/pools/{pool}/rollout", tags=["pools"])
+
+_ROLLOUT_PROBLEMS = (Forbidden, TemporalUnavailable, OrchestratorUnavailable)
+
+
+@rollout_router.get(
+    "", summary="Look at a rollout", responses=problems.responses(*_ROLLOUT_PROBLEMS, NoRollout)
+)
+async def get_rollout(pool: PoolName, caller: Caller, services: InServices) -> RolloutStatusView:
+    """How far the pool's rollout is, or how the last one ended."""
+    require_staff(caller)
+    return RolloutStatusView.of(await services.rollouts.view(pool))
+
+
+@rollout_router.post(
+    "",
+    summary="Begin a rollout",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, BodyTooLarge, NoPool, RolloutInvalid, RolloutUnderWay),
+)
+async def start_rollout(
+    pool: PoolName, body: RolloutRequest, caller: Caller, services: InServices
+) -> RolloutStatusView:
+    """Brings the pool to another version of the worker: make before break, and back by itself."""
+    require_staff(caller)
+    if body.image and not body.version:
+        raise RolloutInvalid("an image needs the version that its workers report")
+    before = (await services.pools.view(pool)).release
+    if body.version and body.version == before.version and body.image != before.image:
+        raise RolloutInvalid(
+            f"the pool's workers are of version {body.version} already: another image needs another version"
+        )
+    given = body.given(pool, f"key:{caller.key_id}")
+    await audit_pool_request(
+        services, caller, pool, "rollout", body.reason, version=body.version, image=body.image
+    )
+    return RolloutStatusView.of(await services.rollouts.start(given, before))
+
+
+@rollout_router.post(
+    "/abort",
+    summary="Take a rollout back",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, BodyTooLarge, NoRollout),
+)
+async def abort_rollout(
+    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> RolloutStatusView:
+    """What the pool had before is put back in the same way. The answer may not show it yet."""
+    require_staff(caller)
+    reason = (body or ReasonBody()).reason
+    await audit_pool_request(services, caller, pool, "rollout_abort", reason)
+    return RolloutStatusView.of(await services.rollouts.abort(pool, reason))

@@ -1,0 +1,320 @@
+"""Pools in and out: how large they should be, and what they are.
+
+Rollouts in and out: which version a pool is brought to, and how far that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field
+
+from api.http.fields import Body, View
+from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
+from workflows.worker_pool.messages import PoolMode, PoolView
+from workflows.worker_pool.policy import PoolPolicy, PoolWindow
+
+_MORNING: dict[str, Any] = {
+    "name": "morning",
+    "target": 40,
+    "begins": "08:00",
+    "ends": "09:30",
+    "days": "mon-fri",
+    "zone": "Asia/Taipei",
+    "calendar": "trading",
+}
+_POLICY: dict[str, Any] = {
+    "target": 4,
+    "minimum": 2,
+    "maximum": 60,
+    "buffer": "20%",
+    "demand_minutes": 5.0,
+    "limit": 400,
+    "shrink_after": 300.0,
+    "windows": [_MORNING],
+}
+_POOL: dict[str, Any] = {
+    "pool": "default",
+    "mode": "running",
+    "wanted": 49,
+    "reasons": ["window morning: 40 instead of 4", "buffer (20% of 45 in use): 9 more, 49"],
+    "changes_at": "2026-11-23T01:30:00Z",
+    "ready": 48,
+    "starting": 1,
+    "in_use": 45,
+    "claims": 12,
+    "launches": 93,
+    "failures": 0,
+    "failing": 0,
+    "circuit_open": False,
+    "last_failure": "",
+    "next_launch": None,
+    "revision": 3,
+    "policy": _POLICY,
+}
+
+Count = Annotated[int, Field(ge=0)]
+Clock = Annotated[str, Field(max_length=5, examples=["08:00"])]
+
+
+class PoolWindowBody(Body):
+    """Hours with a target of their own. One that does not end after it begins ends on the next day."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    target: Count
+    begins: Clock
+    ends: Clock
+    days: Annotated[str, Field(max_length=64, description="Such as `mon-fri` or `mon,wed`.")] = "mon-sun"
+    zone: Annotated[str, Field(max_length=64)] = "Asia/Taipei"
+    calendar: Annotated[
+        str,
+        Field(
+            max_length=16,
+            description="`any` day, only days on which the exchange is `trading`, or `closed`. On a trading"
+            " day that begins late or ends early, so does the window.",
+        ),
+    ] = "any"
+
+
+class PoolPolicyBody(Body):
+    """How many free workers there should be. What is left out has its default, not its present value."""
+
+    target: Count
+    minimum: Annotated[Count, Field(description="Never fewer, but for the limit.")] = 0
+    maximum: Annotated[Count | None, Field(description="Never more.")] = None
+    buffer: Annotated[
+        str, Field(max_length=8, description="On top of all else: `3`, or `20%` of the workers in use.")
+    ] = "0"
+    demand_minutes: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="At least as many as were claimed within the last so many minutes; 0: not looked at.",
+        ),
+    ] = 0.0
+    limit: Annotated[Count | None, Field(description="Workers in all, free and in use.")] = None
+    shrink_after: Annotated[
+        float,
+        Field(ge=0, allow_inf_nan=False, description="Seconds that there may be too many free workers."),
+    ] = 300.0
+    windows: Annotated[tuple[PoolWindowBody, ...], Field(description="The first that holds counts.")] = ()
+
+    def policy(self) -> PoolPolicy:
+        given = self.model_dump(include=set(PoolPolicy.__dataclass_fields__), exclude={"windows"})
+        windows = tuple(PoolWindow(**window.model_dump()) for window in self.windows)
+        return PoolPolicy(**given, windows=windows)
+
+    @classmethod
+    def of(cls, policy: PoolPolicy) -> PoolPolicyBody:
+        return PoolPolicyBody(**asdict(policy))
+
+
+class PoolPolicyRequest(PoolPolicyBody):
+    """A whole policy. It counts at once: what is too much is stopped without waiting."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{**_POLICY, "reason": "more users"}]}
+    )
+
+    revision: Annotated[
+        int | None,
+        Field(description="The one that you saw: if the policy was changed since, nothing is done."),
+    ] = None
+    reason: Annotated[str, Field(max_length=500, description="It stands in the audit trail.")] = "requested"
+
+
+class PoolStatusView(View):
+    """A pool now: how many workers it wants and why, and what it has."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_POOL]})
+
+    pool: str
+    mode: Annotated[
+        PoolMode,
+        Field(description="`paused`: nothing is launched; `draining`: free ones are stopped, too."),
+    ]
+    wanted: Annotated[int, Field(description="Free workers that there should be, as of the last look.")]
+    reasons: Annotated[tuple[str, ...], Field(description="How the number came about, a step each.")]
+    changes_at: Annotated[datetime | None, Field(description="When a window begins or ends next.")]
+    ready: int
+    starting: int
+    in_use: int
+    claims: Annotated[int, Field(description="Within the policy's `demand_minutes`.")]
+    launches: int
+    failures: int
+    failing: Annotated[int, Field(description="Rounds of launches that failed since the last good one.")]
+    circuit_open: Annotated[
+        bool,
+        Field(
+            description="No worker became ready in several rounds: one launch is tried every ten minutes,"
+            " until one does, the policy changes, or the pool is resumed."
+        ),
+    ]
+    last_failure: str
+    next_launch: Annotated[datetime | None, Field(description="Nothing is launched before.")]
+    revision: Annotated[int, Field(description="Grows with every change of the policy.")]
+    policy: PoolPolicyBody
+
+    @classmethod
+    def of(cls, view: PoolView) -> Self:
+        return cls(
+            pool=view.pool,
+            mode=PoolMode(view.mode),
+            wanted=view.wanted,
+            reasons=view.reasons,
+            changes_at=_time(view.changes_at),
+            ready=view.ready,
+            starting=view.starting,
+            in_use=view.in_use,
+            claims=view.claims,
+            launches=view.launches,
+            failures=view.failures,
+            failing=view.failing,
+            circuit_open=view.circuit_open,
+            last_failure=view.last_failure,
+            next_launch=_time(view.next_launch),
+            revision=view.revision,
+            policy=PoolPolicyBody.of(view.policy or PoolPolicy(target=view.target)),
+        )
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds else None
+
+
+_NEW: dict[str, Any] = {"version": "0.2.0", "image": "berth-worker:0.2.0", "reason": "release 0.2.0"}
+_ROLLOUT: dict[str, Any] = {
+    "pool": "default",
+    "phase": "moving",
+    "release": {"version": "0.2.0", "image": "berth-worker:0.2.0"},
+    "before": {"version": "", "image": ""},
+    "began_at": "2026-11-23T01:30:00Z",
+    "deadline": "2026-11-23T09:30:00Z",
+    "new": 8,
+    "old": 0,
+    "wanted": 8,
+    "users": 12,
+    "retired": 8,
+    "asked": 12,
+    "ended": False,
+    "reason": "",
+    "held": "",
+}
+
+Version = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._+-]*)?$", max_length=64)]
+Image = Annotated[str, Field(pattern=r"^[!-~]*$", max_length=300)]
+
+
+class ReleaseView(View):
+    """What new workers of a pool are. Empty: what the orchestrator's settings say."""
+
+    version: str
+    image: str
+
+    @classmethod
+    def of(cls, release: Release) -> ReleaseView:
+        return cls(version=release.version, image=release.image)
+
+
+class RolloutRequest(Body):
+    """The version that a pool is brought to. What is left out has its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_NEW]})
+
+    version: Annotated[
+        Version, Field(description="What the new workers report. Empty: what the settings say.")
+    ]
+    image: Annotated[
+        Image,
+        Field(description="A container image, or a task definition on ECS. Empty: what the settings say."),
+    ] = ""
+    batch: Annotated[int, Field(ge=1, le=1000, description="Free workers replaced at a time.")] = 5
+    deadline_seconds: Annotated[
+        float,
+        Field(ge=0, le=7 * 86400, allow_inf_nan=False, description="Then users move, quiet or not."),
+    ] = 8 * 3600.0
+    quiet_seconds: Annotated[
+        float,
+        Field(ge=0, le=86400, allow_inf_nan=False, description="Without an order, until a worker is quiet."),
+    ] = 300.0
+    failures: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="Times in a row that no worker became ready, or users in a row whom a worker of it "
+            "did not serve, until it goes back.",
+        ),
+    ] = 3
+    proof_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=86400,
+            allow_inf_nan=False,
+            description="How long it waits for a first user served by it.",
+        ),
+    ] = 120.0
+    reason: Annotated[str, Field(max_length=500, description="It stands in the audit trail.")] = "requested"
+
+    def given(self, pool: str, actor: str) -> RolloutInput:
+        return RolloutInput(
+            pool=pool,
+            release=Release(version=self.version, image=self.image),
+            batch=self.batch,
+            deadline=self.deadline_seconds,
+            quiet=self.quiet_seconds,
+            failures=self.failures,
+            proof=self.proof_seconds,
+            actor=actor,
+            reason=self.reason,
+        )
+
+
+class RolloutStatusView(View):
+    """A rollout: where it is, and what is left."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_ROLLOUT]})
+
+    pool: str
+    phase: Annotated[
+        RolloutPhase,
+        Field(description="Free workers are replaced first, then users move; the same on the way back."),
+    ]
+    release: ReleaseView
+    before: Annotated[ReleaseView, Field(description="What the pool had, and gets when it is rolled back.")]
+    began_at: datetime
+    deadline: Annotated[datetime, Field(description="When users move, quiet or not.")]
+    new: Annotated[int, Field(description="Free workers of the version that is wanted now.")]
+    old: Annotated[int, Field(description="Free workers of all others.")]
+    wanted: Annotated[int, Field(description="Free workers that the pool wants.")]
+    users: Annotated[int, Field(description="Users whose workers are of another version.")]
+    retired: Annotated[int, Field(description="Free workers that were ended so far.")]
+    asked: Annotated[int, Field(description="Users who were asked to move.")]
+    ended: bool
+    reason: Annotated[str, Field(description="Why it was rolled back; empty: it was not.")]
+    held: Annotated[str, Field(description="Why it does not go on just now; empty: it does.")]
+
+    @classmethod
+    def of(cls, view: RolloutView) -> Self:
+        phase = RolloutPhase(view.phase)
+        return cls(
+            pool=view.pool,
+            phase=phase,
+            release=ReleaseView.of(view.release),
+            before=ReleaseView.of(view.before),
+            began_at=datetime.fromtimestamp(view.began_at, UTC),
+            deadline=datetime.fromtimestamp(view.deadline, UTC),
+            new=view.new,
+            old=view.old,
+            wanted=view.wanted,
+            users=view.users,
+            retired=view.retired,
+            asked=view.asked,
+            ended=phase in ENDED,
+            reason=view.reason,
+            held=view.held,
+        )

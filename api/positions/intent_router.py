@@ -1,0 +1,132 @@
+"""Closing positions, and entries and exits that reverse them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Response
+
+from api.container import InServices
+from api.http import errors, problems
+from api.http.auth import Caller
+from api.http.fields import AccountIdInPath, UserIdInPath
+from api.http.problems import ProblemError
+from api.orders.reader import UNANSWERED
+from api.orders.router import Wait
+from api.orders.schemas import OrderView
+from api.positions import router as portfolio
+from api.positions.closer import PositionClose
+from api.positions.intents import all_answered
+from api.positions.schemas import ClosePositionRequest, IntentRequest, IntentView
+from api.workers.router import require_known_user
+from worker_runtime.protocol import errors as protocol
+
+router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["orders"])
+
+SymbolInPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]+$", max_length=32, examples=["2330"])]
+_PROBLEMS = (
+    *portfolio.BROKER_PROBLEMS,
+    errors.BodyTooLarge,
+    errors.ClientOrderIdReused,
+    errors.NoPosition,
+    errors.PositionBusy,
+    protocol.SymbolBlocked,
+    protocol.AccountBlocked,
+    protocol.TradingHalted,
+    protocol.ReducingOnly,
+    protocol.CheckFailed,
+    protocol.DeadlineExceeded,
+)
+
+
+@router.post(
+    "/positions/{symbol}/close",
+    response_model=OrderView,
+    summary="Close a position",
+    responses={
+        200: {
+            "model": OrderView,
+            "description": "The broker has answered, now or when this was first asked.",
+        },
+        202: {
+            "model": OrderView,
+            "description": "Accepted; the outcome is not known yet. Look at the order.",
+        },
+        **problems.responses(*_PROBLEMS, errors.CloseInvalid),
+    },
+)
+async def close_position(
+    user_id: UserIdInPath,
+    account_id: AccountIdInPath,
+    symbol: SymbolInPath,
+    body: ClosePositionRequest,
+    caller: Caller,
+    services: InServices,
+    wait: Wait = None,
+) -> Response:
+    """Places the order that closes the position which the broker knows now; at the market unless a price is
+    given.
+
+    It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while another
+    order works on that side, or if one was filled so lately that the position may not show it. A repeat
+    never closes twice.
+    """
+    await require_known_user(services, caller, user_id)
+    wish = PositionClose(
+        user_id=user_id,
+        account_id=account_id,
+        symbol=symbol,
+        client_order_id=body.client_order_id,
+        fingerprint=body.fingerprint(account_id, symbol),
+        origin="close",
+        actor=f"key:{caller.key_id}",
+        price_type=body.price_type,
+        price=body.price,
+        time_in_force=body.lasts,
+        quantity=body.quantity,
+    )
+    placed = await services.closing.close(wish, services.settings.order_wait if wait is None else wait)
+    if placed.failure is not None:
+        raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
+    status = 202 if placed.order.state in UNANSWERED else 200
+    return Response(
+        placed.order.model_dump_json(),
+        status,
+        {"Location": f"/v1/orders/{placed.order.id}"},
+        "application/json",
+    )
+
+
+@router.post(
+    "/intents",
+    response_model=IntentView,
+    summary="Enter or leave the market",
+    responses={
+        200: {"model": IntentView, "description": "The broker has answered all of it."},
+        202: {
+            "model": IntentView,
+            "description": "Not all of it is known or done yet. Repeat it to go on: nothing opens by itself.",
+        },
+        **problems.responses(*_PROBLEMS, errors.CloseNotFilled, errors.IntentExpired),
+    },
+)
+async def carry_out_intent(
+    user_id: UserIdInPath,
+    account_id: AccountIdInPath,
+    body: IntentRequest,
+    caller: Caller,
+    services: InServices,
+    wait: Wait = None,
+) -> Response:
+    """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and only if that
+    is confirmed filled is the new one opened. `long_exit` and `short_exit` close such a position.
+
+    Nothing is opened later by itself: when the request ends before the close is filled, repeat it with the
+    same id, within the order deadline after the close was accepted. Problems carry the orders in `legs`.
+    """
+    await require_known_user(services, caller, user_id)
+    seconds = services.settings.order_wait if wait is None else wait
+    result = await services.intents.run_intent(user_id, account_id, body, seconds, f"key:{caller.key_id}")
+    return Response(
+        result.model_dump_json(), 200 if all_answered(result) else 202, media_type="application/json"
+    )

@@ -1,0 +1,219 @@
+"""Positions and balance of an account. Quantities are lots, money is in the account's currency.
+
+Closing positions, and entries and exits that reverse them.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import StrEnum
+from hashlib import sha256
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+
+from api.http.fields import Body, Price, View
+from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, ClientOrderId, OrderView, Symbol
+from worker_runtime.protocol import exchange
+from worker_runtime.protocol.messages import PriceType, TimeInForce
+from worker_runtime.protocol.requests import AccountReport
+
+_POSITION: dict[str, JsonValue] = {
+    "symbol": "2330",
+    "direction": "long",
+    "quantity": 2,
+    "average_price": "1001.5",
+}
+_HEAD: dict[str, JsonValue] = {
+    "user_id": "alice",
+    "account_id": "9A95-0123456",
+    "taken_at": "2026-11-21T01:00:00.034000Z",
+}
+
+
+class PositionView(View):
+    """An open position."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_POSITION]})
+
+    symbol: str
+    direction: Literal["long", "short"]
+    quantity: Annotated[int, Field(gt=0, description="Lots, also when short.")]
+    average_price: Price
+
+    @classmethod
+    def of(cls, told: exchange.Position) -> PositionView:
+        direction: Literal["long", "short"] = "long" if told.quantity > 0 else "short"
+        return cls(
+            symbol=told.symbol,
+            direction=direction,
+            quantity=abs(told.quantity),
+            average_price=told.average_price,
+        )
+
+
+class PositionList(View):
+    """The open positions of an account, by symbol."""
+
+    model_config = ConfigDict(
+        frozen=True, json_schema_extra={"examples": [{**_HEAD, "positions": [_POSITION]}]}
+    )
+
+    user_id: str
+    account_id: str
+    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
+    positions: list[PositionView]
+
+
+class BalanceView(View):
+    """The money of an account."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [{**_HEAD, "currency": "TWD", "cash": "1000000", "available": "997997"}]
+        },
+    )
+
+    user_id: str
+    account_id: str
+    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
+    currency: str
+    cash: Price
+    available: Annotated[Price, Field(description="What is left for new orders.")]
+
+
+def taken_at(report: AccountReport) -> datetime:
+    return datetime.fromtimestamp(report.taken_at_ms / 1000, UTC)
+
+
+_CLOSE: dict[str, Any] = {"client_order_id": "close-1"}
+_INTENT: dict[str, Any] = {
+    "client_order_id": "signal-17",
+    "intent": "long_entry",
+    "symbol": "MXFA6",
+    "quantity": 1,
+}
+_Quantity = Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)]
+
+
+class _PricedBody(Body):
+    """How an order is priced: at the market and at once, unless a price is given."""
+
+    price_type: PriceType = PriceType.MARKET
+    price: Annotated[
+        Decimal | None,
+        Field(
+            gt=0,
+            max_digits=14,
+            decimal_places=4,
+            allow_inf_nan=False,
+            description="Required with LMT, refused with MKT.",
+        ),
+    ] = None
+    time_in_force: Annotated[
+        TimeInForce | None, Field(description="Without it: IOC at the market, ROD with a limit.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _price_fits_its_type(self) -> Self:
+        if self.price_type is PriceType.LIMIT and self.price is None:
+            raise ValueError("a limit order needs a price")
+        if self.price_type is PriceType.MARKET and self.price is not None:
+            raise ValueError("a market order has no price")
+        return self
+
+    @property
+    def lasts(self) -> TimeInForce:
+        market = self.price_type is PriceType.MARKET
+        return self.time_in_force or (TimeInForce.IOC if market else TimeInForce.ROD)
+
+    def _print(self, *parts: str) -> str:
+        """The same for two bodies that ask for the same, however the price is written."""
+        price = "" if self.price is None else format(self.price.normalize(), "f")
+        return sha256("|".join((*parts, self.price_type, price, self.lasts)).encode()).hexdigest()
+
+
+class ClosePositionRequest(_PricedBody):
+    """Close a position, or a part of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_CLOSE]})
+
+    client_order_id: ClientOrderId
+    quantity: Annotated[_Quantity | None, Field(description="Lots; without it: all of the position.")] = None
+
+    def fingerprint(self, account_id: str, symbol: str) -> str:
+        return self._print("close", account_id, symbol, str(self.quantity or ""))
+
+
+class Intent(StrEnum):
+    """What a strategy wants."""
+
+    LONG_ENTRY = "long_entry"
+    LONG_EXIT = "long_exit"
+    SHORT_ENTRY = "short_entry"
+    SHORT_EXIT = "short_exit"
+
+    @property
+    def enters(self) -> bool:
+        return self in (Intent.LONG_ENTRY, Intent.SHORT_ENTRY)
+
+    @property
+    def long(self) -> bool:
+        return self in (Intent.LONG_ENTRY, Intent.LONG_EXIT)
+
+
+class IntentRequest(_PricedBody):
+    """Enter or leave the market on one side."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_INTENT]})
+
+    client_order_id: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9._:-]+$",
+            max_length=48,
+            description="Your own id of this intent, unique for the user. Its orders are `<id>.close` and"
+            " `<id>.open`. A repeat goes on where the first one stopped.",
+        ),
+    ]
+    intent: Intent
+    symbol: Symbol
+    quantity: Annotated[
+        _Quantity | None, Field(description="Lots. Required for an entry; an exit without it closes all.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _an_entry_has_a_quantity(self) -> Self:
+        if self.intent.enters and self.quantity is None:
+            raise ValueError("an entry needs a quantity")
+        return self
+
+    def fingerprint(self, account_id: str) -> str:
+        return self._print(self.intent, account_id, self.symbol, str(self.quantity or ""))
+
+
+class IntentView(View):
+    """How far an intent has come."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "client_order_id": "signal-17",
+                    "intent": "long_entry",
+                    "legs": [ORDER_VIEW_EXAMPLE],
+                    "complete": True,
+                }
+            ]
+        },
+    )
+
+    client_order_id: str
+    intent: Intent
+    legs: Annotated[list[OrderView], Field(description="Its orders so far, the closing one first.")]
+    complete: Annotated[
+        bool, Field(description="All orders are made. False: nothing more is, unless this is repeated.")
+    ]

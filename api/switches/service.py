@@ -1,0 +1,75 @@
+"""The kill switch: set in PostgreSQL, told to every worker it concerns before the caller hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from api.http import log
+from infra.database import accounts, users
+from infra.database.engine import Database
+from infra.database.trading import switches
+from infra.database.trading.models import Switch
+from infra.database.trading.switches import TradingScope
+from infra.valkey import client as valkey
+from infra.valkey import switch_fanout
+from worker_runtime.protocol.errors import UnknownAccount
+from worker_runtime.protocol.switches import SwitchState, UserSwitch
+
+
+class SwitchControl:
+    def __init__(self, database: Database, client: Redis) -> None:
+        self._database = database
+        self._client = client
+        self._log = log.logger()
+
+    async def put(
+        self, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
+    ) -> tuple[Switch, bool]:
+        """Sets a switch; the flag says whether all workers concerned have it.
+
+        Once it is committed it holds: for orders that come, at once; for workers that Valkey could not tell
+        of it, by the watcher's next look. Raises `UserNotFound`, `UnknownAccount`, `DatabaseUnavailable`.
+        """
+        async with self._database.session() as session:
+            if scope.user_id:
+                await users.get_user(session, scope.user_id)
+            if scope.account_id and not await accounts.account_exists(
+                session, scope.user_id, scope.account_id
+            ):
+                raise UnknownAccount(f"user {scope.user_id} has no account {scope.account_id}")
+            row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
+        told = await self._tell(scope)
+        self._log.warning(
+            "switched", scope=scope.name, state=state.value, actor=actor, version=row.version, told=told
+        )
+        return row, told
+
+    async def _tell(self, scope: TradingScope) -> bool:
+        try:
+            server = await valkey.read_server_id(self._client)  # first (`switching`)
+            async with self._database.session() as session:
+                picture = await switches.read_switches(session)
+                # After the picture: a claim that commits in between reads the switches for itself.
+                concerned = await switches.users_in_scope(session, scope)
+            told = {user_id: picture.of(user_id) for user_id in concerned}
+            await switch_fanout.write_switches(self._client, server, told)
+        except (RedisError, OSError) as error:
+            self._log.warning("switch_not_told", scope=scope.name, error=type(error).__name__)
+            return False
+        return True
+
+    async def rows(self, user_id: str | None) -> tuple[Sequence[Switch], UserSwitch | None]:
+        """All switches, or those that can hold for one user and what counts for him.
+
+        Raises `UserNotFound`.
+        """
+        async with self._database.session() as session:
+            if user_id is None:
+                return await switches.list_switches(session), None
+            await users.get_user(session, user_id)
+            return await switches.list_switches(session, user_id), await switches.switch_of_user(
+                session, user_id
+            )

@@ -1,0 +1,129 @@
+"""What an alert asks for: an order, a close, an entry or an exit, under ids made of what the alert says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from api.http.errors import InvalidRequest
+from api.orders.schemas import OrderRequest
+from api.positions.closer import PositionClose
+from api.positions.schemas import ClosePositionRequest, Intent, IntentRequest
+from api.webhooks.schemas import Alert, AlertAction
+from infra.database.trading.models import Webhook
+from worker_runtime.protocol.messages import PriceType, TimeInForce
+
+_INTENTS = frozenset(intent.value for intent in Intent)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertPlan:
+    """What is to be done for an alert."""
+
+    #: Of all that makes the alert this one.
+    digest: str
+    #: Client order ids that its orders may have.
+    ids: Sequence[str]
+    what: OrderRequest | PositionClose | IntentRequest
+
+    @property
+    def client_order_id(self) -> str:
+        return self.what.client_order_id
+
+
+def parse_alert(body: bytes) -> Alert:
+    """Raises `InvalidRequest`, which names fields and never shows a value: one is a secret."""
+    try:
+        return Alert.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
+    """Raises `InvalidRequest` for what its kind of order cannot be."""
+    digest = _digest(alert, webhook)
+    if alert.plain:
+        order = _checked(
+            OrderRequest,
+            client_order_id=f"webhook-{digest[:48]}",
+            account_id=webhook.account_id,
+            symbol=alert.symbol,
+            side=alert.action.value,
+            quantity=alert.quantity,
+            price_type=alert.price_type,
+            price=alert.price,
+            time_in_force=alert.time_in_force or _lasts(alert.price_type),
+        )
+        return AlertPlan(digest=digest, ids=(order.client_order_id,), what=order)
+    # An intent's id has at most 48 characters, because its orders' ids are longer.
+    name = f"webhook-{digest[:40]}"
+    priced = {
+        "client_order_id": name,
+        "quantity": alert.quantity,
+        "price_type": alert.price_type,
+        "price": alert.price,
+        "time_in_force": alert.time_in_force,
+    }
+    if alert.action.value in _INTENTS:
+        intent = _checked(IntentRequest, intent=alert.action.value, symbol=alert.symbol, **priced)
+        return AlertPlan(digest=digest, ids=(f"{name}.close", f"{name}.open"), what=intent)
+    body = _checked(ClosePositionRequest, **priced)
+    close = PositionClose(
+        user_id=webhook.user_id,
+        account_id=webhook.account_id,
+        symbol=alert.symbol,
+        client_order_id=name,
+        fingerprint=body.fingerprint(webhook.account_id, alert.symbol),
+        origin="close",
+        actor=actor_of(webhook),
+        price_type=body.price_type,
+        price=body.price,
+        time_in_force=body.lasts,
+        quantity=body.quantity,
+        long=None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL,
+    )
+    return AlertPlan(digest=digest, ids=(name,), what=close)
+
+
+def actor_of(webhook: Webhook) -> str:
+    return f"webhook:{webhook.id}"
+
+
+def _lasts(price_type: PriceType) -> TimeInForce:
+    return TimeInForce.IOC if price_type is PriceType.MARKET else TimeInForce.ROD
+
+
+def _digest(alert: Alert, webhook: Webhook) -> str:
+    price = "" if alert.price is None else format(alert.price.normalize(), "f")
+    said = [
+        *(str(webhook.id), f"{alert.time.timestamp():.6f}", alert.action.value, alert.symbol),
+        *("" if alert.quantity is None else alert.quantity, alert.price_type, price),
+        *(alert.time_in_force or "", alert.id),
+    ]
+    if alert.reduce_only:  # without it as before there was such a field: alerts taken then are known
+        said.append("reduce_only")
+    # As a list: no value can pass for a part of the next one.
+    return sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _checked(model: type[M], **fields: Any) -> M:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    found = [
+        {"loc": ["body", *map(str, one["loc"])], "msg": one["msg"], "type": one["type"]}
+        for one in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    where = ", ".join(".".join(one["loc"]) for one in found[:5])
+    return InvalidRequest(f"not valid: {where}", found)

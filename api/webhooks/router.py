@@ -1,0 +1,161 @@
+"""Webhooks: made and revoked with an API key, posted to with a token and a secret."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from uuid import UUID
+
+from fastapi import APIRouter, Path, Request, Response
+
+from api.container import InServices
+from api.http import errors, problems
+from api.http.auth import Caller, require_user
+from api.http.fields import UserIdInPath
+from api.orders.reader import UNANSWERED
+from api.orders.schemas import OrderView
+from api.webhooks.schemas import (
+    AlertOutcome,
+    WebhookList,
+    WebhookRequest,
+    WebhookView,
+    WebhookWithSecretsView,
+)
+from infra.database import accounts, users
+from infra.database.engine import DatabaseUnavailable
+from infra.database.trading import models as trading_models
+from infra.database.trading import webhooks
+from infra.database.users import UserNotFound
+from worker_runtime.protocol import errors as protocol
+
+router = APIRouter(tags=["webhooks"])
+
+Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
+
+
+@router.post(
+    "/users/{user_id}/webhooks",
+    status_code=201,
+    summary="Create a webhook",
+    responses=problems.responses(errors.NotFound, UserNotFound, protocol.UnknownAccount, errors.BodyTooLarge),
+)
+async def create_webhook(
+    user_id: UserIdInPath, body: WebhookRequest, caller: Caller, services: InServices
+) -> WebhookWithSecretsView:
+    """Makes an address for one account's alerts. Its token and secret are shown this once."""
+    require_user(caller, user_id)
+    async with services.database.session() as session:
+        await users.get_user(session, user_id)
+        if not await accounts.account_exists(session, user_id, body.account_id):
+            raise protocol.UnknownAccount(f"user {user_id} has no account {body.account_id}")
+        made = await webhooks.create_webhook(
+            session,
+            user_id=user_id,
+            account_id=body.account_id,
+            sources=body.sources,
+            window_s=body.window_s,
+            actor=f"key:{caller.key_id}",
+        )
+    shown = _webhook_view(made.row).model_dump()
+    path = f"/v1/webhooks/{made.token}/orders"
+    return WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
+
+
+@router.get(
+    "/users/{user_id}/webhooks",
+    summary="List webhooks",
+    responses=problems.responses(errors.NotFound),
+)
+async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServices) -> WebhookList:
+    """A user's webhooks, also those that were revoked."""
+    require_user(caller, user_id)
+    async with services.database.session() as session:
+        rows = await webhooks.webhooks_of_user(session, user_id)
+    return WebhookList(webhooks=[_webhook_view(row) for row in rows])
+
+
+@router.delete(
+    "/users/{user_id}/webhooks/{webhook_id}",
+    summary="Revoke a webhook",
+    responses=problems.responses(errors.NotFound),
+)
+async def revoke_webhook(
+    user_id: UserIdInPath, webhook_id: UUID, caller: Caller, services: InServices
+) -> WebhookView:
+    """From now on nothing is taken there. Its orders stay."""
+    require_user(caller, user_id)
+    async with services.database.session() as session:
+        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=f"key:{caller.key_id}")
+    if row is None:
+        raise errors.NotFound
+    return _webhook_view(row)
+
+
+@router.post(
+    "/webhooks/{token}/orders",
+    status_code=201,
+    response_model=OrderView | AlertOutcome,
+    summary="Place the orders of an alert",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Alert"}}},
+        }
+    },
+    responses={
+        200: {"model": OrderView | AlertOutcome, "description": "A repeat: the outcome of the first one."},
+        202: {"model": OrderView | AlertOutcome, "description": "Accepted; the outcome is not known yet."},
+        **problems.responses(
+            errors.InvalidRequest,
+            errors.WebhookUnknown,
+            errors.WebhookSecretWrong,
+            errors.SourceNotAllowed,
+            errors.AlertOutdated,
+            errors.WebhookBusy,
+            errors.BodyTooLarge,
+            errors.NoPosition,
+            errors.PositionBusy,
+            errors.CloseInvalid,
+            errors.CloseNotFilled,
+            errors.IntentExpired,
+            protocol.QuantityLimit,
+            protocol.DuplicateOrder,
+            protocol.MarketClosed,
+            protocol.TradingHalted,
+            protocol.WorkerUnavailable,
+            errors.ValkeyUnavailable,
+            DatabaseUnavailable,
+            protocol.BerthError,
+            public=True,
+        ),
+    },
+)
+async def deliver_alert(token: Token, request: Request, services: InServices) -> Response:
+    """For TradingView's alerts: no API key, but the token in the address and the secret in the body.
+
+    `buy` and `sell` are answered with their order, all other actions with an `AlertOutcome`: they are those
+    of `…/intents`, and `close` is `…/positions/{symbol}/close`. `reduce_only` makes a close of a buy or sale.
+
+    The same alert again, also years later, returns the outcome of the first, and does nothing. An alert whose
+    time is too far from ours is refused. Answered within two seconds, if need be with 202: then it goes on
+    without the caller, until the order deadline.
+    """
+    peer = request.client.host if request.client else ""
+    forwarded = request.headers.getlist("x-forwarded-for")
+    taken = await services.webhooks.deliver(token, peer, forwarded, await request.body())
+    settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
+    found: OrderView | AlertOutcome
+    if taken.alert.plain and taken.legs:
+        found = taken.legs[0]
+    else:
+        found = AlertOutcome(
+            client_order_id=taken.client_order_id,
+            action=taken.alert.action,
+            legs=list(taken.legs),
+            complete=taken.complete,
+        )
+    status = 202 if not settled else 201 if taken.new else 200
+    return Response(found.model_dump_json(), status, None, "application/json")
+
+
+def _webhook_view(row: trading_models.Webhook) -> WebhookView:
+    return WebhookView.model_validate({name: getattr(row, name) for name in WebhookView.model_fields})

@@ -1,0 +1,337 @@
+"""Alerts that become orders: who may post them, and each of them once.
+
+The secret stands in the body, because TradingView sends no headers of ours. An alert is known by what it
+says: the client order ids of its orders are made of it, so they are known for ever. What was refused stays
+refused, and what came to nothing for another reason may come again only within the alert's own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from uuid import UUID
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from api.http import log
+from api.http.errors import (
+    AlertOutdated,
+    BodyTooLarge,
+    IntentExpired,
+    InvalidRequest,
+    SourceNotAllowed,
+    WebhookBusy,
+    WebhookSecretWrong,
+    WebhookUnknown,
+)
+from api.http.problems import ProblemError
+from api.orders.placer import OrderPlacer
+from api.orders.reader import OrderReader
+from api.orders.schemas import OrderRequest, OrderView
+from api.positions.closer import PositionClose, PositionCloser
+from api.positions.intents import IntentRunner
+from api.positions.schemas import IntentRequest
+from api.webhooks import alerts
+from api.webhooks.alerts import AlertPlan, actor_of
+from api.webhooks.schemas import Alert
+from infra import tasks
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.orders import checks as closing
+from infra.database.trading import webhooks
+from infra.database.trading.models import Webhook
+from infra.settings import Settings
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError
+
+#: Bytes; an alert of TradingView has 300 or so, and at most 4,096 characters.
+MAX_BODY = 16 * 1024
+#: Longest token that is looked at; ours have 43 characters.
+MAX_TOKEN = 128
+#: Seconds to wait for the outcome: TradingView gives up after 3 s, and the order goes on by itself.
+WAIT = 2.0
+#: Seconds that an alert stays with the process that carries it out, if that does not hold it for longer
+#: (`alert_keeper.py`).
+LEASE = 10.0
+#: Seconds of one count of a webhook's alerts.
+COUNTED = 60
+
+Networks = Sequence[IPv4Network | IPv6Network]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedAlert:
+    """How far an alert has come."""
+
+    alert: Alert
+    client_order_id: str
+    #: Its orders so far.
+    legs: Sequence[OrderView]
+    #: False: it goes on without the caller.
+    complete: bool
+    #: False: the alert was taken before.
+    new: bool
+
+
+class AlertProcessor:
+    def __init__(
+        self,
+        database: Database,
+        client: Redis,
+        placing: OrderPlacer,
+        positions: PositionCloser,
+        intents: IntentRunner,
+        book: OrderReader,
+        settings: Settings,
+        *,
+        ready: Callable[[], bool],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`ready`: whether the tables are there."""
+        self._database = database
+        self._client = client
+        self._placing = placing
+        self._positions = positions
+        self._intents = intents
+        self._book = book
+        #: Alerts under way, by their digest.
+        self._tasks: dict[str, asyncio.Task[list[OrderView]]] = {}
+        self._deadline = settings.order_deadline
+        self._rate = settings.webhook_rate
+        self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
+        self._ready = ready
+        self._now = now
+        self._log = log.logger()
+
+    async def close(self) -> None:
+        """Lets go of what is under way: of an entry whose close is not filled nothing is opened."""
+        await tasks.cancel_tasks(*self._tasks.values())
+
+    async def deliver(self, token: str, peer: str, forwarded: Sequence[str], body: bytes) -> AcceptedAlert:
+        """Does what an alert asks for; a repeat of the alert returns the first outcome.
+
+        `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
+        `WebhookBusy`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
+        `AlertOutdated`, and what `OrderPlacer.place`, `PositionCloser.close` and `IntentRunner.carry_out`
+        raise.
+        """
+        webhook = await self._find(token)
+        await self._count(webhook)
+        source = source_of(peer, forwarded, self._proxies)
+        if not _allowed(source, webhook.sources):
+            self._log.warning("webhook_source_refused", webhook=str(webhook.id), source=source)
+            raise SourceNotAllowed
+        if len(body) > MAX_BODY:
+            raise BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
+        alert = alerts.parse_alert(body)
+        if not webhooks.has_secret(webhook, alert.secret):
+            self._log.warning("webhook_secret_wrong", webhook=str(webhook.id), source=source)
+            raise WebhookSecretWrong
+        wish = alerts.plan_of(alert, webhook)
+        new, left = await self._take(alert, webhook, wish)
+        until = time.monotonic() + left
+        task = self._begin(webhook, wish, until)
+        await asyncio.wait({task}, timeout=WAIT)
+        if task.done() and not task.cancelled():
+            return AcceptedAlert(alert, wish.client_order_id, task.result(), complete=True, new=new)
+        try:
+            legs = [await self._book.get(order_id) for order_id in await self._orders(webhook, wish)]
+            await self._promise(webhook, wish, until)
+        except (BerthError, RedisError):
+            task.cancel()  # its sender is told that it came to nothing
+            raise
+        return AcceptedAlert(alert, wish.client_order_id, legs, complete=False, new=new)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tables are there."""
+        return self._ready()
+
+    @property
+    def under_way(self) -> list[str]:
+        """Digests of the alerts that this process carries out."""
+        return list(self._tasks)
+
+    async def resume_alert(self, found: webhooks.AbandonedAlert) -> None:
+        """Takes on an alert that nobody carries out any more, or writes its end if it is too late."""
+        until = time.monotonic() + found.left
+        try:
+            alert = Alert.model_validate({**(found.alert or {}), "secret": "-"})
+            wish = alerts.plan_of(alert, found.webhook)
+        except (ValidationError, InvalidRequest):  # this release cannot read it
+            unread = InvalidRequest("the alert cannot be read any more")
+            async with self._database.session() as session:
+                await webhooks.note_refusal(session, found.webhook.id, found.digest, unread)
+            self._log.warning("alert_unreadable", webhook=str(found.webhook.id))
+            return
+        if found.left <= 0:
+            await self._end(found.webhook, wish, _late())
+            return
+        if found.webhook.revoked_at is not None:
+            await self._end(found.webhook, wish, WebhookUnknown("the webhook was revoked"))
+            return
+        self._log.warning("alert_carried_on", webhook=str(found.webhook.id), left=round(found.left, 1))
+        self._begin(found.webhook, wish, until)
+
+    async def _promise(self, webhook: Webhook, wish: AlertPlan, until: float) -> None:
+        """It goes on: who sent the alert does not ask again. Raises what it was refused with meanwhile."""
+        async with self._database.session() as session:
+            left = max(0.0, until - time.monotonic())
+            now = await webhooks.promise_alert(session, webhook.id, wish.digest, left=left, lease=LEASE)
+        if now is not None and now.refused is not None:
+            raise webhooks.refusal_of(now)
+
+    def _begin(self, webhook: Webhook, wish: AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
+        """`until`: its deadline, an instant on `time.monotonic`."""
+        task = self._tasks.get(wish.digest)
+        if task is None:
+            task = asyncio.create_task(self._carry_out(webhook, wish, until), name="alert")
+            self._tasks[wish.digest] = task
+            task.add_done_callback(lambda done: self._ended(wish.digest, done))
+        return task
+
+    async def _end(self, webhook: Webhook, wish: AlertPlan, error: BerthError) -> None:
+        """Nothing more is done for it. Of an entry it counts whether the new side was opened, else any order:
+        without one it was refused."""
+        enters = isinstance(wish.what, IntentRequest) and wish.what.intent.enters
+        wanted = wish.ids[-1:] if enters else wish.ids
+        async with self._database.session() as session:
+            found = await closing.orders_by_client_ids(session, webhook.user_id, wanted)
+            for order in found.values():
+                await webhooks.note_order_of_alert(session, webhook.id, wish.digest, order.id)
+            if not found:
+                await webhooks.note_refusal(session, webhook.id, wish.digest, error)
+                self._log.warning("alert_ended", webhook=str(webhook.id), code=error.code)
+
+    async def _take(self, alert: Alert, webhook: Webhook, wish: AlertPlan) -> tuple[bool, float]:
+        """Whether it is new, and the seconds left for it. Raises `AlertOutdated`, and the refusal that it met
+        before."""
+        placed = await self._orders(webhook, wish)
+        async with self._database.session() as session:
+            before = await webhooks.find_alert(session, webhook.id, wish.digest)
+            if before is not None and before.refused is not None:
+                raise webhooks.refusal_of(before)
+            left = self._deadline
+            if before is not None and before.held_until is not None and before.until is not None:
+                left = (before.until - await closing.database_clock(session)).total_seconds()
+            if placed:
+                return False, left
+            if left <= 0:
+                raise _late()
+            self._in_time(alert, webhook)
+            said = alert.model_dump(mode="json", exclude={"secret"})
+            return await webhooks.note_alert(session, webhook.id, wish.digest, said), left
+
+    async def _carry_out(self, webhook: Webhook, wish: AlertPlan, until: float) -> list[OrderView]:
+        """Its orders; nothing is written or sent for it after `until`."""
+        try:
+            legs = await self._done(webhook, wish, until)
+        except (
+            BerthError,
+            ProblemError,
+        ) as raised:  # the latter: an order of it failed, or it stopped halfway
+            error = raised.error if isinstance(raised, ProblemError) else raised
+            # What may pass ends nothing: a promised alert is carried on, any other may be sent again.
+            if not error.retryable and type(error) is not BerthError:
+                await self._end(webhook, wish, error)
+            raise
+        async with self._database.session(autocommit=True) as session:
+            await webhooks.note_order_of_alert(session, webhook.id, wish.digest, UUID(legs[-1].id))
+        return legs
+
+    async def _done(self, webhook: Webhook, wish: AlertPlan, until: float) -> list[OrderView]:
+        user, what, actor = webhook.user_id, wish.what, actor_of(webhook)
+        wait = max(0.0, until - time.monotonic())
+        if isinstance(what, IntentRequest):
+            result = await self._intents.run_intent(
+                user, webhook.account_id, what, wait, actor, not_after=until
+            )
+            if not result.complete:
+                await self._end(webhook, wish, _late())
+            return result.legs
+        if isinstance(what, PositionClose):
+            placed = await self._positions.close(what, wait, not_after=until)
+        else:
+            assert isinstance(what, OrderRequest)  # noqa: S101
+            placed = await self._placing.place(user, what, WAIT, actor, not_after=until)
+        if placed.failure is not None:
+            raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
+        return [placed.order]
+
+    async def _orders(self, webhook: Webhook, wish: AlertPlan) -> list[UUID]:
+        """Ids of the orders that the alert has become, in its order of them."""
+        async with self._database.session(autocommit=True) as session:
+            found = await closing.orders_by_client_ids(session, webhook.user_id, wish.ids)
+        return [found[one].id for one in wish.ids if one in found]
+
+    def _ended(self, digest: str, task: asyncio.Task[list[OrderView]]) -> None:
+        self._tasks.pop(digest, None)
+        if task.cancelled():
+            return
+        error = task.exception()  # also marks it as seen: the caller may be gone by now
+        if isinstance(error, BerthError | ProblemError):
+            found = error.error if isinstance(error, ProblemError) else error
+            self._log.warning("alert_refused", code=found.code)
+        elif error is not None:
+            self._log.error("alert_crashed", exc_info=error)
+
+    async def _find(self, token: str) -> Webhook:
+        if not self._ready():
+            raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
+        if not token.isascii() or len(token) > MAX_TOKEN:
+            raise WebhookUnknown
+        async with self._database.session(autocommit=True) as session:
+            found = await webhooks.find_webhook(session, token)
+        if found is None:
+            raise WebhookUnknown
+        return found
+
+    async def _count(self, webhook: Webhook) -> None:
+        """Every call counts, also one with a wrong secret: nobody guesses fast."""
+        key = keys.webhook(str(webhook.id), int(time.time()) // COUNTED)
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.incr(key)
+            pipe.expire(key, 2 * COUNTED)
+            count, _ = await pipe.execute()
+        if count > self._rate:
+            raise WebhookBusy(f"more than {self._rate} calls in a minute")
+
+    def _in_time(self, alert: Alert, webhook: Webhook) -> None:
+        late = (self._now() - alert.time).total_seconds()
+        if abs(late) > webhook.window_s:
+            word = "old" if late > 0 else "in the future"
+            raise AlertOutdated(f"the alert is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed")
+
+
+def _late() -> IntentExpired:
+    return IntentExpired("the alert could not be carried out before its deadline")
+
+
+def source_of(peer: str, forwarded: Sequence[str], proxies: Networks) -> str:
+    """The address that posted: the last one that no proxy of ours has, read from the near end.
+
+    X-Forwarded-For counts only as far as proxies of ours wrote it; anybody can send one.
+    """
+    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
+    source = peer
+    while hops and _within(source, proxies):
+        source = hops.pop()
+    return source
+
+
+def _within(address: str, networks: Networks) -> bool:
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return any((mapped or found) in network for network in networks)
+
+
+def _allowed(source: str, sources: Sequence[str]) -> bool:
+    return not sources or _within(source, [ip_network(one) for one in sources])

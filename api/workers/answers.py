@@ -1,0 +1,249 @@
+"""The answers of workers to this API process: one channel, one reader, one future for each request.
+
+A published message can be lost, while the connection is down or before it was subscribed. So after every
+(re)connect the response keys of all that is pending are read; the key stays for 60 s.
+
+Waiting for a worker's answer to what was queued for it, with a worker started while there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from api.http import log
+from api.http.errors import ValkeyUnavailable
+from infra import tasks
+from infra.temporal.starter import WorkerStarter
+from infra.valkey import client as valkey
+from infra.valkey.link import ValkeyLink
+from infra.valkey.request_queue import QueuedRequest, RequestQueue
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.messages import Answer, decode
+
+#: Seconds between two looks at the generation; a flushed or frozen Valkey is noticed within this time
+#: plus the client's socket timeout.
+CHECK_PERIOD = 2.0
+#: Seconds between two attempts to reconnect.
+RECONNECT_PERIOD = 0.1
+#: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as a busy
+#: host does for 2 to 3 s, is waited for.
+PATIENCE = 5.0
+
+
+@dataclass(eq=False)
+class _PendingAnswer:
+    user_id: str
+    future: asyncio.Future[Answer]
+    waiters: int = 0
+
+
+@dataclass(eq=False)
+class AnswerListener:
+    """Subscribes before anything is pushed; `generation` tells whether it is connected."""
+
+    client: Redis
+    process_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}")
+
+    def __post_init__(self) -> None:
+        self._pending: dict[str, _PendingAnswer] = {}
+        self._generation: str | None = None
+        self._link: ValkeyLink | None = None
+        #: Set after the first attempt to connect, whatever came of it.
+        self._tried = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._log = log.logger()
+
+    @property
+    def channel(self) -> str:
+        return keys.answers(self.process_id)
+
+    @property
+    def generation(self) -> str:
+        """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is none."""
+        if self._generation is None:
+            raise ValkeyUnavailable
+        return self._generation
+
+    @property
+    def link(self) -> ValkeyLink | None:
+        """The connection on which answers come, for what each order asks of Valkey; None: there is none."""
+        link = self._link
+        return None if link is None or link.lost.done() else link
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    async def start(self, patience: float = PATIENCE) -> None:
+        """Starts the reader and gives its first attempt `patience` seconds; it goes on trying after that."""
+        self._task = asyncio.create_task(self._run(), name="answers")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._tried.wait()
+
+    async def close(self) -> None:
+        await tasks.cancel_tasks(self._task)
+        for pending in self._pending.values():
+            pending.future.cancel()
+        self._pending.clear()
+
+    @contextmanager
+    def expect(self, user_id: str, request_id: str) -> Iterator[asyncio.Future[Answer]]:
+        """Yields the future of one answer. All who expect it share it, and the last one forgets it."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            pending = _PendingAnswer(user_id, asyncio.get_running_loop().create_future())
+            self._pending[request_id] = pending
+        pending.waiters += 1
+        try:
+            yield pending.future
+        finally:
+            pending.waiters -= 1
+            if not pending.waiters:
+                pending.future.cancel()
+                self._pending.pop(request_id, None)
+
+    async def read(self, user_id: str, request_id: str) -> Answer | None:
+        """The answer that stands in the response key, if any; resolves whoever waits for it."""
+        data = await self.client.get(keys.response(user_id, request_id))
+        return self._deliver(data) if data else None
+
+    def _deliver(self, data: bytes | str) -> Answer | None:
+        try:
+            answer: Answer = decode(data, Answer)
+        except MalformedMessage as error:
+            self._log.warning("answer_malformed", detail=error.detail)
+            return None
+        pending = self._pending.get(answer.request_id)
+        if pending is not None and not pending.future.done():
+            pending.future.set_result(answer)
+        return answer
+
+    async def _run(self) -> None:
+        while True:
+            link = None
+            try:
+                link = await ValkeyLink.beside(self.client, self._deliver)
+                await self._connect(link)
+                await self._listen(link)
+            except (RedisError, OSError) as error:
+                if self._generation is not None:
+                    self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
+            finally:
+                self._generation = None
+                self._tried.set()
+                self._link = None
+                if link is not None:
+                    link.close()
+            await asyncio.sleep(RECONNECT_PERIOD)
+
+    async def _connect(self, link: ValkeyLink) -> None:
+        # First of all: whatever is published from here on arrives.
+        await link.subscribe(self.channel)
+        self._link = link
+        self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
+        self._tried.set()
+        self._log.info("answers_connected", generation=self._generation, pending=self.pending)
+        for request_id, pending in list(self._pending.items()):
+            await self.read(pending.user_id, request_id)
+
+    async def _listen(self, link: ValkeyLink) -> None:
+        """Until the connection is lost; raises why."""
+        checking = asyncio.create_task(self._check(link))
+        try:
+            either: set[asyncio.Future[Any]] = {checking, link.lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await tasks.cancel_tasks(checking)
+        if link.lost.done():
+            raise link.lost.result()
+        checking.result()
+
+    async def _check(self, link: ValkeyLink) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PERIOD)
+            await link.execute(
+                "PING"
+            )  # a connection that was cut off without a word is dropped before an order
+            generation = await valkey.ensure_generation(self.client, uuid4().hex)
+            if generation != self._generation:
+                self._log.warning("generation_changed", before=self._generation, now=generation)
+                self._generation = generation
+
+
+#: Seconds without an answer after which the mark is looked at again: the worker may have died meanwhile.
+MARK_CHECK_PERIOD = 1.0
+#: The first look at a request that was enqueued before, perhaps by another process: its answer may be
+#: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_PERIOD`.
+FIRST_CHECK = 0.05
+
+
+class AnswerWaiter:
+    def __init__(self, queue: RequestQueue, answers: AnswerListener, starter: WorkerStarter) -> None:
+        self._queue = queue
+        self._answers = answers
+        self._starter = starter
+
+    async def wait(
+        self,
+        user_id: str,
+        queued: QueuedRequest,
+        answer: asyncio.Future[Answer],
+        until: float,
+        *,
+        marked: bool,
+    ) -> BerthError | None:
+        """Until the answer is there or `until` (time.monotonic) has passed; or why there will be no worker.
+
+        `marked`: a worker is taken to be there until the first look.
+        """
+        look = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
+        looks = 0
+        while not answer.done() and (left := until - time.monotonic()) > 0:
+            if not marked:
+                error = await self._started(user_id, answer, left)
+                if error is not None:
+                    return error
+            await asyncio.wait({answer}, timeout=min(look, max(0.0, until - time.monotonic())))
+            look = min(look * 2, MARK_CHECK_PERIOD)
+            if not answer.done():
+                looks += 1
+                # At the looks 1, 2, 4, 8…: while its broker is away, an order stands in the queue on purpose.
+                ring = looks.bit_count() == 1
+                marked = await self._look(user_id, queued.frame.request_id, ring=ring)
+        return None
+
+    async def _started(self, user_id: str, answer: asyncio.Future[Answer], left: float) -> BerthError | None:
+        """Has a worker started, until it is there or the answer is. Returns why there will be none."""
+        task = self._starter.ensure(user_id, mark_missing=True)
+        either: set[asyncio.Future[Any]] = {task, answer}
+        await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done() or not task.done() or task.cancelled():
+            return None
+        error = task.exception()
+        if error is None or isinstance(error, BerthError):
+            return error
+        return BerthError("the worker could not be started")
+
+    async def _look(self, user_id: str, request_id: str, *, ring: bool) -> bool:
+        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all.
+
+        `ring`: once more, if nobody has taken the request.
+        """
+        try:
+            await self._answers.read(user_id, request_id)
+            return await (self._queue.remind if ring else self._queue.marked)(user_id)
+        except RedisError:
+            return True  # nothing is known, so nobody is called

@@ -1,0 +1,338 @@
+"""A user's worker.
+
+The timeline of a user's worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response, status
+from fastapi.responses import StreamingResponse
+
+from api.container import InServices, Services
+from api.http import problems
+from api.http.auth import Caller, Principal, require_staff, require_user
+from api.http.errors import (
+    BodyTooLarge,
+    Forbidden,
+    NotFound,
+    NoWorker,
+    OrchestratorUnavailable,
+    TemporalUnavailable,
+    TooManyStreams,
+    ValkeyUnavailable,
+)
+from api.http.fields import UserIdInPath
+from api.workers.schemas import (
+    LifecycleView,
+    MarkView,
+    ReasonBody,
+    ReloadedView,
+    SignalledView,
+    StartedWorkerView,
+    TimelineView,
+    WorkerView,
+)
+from api.workers.timeline import TimelineFeed, transitions
+from infra.database import audit, users
+from worker_runtime.protocol import errors, keys
+from workflows.user_worker.messages import ActiveWorker, UserWorkerView
+
+router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
+
+#: Seconds that `start` waits unless the caller says otherwise.
+START_WAIT = 30.0
+Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
+
+
+async def require_known_user(services: Services, caller: Principal, user_id: str) -> None:
+    """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
+    require_user(caller, user_id)
+    if caller.user_id != user_id:
+        async with services.database.session() as session:
+            await users.get_user(session, user_id)
+
+
+async def _audit_worker(
+    services: Services, caller: Principal, user_id: str, asked: str, why: ReasonBody | None
+) -> None:
+    """Who asked for what and why, in the audit trail: before it is done, so that nothing is done unseen."""
+    async with services.database.session() as session:
+        audit.append_entry(
+            session,
+            actor=f"key:{caller.key_id}",
+            action=f"worker.{asked}_requested",
+            subject=f"user:{user_id}",
+            reason=(why or ReasonBody()).reason,
+        )
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds else None
+
+
+#: Metadata that the orchestrator and the worker need between themselves, and nobody else.
+_INTERNAL = frozenset({"public_key", "proof", "claim"})
+
+
+@router.get(
+    "",
+    summary="Look at the worker",
+    responses=problems.responses(NotFound, TemporalUnavailable, ValkeyUnavailable, OrchestratorUnavailable),
+)
+async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> WorkerView:
+    """The worker from both sides: its own mark and metadata, and what its workflow says."""
+    await require_known_user(services, caller, user_id)
+    pipeline = services.valkey.pipeline(transaction=False)
+    pipeline.get(keys.mark(user_id))
+    pipeline.hgetall(keys.metadata(user_id))
+    marked, metadata = await pipeline.execute()
+    view = await services.control.view(user_id)
+    mark = None
+    if marked:
+        epoch, _, worker_id = marked.decode().partition(":")
+        mark = MarkView(worker_id=worker_id, epoch=int(epoch))
+    told = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
+    told = {name: value for name, value in told.items() if name not in _INTERNAL}
+    state = told.get("state") if mark else None
+    return WorkerView(
+        user_id=user_id,
+        live=mark is not None,
+        state=state or (view.state if view else None),
+        mark=mark,
+        metadata=told,
+        lifecycle=_lifecycle_view(view) if view else None,
+    )
+
+
+def _lifecycle_view(view: UserWorkerView) -> LifecycleView:
+    worker = view.worker
+    return LifecycleView(
+        state=view.state,
+        since=datetime.fromtimestamp(view.since, UTC),
+        worker_id=worker.worker_id if worker else None,
+        task_id=worker.task_id if worker else None,
+        epoch=worker.epoch if worker else None,
+        attempts=view.attempts,
+        reason=view.reason,
+        next_step=view.next_step,
+        deadline=_time(view.deadline),
+        health=view.health,
+        health_at=_time(view.health_at),
+        crashes=view.crashes,
+        last_activity=_time(view.last_activity),
+    )
+
+
+@router.post(
+    "/start",
+    summary="Start the worker",
+    response_model=StartedWorkerView,
+    responses={
+        202: {"model": SignalledView, "description": "It is starting, and takes longer than `wait` seconds."},
+        **problems.responses(
+            NotFound,
+            BodyTooLarge,
+            errors.Parked,
+            errors.UnknownAccount,
+            errors.LoginRejected,
+            errors.LoginLimited,
+            errors.BrokerUnreachable,
+            errors.WorkerUnavailable,
+            TemporalUnavailable,
+            ValkeyUnavailable,
+        ),
+    },
+)
+async def start_worker(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    body: ReasonBody | None = None,
+    wait: Wait = START_WAIT,
+) -> Response:
+    """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
+    await require_known_user(services, caller, user_id)
+    marked = await services.valkey.exists(keys.mark(user_id))
+    task = services.starter.ensure(user_id, mark_missing=not marked)
+    await _audit_worker(
+        services, caller, user_id, "start", body
+    )  # beside the start, which it would slow down
+    await asyncio.wait({task}, timeout=wait)
+    if not task.done() or task.cancelled():
+        return _accepted_response(user_id, "start")
+    return Response(_started_view(user_id, task.result()).model_dump_json(), media_type="application/json")
+
+
+def _accepted_response(user_id: str, signal: str) -> Response:
+    body = SignalledView(user_id=user_id, signal=signal).model_dump_json()
+    location = {"Location": f"/v1/users/{user_id}/worker"}
+    return Response(body, status.HTTP_202_ACCEPTED, location, "application/json")
+
+
+def _started_view(user_id: str, active: ActiveWorker) -> StartedWorkerView:
+    return StartedWorkerView(
+        user_id=user_id,
+        state=active.state,
+        worker_id=active.worker.worker_id,
+        epoch=active.worker.epoch,
+        pool=active.worker.pool,
+        version=active.worker.version,
+        warm=active.worker.warm,
+        claimed_at=_time(active.claimed_at),
+        connected_at=_time(active.connected_at),
+    )
+
+
+@router.post(
+    "/stop",
+    status_code=status.HTTP_202_ACCEPTED,
+    summary="Stop the worker",
+    responses=problems.responses(NotFound, NoWorker, BodyTooLarge, TemporalUnavailable),
+)
+async def stop_worker(
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> SignalledView:
+    """Asks the worker to finish the order in hand, close its broker sessions and end."""
+    await require_known_user(services, caller, user_id)
+    await _audit_worker(services, caller, user_id, "stop", body)
+    await services.control.stop(user_id, (body or ReasonBody()).reason)
+    return SignalledView(user_id=user_id, signal="shutdown")
+
+
+@router.post(
+    "/resume",
+    status_code=status.HTTP_202_ACCEPTED,
+    summary="Let a parked user start again",
+    responses=problems.responses(NotFound, NoWorker, Forbidden, BodyTooLarge, TemporalUnavailable),
+)
+async def resume_worker(
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
+) -> SignalledView:
+    """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
+
+    For operators and administrators. A user that is not parked stays as it is.
+    """
+    require_staff(caller)
+    await require_known_user(services, caller, user_id)
+    await _audit_worker(services, caller, user_id, "resume", body)
+    await services.control.resume(user_id)
+    return SignalledView(user_id=user_id, signal="resume")
+
+
+@router.post(
+    "/reload-credentials",
+    response_model=ReloadedView,
+    summary="Reload the credentials",
+    responses={
+        202: {
+            "model": SignalledView,
+            "description": "The worker is told; it takes longer than `wait` seconds.",
+        },
+        **problems.responses(
+            NotFound,
+            NoWorker,
+            BodyTooLarge,
+            errors.LoginRejected,
+            errors.LoginLimited,
+            errors.BrokerUnreachable,
+            errors.WorkerUnavailable,
+            TemporalUnavailable,
+            OrchestratorUnavailable,
+        ),
+    },
+)
+async def reload_credentials(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    body: ReasonBody | None = None,
+    wait: Wait = 0.0,
+) -> Response:
+    """Has the running worker load what is stored now; only accounts that changed are reconnected.
+
+    Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
+    as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
+    """
+    await require_known_user(services, caller, user_id)
+    await _audit_worker(services, caller, user_id, "reload", body)
+    if wait > 0:
+        detail = await services.control.reload_credentials_now(user_id, wait)
+        if detail is not None:
+            return Response(
+                ReloadedView(user_id=user_id, detail=detail).model_dump_json(), media_type="application/json"
+            )
+    else:
+        await services.control.reload_credentials(user_id)
+    return _accepted_response(user_id, "reload_credentials")
+
+
+timeline_router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
+
+#: The largest id that PostgreSQL could give out.
+_MAX_EVENT_ID = 2**63 - 1
+After = Annotated[int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")]
+TimelineLimit = Annotated[int, Query(ge=1, le=1000, description="Most changes of one answer.")]
+LastEventId = Annotated[
+    int | None,
+    Header(ge=0, le=_MAX_EVENT_ID, description="Sent by a client that comes back; it goes before `after`."),
+]
+
+
+@timeline_router.get(
+    "/timeline", summary="Look at the worker's changes of state", responses=problems.responses(NotFound)
+)
+async def get_timeline(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    after: After = None,
+    limit: TimelineLimit = 100,
+) -> TimelineView:
+    """The last changes of state, or with `after` the next ones behind it; oldest first.
+
+    It is written a moment after the change.
+    """
+    await require_known_user(services, caller, user_id)
+    async with services.database.session() as session:
+        found = await transitions(session, user_id, after=after, limit=limit)
+    return TimelineView(user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0)
+
+
+@timeline_router.get(
+    "/events",
+    summary="Follow the worker's changes of state",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
+            " `event: transition` one change (data: `Transition`). Both have an `id` to come back with.",
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": 'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\n'
+                    "id: 17\n\n",
+                }
+            },
+        },
+        **problems.responses(NotFound, TooManyStreams),
+    },
+)
+async def follow_timeline(
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    after: After = None,
+    last_event_id: LastEventId = None,
+) -> StreamingResponse:
+    """Changes as they happen, behind `Last-Event-ID` or `after`.
+
+    Without either: the present state first, then what comes from now on. A comment every 15 s shows that
+    the stream lives. It ends after an hour, and when the server stops: come back with the last id.
+    """
+    await require_known_user(services, caller, user_id)
+    begin = after if last_event_id is None else last_event_id
+    return await services.streams.answer(TimelineFeed(services.database, user_id), caller.key_id, begin)

@@ -1,0 +1,198 @@
+"""A user's worker, as its workflow and its own metadata show it.
+
+The timeline of a user's worker: every change of state, as list and as server-sent events.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, JsonValue
+
+from api.http.fields import Body, View
+
+
+class ReasonBody(Body):
+    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{"reason": "broker maintenance"}]}
+    )
+
+    reason: Annotated[str, Field(max_length=200, pattern=r"^[\x20-\x7e]*$")] = "requested"
+
+
+class SignalledView(View):
+    """The workflow has the signal; it acts on it by itself."""
+
+    user_id: str
+    signal: Annotated[str, Field(examples=["shutdown"])]
+
+
+class ReloadedView(View):
+    """The worker has the credentials that are stored now, or there is none that would need them."""
+
+    model_config = ConfigDict(
+        frozen=True, json_schema_extra={"examples": [{"user_id": "alice", "detail": "reloaded"}]}
+    )
+
+    user_id: str
+    detail: str
+
+
+class StartedWorkerView(View):
+    """The worker is Active: connected with all accounts."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "alice",
+                    "state": "Active",
+                    "worker_id": "w-7c3e9d4f",
+                    "epoch": 3,
+                    "pool": "default",
+                    "version": "0.1.0",
+                    "warm": True,
+                    "claimed_at": "2026-11-21T01:00:00.021000Z",
+                    "connected_at": "2026-11-21T01:00:00.034000Z",
+                }
+            ]
+        },
+    )
+
+    user_id: str
+    state: str
+    worker_id: str
+    epoch: int
+    pool: str
+    version: str
+    warm: Annotated[bool, Field(description="Taken from the pool, not launched for this user.")]
+    claimed_at: datetime | None
+    connected_at: datetime | None
+
+
+class MarkView(View):
+    """The key that a live worker refreshes."""
+
+    worker_id: str
+    epoch: int
+
+
+class LifecycleView(View):
+    """What the user's workflow says."""
+
+    state: str
+    since: datetime
+    worker_id: str | None
+    task_id: str | None
+    epoch: int | None
+    attempts: int
+    reason: str
+    next_step: str
+    deadline: datetime | None
+    health: Annotated[
+        str, Field(description="What is last known of the broker connections: `well`, or `degraded: …`.")
+    ]
+    health_at: datetime | None
+    crashes: Annotated[int, Field(description="Within the window that backoff and parking count.")]
+    last_activity: Annotated[datetime | None, Field(description="Last known order or control message.")]
+
+
+class WorkerView(View):
+    """A user's worker from both sides."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "alice",
+                    "live": True,
+                    "state": "Active",
+                    "mark": {"worker_id": "w-7c3e9d4f", "epoch": 3},
+                    "metadata": {"state": "Active", "version": "0.1.0", "task": "t-11"},
+                    "lifecycle": {
+                        "state": "Active",
+                        "since": "2026-11-21T01:00:00Z",
+                        "worker_id": "w-7c3e9d4f",
+                        "task_id": "t-11",
+                        "epoch": 3,
+                        "attempts": 1,
+                        "reason": "",
+                        "next_step": "idle check",
+                        "deadline": "2026-11-21T01:30:00Z",
+                        "health": "well",
+                        "health_at": "2026-11-21T01:00:00Z",
+                        "crashes": 0,
+                        "last_activity": "2026-11-21T01:00:00Z",
+                    },
+                }
+            ]
+        },
+    )
+
+    user_id: str
+    live: Annotated[bool, Field(description="The worker's mark is there.")]
+    state: Annotated[
+        str | None, Field(description="The worker's own word if it is live, else its workflow's.")
+    ]
+    mark: MarkView | None
+    metadata: dict[str, str]
+    lifecycle: LifecycleView | None
+
+
+_TRANSITION_EXAMPLE: dict[str, JsonValue] = {
+    "id": 17,
+    "at": "2026-11-21T01:00:00.034000Z",
+    "before": "Connecting",
+    "after": "Active",
+    "reason": "",
+    "worker_id": "w-7c3e9d4f",
+    "epoch": 3,
+    "deadline": "2026-11-21T01:30:00.034000Z",
+}
+
+
+class TransitionView(View):
+    """One change of state."""
+
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_TRANSITION_EXAMPLE]})
+
+    id: Annotated[int, Field(description="Grows with each change of this user's worker.")]
+    at: datetime
+    before: str
+    after: str
+    reason: str
+    worker_id: str | None
+    epoch: int | None
+    deadline: Annotated[datetime | None, Field(description="Until when the new state may last.")]
+
+
+class TimelineView(View):
+    """Changes in the order in which they happened."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        json_schema_extra={
+            "examples": [{"user_id": "alice", "transitions": [_TRANSITION_EXAMPLE], "next_after": 17}]
+        },
+    )
+
+    user_id: str
+    transitions: list[TransitionView]
+    next_after: Annotated[int, Field(description="`after` of the next look.")]
+
+
+class PresentState(View):
+    """The state in which an event stream begins; nulls for a user who never had a worker."""
+
+    user_id: str
+    state: str | None
+    since: datetime | None
+    reason: str | None
+    worker_id: str | None
+    epoch: int | None
+    deadline: datetime | None

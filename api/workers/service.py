@@ -1,0 +1,143 @@
+"""The API's connection to Temporal, and the starter of workers on it.
+
+Signals to a user's workflow, updates of it, and its view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+
+from temporalio.client import (
+    Client,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+    WorkflowUpdateStage,
+)
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RetryConfig, RPCError, RPCStatusCode
+
+from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
+from infra.settings import Settings
+from infra.temporal.starter import RUN_CLOSED_TYPES, error_of_rpc
+from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
+from workflows.names import user_worker_id
+from workflows.user_worker.messages import ReloadResult, ShutdownRequest, UserWorkerView
+
+#: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The SDK's
+#: default would hide an outage for 10 s.
+RPC_RETRY = RetryConfig(
+    initial_interval_millis=20, max_interval_millis=50, max_elapsed_time_millis=300, max_retries=2
+)
+#: Seconds for one call that does not wait for a workflow. A busy host stands still for 2 to 3 s now and then.
+CALL_TIMEOUT = 5.0
+
+
+async def connect_temporal(settings: Settings) -> Client:
+    """A lazy client: the API starts while Temporal is down, and connects with its first call."""
+    return await Client.connect(
+        settings.temporal_address,
+        namespace=settings.temporal_namespace,
+        lazy=True,
+        retry_config=RPC_RETRY,
+        connect_timeout=timedelta(seconds=CALL_TIMEOUT),
+    )
+
+
+class WorkerControl:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def stop(self, user_id: str, reason: str) -> None:
+        """Raises `NoWorker`, `TemporalUnavailable`."""
+        await self._signal(user_id, "shutdown", ShutdownRequest(reason=reason))
+
+    async def reload_credentials(self, user_id: str) -> None:
+        """Raises `NoWorker`, `TemporalUnavailable`."""
+        await self._signal(user_id, "reload_credentials")
+
+    async def resume(self, user_id: str) -> None:
+        """Raises `NoWorker`, `TemporalUnavailable`."""
+        await self._signal(user_id, "resume")
+
+    async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
+        """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.
+
+        Raises what the worker answered (`LoginRejected` …), `NoWorker`, `TemporalUnavailable`, and
+        `OrchestratorUnavailable` when nobody took the update in time: then nothing was done.
+        """
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        until = time.monotonic() + wait
+        accepted = False
+        try:
+            async with asyncio.timeout(max(wait, CALL_TIMEOUT)):
+                update = await handle.start_update(
+                    "reload_credentials_now",
+                    wait_for_stage=WorkflowUpdateStage.ACCEPTED,
+                    result_type=ReloadResult,
+                )
+            accepted = True
+            async with asyncio.timeout(until - time.monotonic()):
+                result = await update.result()
+        except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
+            if accepted:
+                return None
+            raise OrchestratorUnavailable from None
+        except WorkflowUpdateFailedError as failed:
+            cause = failed.cause
+            if isinstance(cause, ApplicationError) and cause.type not in RUN_CLOSED_TYPES:
+                raise from_code(cause.type or "", cause.message) from None
+            raise NoWorker("the worker ended meanwhile; the next one loads them") from None
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                raise NoWorker from None
+            raise error_of_rpc(error) from None
+        except RuntimeError:
+            raise TemporalUnavailable from None
+        if result.ok:
+            return result.failure_detail or "reloaded"
+        raise _reload_error(result)
+
+    async def _signal(self, user_id: str, name: str, *args: object) -> None:
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        try:
+            await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                raise NoWorker from None
+            raise error_of_rpc(error, server_only=True) from None
+        except RuntimeError:
+            raise TemporalUnavailable from None
+
+    async def view(self, user_id: str) -> UserWorkerView | None:
+        """What the workflow shows, also after its end; None if the user never had one.
+
+        Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
+        """
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        try:
+            view: UserWorkerView = await handle.query(
+                "view", result_type=UserWorkerView, rpc_timeout=timedelta(seconds=CALL_TIMEOUT)
+            )
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return None
+            raise error_of_rpc(error) from None
+        except RuntimeError:
+            raise TemporalUnavailable from None
+        return view
+
+    async def check(self, timeout: float) -> None:
+        """Raises `TemporalUnavailable` unless the server answers within `timeout` seconds."""
+        try:
+            await self._client.service_client.check_health(timeout=timedelta(seconds=timeout))
+        except (RPCError, RuntimeError):
+            raise TemporalUnavailable from None
+
+
+def _reload_error(result: ReloadResult) -> BerthError:
+    detail = result.failure_detail
+    if result.failure_code == LoginRejected.code:
+        detail = f"{detail or LoginRejected.title()}; the worker keeps the session it had"
+    return from_code(result.failure_code, detail)

@@ -1,0 +1,157 @@
+"""`berth maintenance …`: what maintenance saw when it last looked at all workers, and what it did.
+
+`berth hosts explain`: how many worker hosts the workers of a pool need, and why.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infra.cli.options import Data, Json, KeyFile, Pool, Reason, Url, as_json, pool_path, with_api
+
+if TYPE_CHECKING:
+    from infra.cli.rest import OperatorApi
+
+
+maintenance_app = typer.Typer(
+    help="Look at what cleans up after failures (docs/maintenance.md).", no_args_is_help=True
+)
+
+
+#: Seconds to wait for a pass: one over 20,000 workers with 2,000 anomalies took 11.
+PASS_PATIENCE = 60.0
+
+
+@maintenance_app.command("run")
+def run(
+    reason: Reason = "requested",
+    json: Json = False,
+    data: Data = Path(".berth"),
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Look at all workers now, as the schedule does; what the look before has seen, too, is cleaned up."""
+
+    def action(api: OperatorApi) -> int:
+        reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
+        if json:
+            as_json(reply.body)
+        elif not reply.done:
+            typer.echo(f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status")
+        else:
+            _tell_pass(reply.body)
+        return 0
+
+    with_api(data, url, key_file, action)
+
+
+def _tell_pass(done: dict[str, object]) -> None:
+    from infra.cli.tables import plain
+
+    typer.echo(
+        f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of them seen before; "
+        f"done: {_counts(done['outcomes'])}"
+    )
+    if done["guarded"]:
+        typer.echo(f"held still because: {plain(done['guarded'])}")
+
+
+@maintenance_app.command("status")
+def status(
+    json: Json = False, data: Data = Path(".berth"), url: Url = None, key_file: KeyFile = None
+) -> None:
+    """Show the last pass: when, how many workers, what was odd, what was done, and why not."""
+
+    def action(api: OperatorApi) -> int:
+        found = api.get("/fleet")["maintenance"]
+        if json:
+            as_json(found)
+        elif found is None:
+            typer.echo("no pass yet")
+        else:
+            _show_pass(found)
+        return 0
+
+    with_api(data, url, key_file, action)
+
+
+def _show_pass(found: dict[str, object]) -> None:
+    from infra.cli.tables import clock, console, empty_table, plain
+
+    out = console()
+    rows = empty_table(out, "pass of (UTC)", "workers", "odd", "done", "held still because", "seconds")
+    began = found["began_at"]
+    rows.add_row(
+        clock(str(began)),
+        plain(found["workers"]),
+        _counts(found["found"]),
+        _counts(found["outcomes"]),
+        plain(found["guarded"] or "-"),
+        plain("under way" if found["total_seconds"] is None else found["total_seconds"]),
+    )
+    out.print(rows)
+
+
+def _counts(counts: object) -> str:
+    from infra.cli.tables import plain
+
+    shown = counts.items() if isinstance(counts, dict) else ()
+    return ", ".join(plain(f"{count} {name}") for name, count in shown) or "-"
+
+
+hosts_app = typer.Typer(help="Hosts of workers (docs/rollout.md).", no_args_is_help=True)
+
+
+@hosts_app.callback()
+def _hosts_group() -> None:
+    """Keeps `explain` a command of its own while there is no other."""
+
+
+@hosts_app.command()
+def explain(
+    pool: Pool = "default",
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="So many, instead of those that the pool has and wants.")
+    ] = None,
+    warm: Annotated[int, typer.Option(min=0, help="Hosts to keep ahead at the least.")] = 1,
+    rate: Annotated[float, typer.Option(min=0, help="Workers a second that must find room.")] = 0.0,
+    json: Json = False,
+    data: Data = Path(".berth"),
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """How many hosts are wanted for the pool's workers: what the orchestrator would ask of the platform."""
+
+    def action(api: OperatorApi) -> int:
+        wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
+        shown = explain_hosts(wanted, warm=warm, rate=rate)
+        if json:
+            as_json(shown)
+        else:
+            typer.echo(f"{shown['wanted']} hosts are wanted: {shown['reason']}")
+        return 0
+
+    with_api(data, url, key_file, action)
+
+
+def workers_of_pool(shown: dict[str, Any]) -> int:
+    """Of a pool: those in use, and the free ones that it has or wants."""
+    return int(shown["in_use"]) + max(int(shown["wanted"]), int(shown["ready"]) + int(shown["starting"]))
+
+
+def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
+    from infra.hosts.scaling import HostKind, plan_hosts, warm_hosts
+
+    kind = HostKind()
+    made = plan_hosts(kind, workers, warm=warm_hosts(kind, rate, least=warm))
+    return {
+        "workers": workers,
+        "wanted": made.wanted,
+        "needed": made.needed,
+        "warm": made.warm,
+        "target_capacity": made.target_capacity,
+        "reason": made.reason,
+    }

@@ -1,0 +1,316 @@
+"""How a start is shown: a live list on a terminal, plain lines in a pipe.
+
+`berth up`: the local system until Ctrl-C, with the main job if it is wanted.
+
+`berth down`: stops a running `berth up` and waits for its end, or ends what a killed one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from infra.cli import main_job as job
+from infra.cli.main_job import MainJobResult
+from infra.local import stack
+from infra.local.process import Server
+from infra.local.stack import LocalStack
+from infra.local.steps import StepProgress, StepStatus, as_berth_error
+from infra.settings import LocalSettings
+from worker_runtime.protocol.errors import BerthError
+
+TITLES = {
+    "leftovers": "ended what an earlier run left",
+    "keys": "keys",
+    "valkey": "Valkey",
+    "postgres": "PostgreSQL",
+    "database": "database schema",
+    "temporal": "Temporal",
+    "exchange": "paper exchange",
+    "node": "node",
+    "orchestrator": "orchestrator",
+    "api": "API",
+    "pool": "pool of warm workers",
+}
+
+
+class ProgressView(Protocol):
+    """What `LocalStack` tells goes to `show`, from any thread."""
+
+    def show(self, change: StepProgress) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def progress_view(console: Console) -> ProgressView:
+    return LiveList(console) if console.is_terminal else PlainLines(console)
+
+
+class PlainLines:
+    """One line for each step that is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+
+    def show(self, change: StepProgress) -> None:
+        if change.status is StepStatus.STARTED:
+            return
+        title = TITLES.get(change.step, change.step)
+        word = "ready" if change.status is StepStatus.DONE else "FAILED"
+        detail = f"  ({change.detail})" if change.detail else ""
+        line = f"{word:6} {title:28} {change.seconds:5.1f} s{detail}"
+        with self._lock:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class LiveList:
+    """All steps with a spinner each, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._changes: dict[str, StepProgress] = {}
+        self._spinners: dict[str, Spinner] = {}
+        self._lock = threading.Lock()
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=12)
+
+    def show(self, change: StepProgress) -> None:
+        with self._lock:
+            self._changes[change.step] = change
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        with self._lock:
+            for name, change in self._changes.items():
+                if change.status is StepStatus.STARTED:
+                    sign: Spinner | Text = self._spinners.setdefault(name, Spinner("dots", style="cyan"))
+                else:
+                    good = change.status is StepStatus.DONE
+                    sign = Text("✓" if good else "✗", style="green" if good else "red")
+                took = f"{change.seconds:.1f} s" if change.seconds else ""
+                table.add_row(
+                    sign, TITLES.get(name, name), Text(took, style="dim"), Text(change.detail, style="dim")
+                )
+        return table
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+#: Seconds between two looks at the processes.
+WATCH_PERIOD = 0.5
+#: A part that ends more often than this within a minute is not started again.
+MAX_RESTARTS = 5
+
+
+class StopRequested(BaseException):
+    """Ctrl-C, SIGTERM or a closed terminal."""
+
+
+def run_up(
+    data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
+) -> int:
+    """The exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
+    console, errors = Console(), Console(stderr=True)
+    overrides: dict[str, Any] = {"pool_target": pool, "api_port": port}
+    ports = LocalSettings(ui_port=ui_port) if ui_port else LocalSettings()
+    view = progress_view(console)
+    stack = LocalStack(
+        data,
+        ports=ports,
+        progress=view.show,
+        **{name: value for name, value in overrides.items() if value is not None},
+    )
+    up = False
+    with _signals():
+        try:
+            with view:
+                stack.start()
+            up = True
+            if main_job:
+                result = _run_job(stack)
+                show_job(console, result)
+                if not once:
+                    show_addresses(console, stack, result)
+            else:
+                show_addresses(console, stack, None)
+            if not once:
+                console.print("\nCtrl-C stops everything.", highlight=False)
+                _watch_servers(stack, console)
+            return 0
+        except StopRequested:
+            return 0 if up and not once else 130
+        except BerthError as error:
+            errors.print(f"[red]error:[/] {escape(error.detail)}", highlight=False, soft_wrap=True)
+            return 1
+        except OSError as error:
+            errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            return 1
+        finally:
+            _ignore_signals()
+            with contextlib.suppress(OSError):  # a closed terminal must not keep us from stopping
+                if up:
+                    console.print("stopping", highlight=False)
+            stack.stop()
+
+
+def _run_job(stack: LocalStack) -> MainJobResult:
+    try:
+        return job.run_main_job(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
+    except Exception as error:
+        raise as_berth_error("main job", error) from error
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StopRequested
+
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """A second Ctrl-C must not cut the stopping short: something would be left behind."""
+
+    def say(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write("still stopping; one moment\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, say)
+
+
+def _watch_servers(stack: LocalStack, console: Console) -> None:
+    """Until a signal. What ends meanwhile is started again; raises when it keeps ending."""
+    restarts: dict[str, list[float]] = {}
+    while True:
+        time.sleep(WATCH_PERIOD)
+        for server in stack.servers:
+            if not server.running:
+                _restart(server, restarts.setdefault(server.name, []), console)
+
+
+def _restart(server: Server, before: list[float], console: Console) -> None:
+    now = time.monotonic()
+    before[:] = [at for at in before if now - at < 60]
+    if len(before) >= MAX_RESTARTS:
+        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
+    before.append(now)
+    console.print(f"{server.name} has ended; starting it again", highlight=False)
+    server.stop()  # whatever is left of it
+    server.start()
+
+
+def show_job(console: Console, result: MainJobResult) -> None:
+    order = result.order
+    price = order["average_price"] or "?"
+    console.print(
+        f"\nOrder {order['client_order_id']} of user {result.user_id}: {order['side']} {order['quantity']} "
+        f"{order['symbol']} is {order['state']} at {price} after {result.seconds * 1000:.0f} ms over REST",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not console.is_terminal:
+        for step in order["timeline"]:
+            console.print(f"  {step['step']:12} {step['elapsed_ms']:9.1f} ms", highlight=False)
+        return
+    table = Table("step", "at", "ms since accepted")
+    table.columns[2].justify = "right"
+    for step in order["timeline"]:
+        table.add_row(step["step"], step["at"], f"{step['elapsed_ms']:.1f}")
+    console.print(table)
+
+
+def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | None) -> None:
+    rows = [
+        ("API docs", f"{stack.api_url}/v1/docs"),
+        ("Temporal UI", stack.ui_url),
+        ("logs", str(stack.folder.logs)),
+        ("admin's API key", str(stack.folder.keys / "admin.key")),
+    ]
+    if result is not None:
+        rows.append(("demo's API key", result.api_key))
+    console.print()
+    for name, value in rows:
+        console.print(f"{name:16} {value}", highlight=False, soft_wrap=True)
+    if result is not None:
+        path = f"/v1/orders/{result.order['id']}"
+        console.print(
+            f"{'try':16} curl -H 'X-API-Key: {result.api_key}' {stack.api_url}{path}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+#: Seconds; a graceful stop of workers (10 s each, all at once) and servers fits well.
+STOP_PATIENCE = 60.0
+
+
+def run_down(data: Path, *, quiet: bool) -> int:
+    if not (data / "lock").exists():
+        if not quiet:
+            typer.echo(f"nothing runs: {data} is no data folder")
+        return 0
+    try:
+        pid = stack.pid_of_holder(data)
+        if pid is not None:
+            return _stop_holder(pid, data)
+        ended = stack.end_leftovers(data)
+    except BerthError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    if ended or not quiet:
+        typer.echo(f"ended {', '.join(ended)}" if ended else "nothing runs")
+    return 0
+
+
+def _stop_holder(pid: int, data: Path) -> int:
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_PATIENCE
+    while stack.pid_of_holder(data) == pid:
+        if time.monotonic() > deadline:
+            typer.echo(f"error: `berth up` (pid {pid}) still runs after {STOP_PATIENCE:.0f} s", err=True)
+            return 1
+        time.sleep(0.05)
+    typer.echo(f"stopped `berth up` (pid {pid})")
+    return 0

@@ -1,0 +1,172 @@
+"""Orders that a person has to look at: raised by their workflow, taken off by what settles them.
+
+`attention` stands beside an order's state and says why. It is there until the order is final, whoever makes
+it final: a late event of the broker, a recheck, or the person.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+
+from sqlalchemy import func, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database import audit
+from infra.database.models import Order, OrderEventRow
+from infra.database.orders.acceptance import get_order
+from infra.database.orders.states import OPEN_STATES
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
+
+#: Characters of a reason that are kept: a whole story, but no dump.
+REASON_LIMIT = 2_000
+
+
+class OrderSettled(BerthError):
+    """The order is final already."""
+
+    code = "ORDER_SETTLED"
+
+
+class ResolutionInvalid(BerthError):
+    """An order cannot have ended like this."""
+
+    code = "RESOLUTION_INVALID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """How an order ended, as a person found out at the broker."""
+
+    state: OrderState
+    #: Lots.
+    filled_quantity: int
+    average_price: Decimal | None
+    reason: str
+
+
+async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: str) -> bool:
+    """Puts an order on the list for a person; False if it is final, so that nobody has to look.
+
+    A repeat with the same reason changes nothing.
+    """
+    reason = reason[:REASON_LIMIT]
+    raised = await session.scalar(
+        update(Order)
+        .where(Order.id == order_id, Order.state.in_(OPEN_STATES))
+        .where(Order.attention.is_distinct_from(reason))
+        .values(
+            attention=reason,
+            attention_at=func.coalesce(Order.attention_at, func.clock_timestamp()),
+            verify_at=None,
+            updated_at=func.clock_timestamp(),
+        )
+        .returning(Order.attention_at)
+        .execution_options(synchronize_session=False)
+    )
+    if raised is None:
+        open_one = select(Order.id).where(Order.id == order_id, Order.state.in_(OPEN_STATES))
+        return await session.scalar(open_one) is not None
+    _note_step(session, order_id, OrderState.NEEDS_ATTENTION, reason)
+    return True
+
+
+async def orders_for_a_person(
+    session: AsyncSession, *, after: tuple[datetime, uuid.UUID] | None = None, limit: int = 100
+) -> Sequence[Order]:
+    """The orders that wait for a person, those that wait longest first; `after` is where a page ended."""
+    # By state first: there is an index of it, and few orders are open.
+    wanted = select(Order).where(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
+    if after is not None:
+        wanted = wanted.where(tuple_(Order.attention_at, Order.id) > after)
+    return (await session.scalars(wanted.order_by(Order.attention_at, Order.id).limit(limit))).all()
+
+
+async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
+    """Has the sweeper drive an order again, at once. It stays on the list until it is settled.
+
+    Raises `OrderNotFound`, `OrderSettled`.
+    """
+    order: Order | None = await session.scalar(
+        update(Order)
+        .where(Order.id == order_id, Order.state.in_(OPEN_STATES))
+        .values(verify_at=func.clock_timestamp())
+        .returning(Order)
+    )
+    if order is None:
+        await get_order(session, order_id)
+        raise OrderSettled
+    audit.append_entry(session, actor=actor, action="order.recheck", subject=f"order:{order_id}")
+    return order
+
+
+async def resolve_order(
+    session: AsyncSession, order_id: uuid.UUID, found: Resolution, *, actor: str
+) -> Order:
+    """Ends an order as a person found it; nothing changes it any more.
+
+    Raises `OrderNotFound`, `OrderSettled`, and `ResolutionInvalid` for an end that contradicts the order or
+    what is known of its fills.
+    """
+    order = await session.scalar(select(Order).where(Order.id == order_id).with_for_update())
+    if order is None:
+        order = await get_order(session, order_id)
+    if order.state in FINAL_ORDER_STATES:
+        raise OrderSettled
+    _check_resolution(order, found)
+    before = order.state
+    order.state = found.state.value
+    order.filled_quantity = found.filled_quantity
+    order.average_price = found.average_price
+    order.reason_code = None
+    order.reason = found.reason[:REASON_LIMIT]
+    order.verify_at = order.attention = order.attention_at = None
+    order.updated_at = datetime.now(UTC)
+    _note_step(session, order_id, found.state, f"resolved by {actor}: {found.reason}")
+    audit.append_entry(
+        session,
+        actor=actor,
+        action="order.resolved",
+        subject=f"order:{order_id}",
+        before=before,
+        state=found.state.value,
+        filled_quantity=found.filled_quantity,
+        average_price=None if found.average_price is None else str(found.average_price),
+        reason=found.reason[:REASON_LIMIT],
+    )
+    await session.flush()
+    return order
+
+
+def _check_resolution(order: Order, found: Resolution) -> None:
+    filled = found.filled_quantity
+    if found.state not in FINAL_ORDER_STATES:
+        raise ResolutionInvalid(f"{found.state.value} is not the end of an order")
+    if filled > order.quantity:
+        raise ResolutionInvalid(f"{filled} lots filled of {order.quantity}")
+    if filled < order.filled_quantity:
+        raise ResolutionInvalid(f"the broker has told of {order.filled_quantity} filled lots")
+    if (found.state == OrderState.FILLED) != (filled == order.quantity):
+        raise ResolutionInvalid("an order is filled when all its lots are, and not before")
+    if found.state == OrderState.REJECTED and filled:
+        raise ResolutionInvalid("a rejected order has no fills")
+    if (filled > 0) != (found.average_price is not None):
+        raise ResolutionInvalid("the average price belongs to the filled lots")
+
+
+def _note_step(session: AsyncSession, order_id: uuid.UUID, state: OrderState, reason: str) -> None:
+    """One step of the order's timeline."""
+    at = datetime.now(UTC)
+    session.add(
+        OrderEventRow(
+            event_id=f"{order_id}:{state.value}:{uuid.uuid4().hex}",
+            order_id=order_id,
+            state=state.value,
+            at=at,
+            data={"reason": reason},
+        )
+    )

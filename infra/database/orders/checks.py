@@ -1,0 +1,158 @@
+"""What stands in the way of an order: a switch, one of unknown outcome, books that differ from the broker's.
+
+`orders.accept` asks in the statement that writes an order; `find_refusal` says why it wrote none.
+
+Closing or opening a position: what must hold between the look at the broker's position and the order.
+
+The broker knows no order that can only reduce. So a closing order is written only under a lock of its account
+and symbol, and only if nothing that could have changed the position, or could still close it, stands beside.
+The order of an entry, too, and only if nothing at all works there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+
+from sqlalchemy import String, and_, bindparam, func, or_, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import BrokerAccount, Order
+from infra.database.orders.states import OPEN_STATES
+from infra.database.trading import switches
+from infra.database.trading.models import Reconciliation
+from worker_runtime.protocol.errors import (
+    AccountBlocked,
+    BerthError,
+    ReducingOnly,
+    SymbolBlocked,
+    TradingHalted,
+    UnknownAccount,
+)
+from worker_runtime.protocol.switches import SwitchState
+
+#: Orders of unknown outcome that block another one. One of them is the order whose submission was begun by a
+#: worker that has ended: nobody will tell how it went, and perhaps nobody has called it unknown yet. (What is
+#: in a queue by then the worker refuses: `worker_runtime/trading/order_checks.py`.)
+#: `offset 0` keeps the two questions apart: the inner one is that of the index `orders_unsettled`. As one,
+#: they brought `orders_by_state` in, with every order that was submitting since the last vacuum. The second
+#: one keeps PostgreSQL from reading all events at once for it, which it prefers while its tables are new.
+#: A rolling code (TXFR1) stands for one of its product's contracts: which one, only the broker knows.
+UNSETTLED_ORDERS = """
+select id, created_at from (
+    select id, created_at, state from orders
+     where :unknown_blocks <> 'off' and user_id = :user_id and account_id = :account_id
+       and state in ('unknown', 'submitting')
+       and (:unknown_blocks = 'account' or symbol = :symbol
+            or left(symbol, 3) = left(:symbol, 3)
+               and (symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$' or :symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$'))
+    offset 0) as begun_once
+ where state = 'unknown' or not exists (
+         select from order_events as begun
+           join worker_sessions as serving on serving.epoch = cast(begun.data ->> 'epoch' as bigint)
+          where begun.event_id = begun_once.id || '\\:submitting'
+            and serving.user_id = :user_id and serving.ended_at is null offset 0)
+"""
+FIRST_UNSETTLED = text(
+    f"select id from ({UNSETTLED_ORDERS}) as unsettled order by created_at limit 1"  # noqa: S608 - ours
+).bindparams(
+    *(bindparam(name, type_=String) for name in ("unknown_blocks", "user_id", "account_id", "symbol"))
+)
+
+
+async def find_refusal(
+    session: AsyncSession,
+    *,
+    user_id: str,
+    account_id: str,
+    symbol: str,
+    reduce_only: bool,
+    unknown_blocks: str,
+) -> BerthError:
+    """Why an order was not accepted, for the few that are not."""
+    state = (await switches.switch_of_user(session, user_id)).of(account_id)
+    if state is SwitchState.HALTED:
+        return TradingHalted()
+    if state is SwitchState.REDUCING and not reduce_only:
+        return ReducingOnly()
+    wanted = {
+        "unknown_blocks": unknown_blocks,
+        "user_id": user_id,
+        "account_id": account_id,
+        "symbol": symbol,
+    }
+    blocking = await session.scalar(FIRST_UNSETTLED, wanted)
+    if blocking is not None:
+        return SymbolBlocked(f"the outcome of order {blocking} in this account is unknown; settle it first")
+    difference = await session.scalar(
+        select(Reconciliation.id)
+        .where(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id)
+        .where(Reconciliation.blocks, Reconciliation.resolved_at.is_(None))
+        .limit(1)
+    )
+    if difference is not None:
+        return AccountBlocked(
+            f"reconciliation {difference} of this account is open; a person has to look first"
+        )
+    account = select(BrokerAccount.account_id).where(
+        BrokerAccount.user_id == user_id, BrokerAccount.account_id == account_id
+    )
+    if await session.scalar(account) is None:
+        return UnknownAccount(f"user {user_id} has no account {account_id}")
+    # What stood in the way was settled between the two looks.
+    return SymbolBlocked("another order had to be settled first; it is now: place the order again")
+
+
+#: The first half of these advisory locks; the timeline's writers have another.
+_SYMBOL_LOCKS = 0x6275
+
+
+async def database_clock(session: AsyncSession) -> datetime:
+    """PostgreSQL's own time, by which orders are stamped."""
+    found = await session.scalar(select(func.clock_timestamp()))
+    assert isinstance(found, datetime)  # noqa: S101
+    return found
+
+
+async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
+    """Waits until nobody else closes or enters here; holds until the transaction ends."""
+    name = func.hashtext(f"{user_id}/{account_id}/{symbol}")
+    await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
+
+
+async def conflicting_order(
+    session: AsyncSession,
+    user_id: str,
+    account_id: str,
+    symbol: str,
+    side: str,
+    since: datetime,
+    but: Collection[str] = (),
+) -> Order | None:
+    """An order that works on this side ('': on either), or any that was filled since `since`.
+
+    Those with a client order id in `but` are not looked for.
+    """
+    works = Order.state.in_(OPEN_STATES)
+    order: Order | None = await session.scalar(
+        select(Order)
+        .where(Order.user_id == user_id, Order.account_id == account_id, Order.symbol == symbol)
+        .where(Order.client_order_id.not_in(but))
+        .where(
+            or_(
+                and_(works, Order.side == side) if side else works,
+                and_(Order.updated_at >= since, Order.filled_quantity > 0),
+            )
+        )
+        .order_by(Order.created_at.desc())
+        .limit(1)
+    )
+    return order
+
+
+async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
+    """The user's orders with these client order ids, by that id."""
+    found = await session.scalars(
+        select(Order).where(Order.user_id == user_id, Order.client_order_id.in_(ids))
+    )
+    return {order.client_order_id: order for order in found}

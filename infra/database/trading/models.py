@@ -1,0 +1,145 @@
+"""Tables around trading: switches, limits, differences with the broker, webhooks, where statements go."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from decimal import Decimal
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    String,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.orm import Mapped, mapped_column
+
+from infra.database.models import Base
+
+
+class Switch(Base):
+    """Who may trade: one row a scope, only where somebody switched. The most restrictive one counts."""
+
+    __tablename__ = "switches"
+    __table_args__ = (CheckConstraint("state in ('open', 'reducing', 'halted')", name="switches_state"),)
+
+    #: `all`, `user:<user>` or `account:<user>:<account>`.
+    scope: Mapped[str] = mapped_column(String(160), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    #: From one sequence for all scopes: an older state never overwrites a newer one in Valkey.
+    version: Mapped[int] = mapped_column(BigInteger, server_default=text("nextval('switch_version')"))
+    actor: Mapped[str] = mapped_column(String(128))
+    reason: Mapped[str]
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class AccountLimits(Base):
+    """What one account may do, where it differs from the settings; a null is the settings' value."""
+
+    __tablename__ = "account_limits"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
+        ),
+    )
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    max_quantity: Mapped[int | None]
+    max_notional: Mapped[Decimal | None]
+    max_daily_orders: Mapped[int | None]
+    duplicate_window_s: Mapped[int | None]
+
+
+class StatementAddress(Base):
+    """Where a user's daily statements go; a null: not there."""
+
+    __tablename__ = "statement_addresses"
+
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    email: Mapped[str | None] = mapped_column(String(254))
+    webhook_url: Mapped[str | None] = mapped_column(String(2048))
+    updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class Reconciliation(Base):
+    """One comparison of our books with the broker's that found differences."""
+
+    __tablename__ = "reconciliations"
+    __table_args__ = (
+        Index(
+            "reconciliations_open",
+            "user_id",
+            "account_id",
+            postgresql_where=text("resolved_at is null"),
+        ),
+        # Each comparison reads what earlier ones of its account found.
+        Index("reconciliations_by_account", "user_id", "account_id"),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    differences: Mapped[dict[str, Any]]
+    #: New orders of the account are refused until somebody has resolved it.
+    blocks: Mapped[bool]
+    resolved_at: Mapped[datetime | None]
+    resolved_by: Mapped[str | None] = mapped_column(String(128))
+
+
+class Webhook(Base):
+    """A place to which alerts may be posted for one account. Only hashes of its secrets are kept."""
+
+    __tablename__ = "webhooks"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
+        ),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    #: SHA-256 of the token in the path, hex.
+    token_hash: Mapped[str] = mapped_column(String(64), unique=True)
+    #: SHA-256 of the secret in the body, hex. Both are random and long, so a fast hash is right.
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    #: Addresses or networks that may post; empty: all.
+    sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
+    #: Seconds that an alert's own time may differ from ours.
+    window_s: Mapped[int] = mapped_column(server_default=text("60"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    revoked_at: Mapped[datetime | None]
+
+
+class WebhookAlert(Base):
+    """An alert that was taken, so that a replay of it is known; kept for as long as its window could last."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index("webhook_deliveries_by_time", "at"),
+        Index("webhook_deliveries_under_way", "held_until", postgresql_where=text("held_until is not null")),
+    )
+
+    webhook_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    #: SHA-256 of what makes the alert this one, hex.
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    order_id: Mapped[uuid.UUID | None]
+    #: Code and sentence of what refused it before it became an order.
+    refused: Mapped[str | None] = mapped_column(String(300))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: What it asks for, without the secret.
+    alert: Mapped[dict[str, Any] | None]
+    #: Nothing more is done for it after this.
+    until: Mapped[datetime | None]
+    #: Until when the process that carries it out has it to itself; none: there is nothing more to do.
+    held_until: Mapped[datetime | None]

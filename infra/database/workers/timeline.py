@@ -1,0 +1,109 @@
+"""The timeline of users' workers: every change of state, once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import WorkerTransition
+
+#: PostgreSQL tells this channel, with the user's id, of every transaction that added to a timeline.
+TIMELINE_CHANNEL = "berth_timeline"
+#: The first half of the writers' advisory locks; locks of one number, as the watcher's, are never among them.
+_TIMELINE_LOCKS = 0x6274
+#: Characters kept of a reason and of other texts that come from outside.
+_REASON = 1000
+_NAME = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTransition:
+    """One change of state. Times are Unix seconds."""
+
+    #: Grows by one within a chain of runs.
+    number: int
+    at: float
+    before: str
+    after: str
+    reason: str = ""
+    worker_id: str = ""
+    epoch: int = 0
+    deadline: float | None = None
+
+
+async def record_transitions(
+    session: AsyncSession, *, user_id: str, chain: str, transitions: Sequence[NewTransition]
+) -> int:
+    """Adds what is new of these changes and tells `TIMELINE_CHANNEL`; returns how many were new.
+
+    A repeat adds nothing: `(chain, number)` is unique.
+    """
+    if not transitions:
+        return 0
+    # One writer a user at a time. Ids are given out before the commit: without the lock, a reader that goes
+    # on behind an id could miss a lower one which is committed later.
+    await session.execute(select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id))))
+    rows = [_values(user_id, chain, transition) for transition in transitions]
+    added = await session.scalars(
+        insert(WorkerTransition)
+        .values(rows)
+        .on_conflict_do_nothing(constraint="worker_transitions_number")
+        .returning(WorkerTransition.id)
+    )
+    new = len(added.all())
+    if new:
+        await session.execute(select(func.pg_notify(TIMELINE_CHANNEL, user_id)))
+    return new
+
+
+async def transitions_of_user(
+    session: AsyncSession, user_id: str, *, after: int = 0, limit: int = 100
+) -> list[WorkerTransition]:
+    """Changes with an id above `after`, at most `limit`, oldest first."""
+    found = await session.scalars(
+        select(WorkerTransition)
+        .where(WorkerTransition.user_id == user_id, WorkerTransition.id > after)
+        .order_by(WorkerTransition.id)
+        .limit(limit)
+    )
+    return list(found)
+
+
+async def latest_transitions(session: AsyncSession, user_id: str, limit: int = 1) -> list[WorkerTransition]:
+    """The last changes, at most `limit`, oldest first."""
+    found = await session.scalars(
+        select(WorkerTransition)
+        .where(WorkerTransition.user_id == user_id)
+        .order_by(WorkerTransition.id.desc())
+        .limit(limit)
+    )
+    return list(found)[::-1]
+
+
+def _values(user_id: str, chain: str, transition: NewTransition) -> dict[str, object]:
+    return {
+        "user_id": user_id,
+        "chain": chain,
+        "number": transition.number,
+        "at": _time(transition.at),
+        "before": transition.before,
+        "after": transition.after,
+        "reason": _clean(transition.reason, _REASON),
+        "worker_id": _clean(transition.worker_id, _NAME),
+        "epoch": transition.epoch,
+        "deadline": None if transition.deadline is None else _time(transition.deadline),
+    }
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _clean(text: str, limit: int) -> str:
+    """PostgreSQL stores no NUL, and a text that it refuses would be refused for ever."""
+    return text.replace("\x00", " ")[:limit]

@@ -1,0 +1,323 @@
+"""One TCP connection to the exchange: lines in, lines out. Nothing a client sends can end the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from infra.exchange.behaviour import FaultPoint
+from infra.exchange.exchange import PaperExchange
+from infra.exchange.limits import ExchangeCallKind
+from infra.exchange.records import LedgerSession
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRejected, SessionDown
+from worker_runtime.protocol.exchange import (
+    Cancel,
+    ClientRequest,
+    ExchangeOrder,
+    ExchangePing,
+    ExchangeReply,
+    GetBalance,
+    ListOrders,
+    ListPositions,
+    Login,
+    Logout,
+    OrderChanged,
+    Place,
+    Replace,
+    SessionEnded,
+)
+from worker_runtime.protocol.messages import OrderState, decode, encode
+
+#: Bytes. A request has about 300; more without a line end is no client of ours.
+MAX_LINE = 64 * 1024
+#: Bytes. A client that does not read its answers is cut off there.
+MAX_UNSENT = 1024 * 1024
+#: Seconds a connection may take for its login.
+LOGIN_TIMEOUT = 10.0
+#: Why a session was closed, where nobody logged out.
+HUNG_UP = "the client hung up"
+CONNECTION_LOST = "the connection was lost"
+
+_log = structlog.get_logger()
+
+
+class _NumberedLine(msgspec.Struct):
+    """As much of a malformed request as an error reply needs."""
+
+    id: int = 0
+
+
+class ExchangeConnection(asyncio.Protocol):
+    """A client's connection; it is a session from a good login on."""
+
+    def __init__(self, exchange: PaperExchange, links: set[ExchangeConnection]) -> None:
+        self._exchange = exchange
+        self._links = links
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._session: LedgerSession | None = None
+        self._address = ""
+        self._buffer = bytearray()
+        #: What is said about the requests in hand: sent in one go, because each one costs a system call here
+        #: and another wake-up there.
+        self._said: list[bytes] | None = None
+        self._said_bytes = 0
+        self._login_timer: asyncio.TimerHandle | None = None
+
+    # --- asyncio.Protocol -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - create_server makes no other
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if peer else ""
+        self._links.add(self)
+        self._login_timer = self._loop.call_later(LOGIN_TIMEOUT, self._no_login)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._links.discard(self)
+        self._log_out(CONNECTION_LOST if exc else HUNG_UP)
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        self._said = []
+        try:
+            self._take_in(data)
+        finally:
+            self._say()
+            self._said = None
+
+    def _take_in(self, data: bytes) -> None:
+        self._buffer += data
+        *lines, rest = self._buffer.split(b"\n")
+        self._buffer = rest
+        for line in lines:
+            if self._transport is None or self._transport.is_closing():
+                return
+            if len(line) > MAX_LINE:
+                break
+            if line.strip():
+                self._receive(bytes(line))
+        else:
+            if len(rest) <= MAX_LINE:
+                return
+        self._answer(
+            ExchangeReply(id=0, error=MalformedMessage.code, detail=f"a line has more than {MAX_LINE} bytes")
+        )
+        self.close()
+
+    # --- Listener -------------------------------------------------------------------------------------
+
+    def deliver(self, event: OrderChanged) -> None:
+        self._send(event)
+
+    def end(self, reason: str, *, abrupt: bool) -> None:
+        """The exchange ends this session; `abrupt` means without a word, as when a line is cut."""
+        if abrupt:
+            self._cut()
+        else:
+            self._send(SessionEnded(reason=reason))
+            self.close()
+
+    def close(self) -> None:
+        self._log_out("the exchange closed the connection")
+        self._say()
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def _receive(self, line: bytes) -> None:
+        try:
+            request: ClientRequest = decode(line, ClientRequest)
+        except MalformedMessage as error:
+            self._answer(ExchangeReply(id=_id_of(line), error=error.code, detail=error.detail))
+            return
+        try:
+            self._handle(request)
+        except BerthError as error:
+            self._answer(ExchangeReply(id=request.id, error=error.code, detail=error.detail))
+        except Exception:
+            # The boundary of one request: whatever it was, the other sessions go on.
+            _log.exception("exchange.request_failed", request=type(request).__name__)
+            self._answer(ExchangeReply(id=request.id, error=BerthError.code, detail="the exchange failed"))
+
+    def _handle(self, request: ClientRequest) -> None:
+        if isinstance(request, Login):
+            self._log_in(request)
+            return
+        session = self._session
+        if session is None:
+            raise SessionDown("log in first")
+        match request:
+            case Place():
+                self._place(session, request)
+            case Cancel() | Replace():
+                self._change(session, request)
+            case GetBalance() | ListOrders() | ListPositions():
+                self._query(session, request)
+            case ExchangePing():
+                if not self._exchange.accounts.strikes(session.account, FaultPoint.LOST_PONG):
+                    self._answer(ExchangeReply(id=request.id))
+            case Logout():
+                self._log_out("logged out")
+                self._answer(ExchangeReply(id=request.id))
+                self.close()
+
+    def _log_in(self, request: Login) -> None:
+        if self._session is not None:
+            raise MalformedMessage("this connection is logged in already")
+        if self._exchange.accounts.strikes(request.account, FaultPoint.LOST_LOGIN):
+            return
+        self._after(
+            self._exchange.accounts.login_latency(request.account), lambda: self._finish_login(request)
+        )
+
+    def _finish_login(self, request: Login) -> None:
+        if self._transport is None or self._transport.is_closing() or self._session is not None:
+            return
+        try:
+            session = self._exchange.sessions.login(request, self, self._address)
+        except BerthError as error:
+            _log.info("exchange.login_refused", account=request.account, code=error.code)
+            self._answer(ExchangeReply(id=request.id, error=error.code, detail=error.detail))
+            return
+        self._session = session
+        if self._login_timer is not None:
+            self._login_timer.cancel()
+        _log.info(
+            "exchange.login", account=session.account, session=session.session_id, client=session.client
+        )
+        self._answer(ExchangeReply(id=request.id, session_id=session.session_id))
+
+    def _place(self, session: LedgerSession, request: Place) -> None:
+        exchange, account = self._exchange, session.account
+        if exchange.accounts.strikes(account, FaultPoint.LOST_REQUEST):
+            self._cut()
+            return
+        exchange.sessions.admit(session, ExchangeCallKind.ORDER)
+        behaviour = exchange.accounts.behaviour(account)
+        taken = exchange.place(session, request)
+        if exchange.accounts.strikes(account, FaultPoint.DROP_BEFORE_ACK):
+            self._cut()
+            exchange.tape.publish(account, taken.events)
+            return
+        reply = _reply_to_place(request.id, taken.sent)
+        lost = exchange.accounts.strikes(account, FaultPoint.LOST_ACK)
+        late = 0.0
+        if not lost and exchange.accounts.strikes(account, FaultPoint.LATE_ACK):
+            late = behaviour.late_ack_ms / 1000
+
+        def tell() -> None:
+            if not lost:
+                self._after(late, lambda: self._answer(reply))
+            exchange.tape.publish(account, taken.events)
+
+        self._after(behaviour.latency_ms / 1000, tell)
+
+    def _change(self, session: LedgerSession, request: Cancel | Replace) -> None:
+        strikes, account = self._exchange.accounts.strikes, session.account
+        if strikes(account, FaultPoint.LOST_CHANGE):
+            return
+        self._exchange.sessions.admit(session, ExchangeCallKind.ORDER)
+        if isinstance(request, Cancel):
+            order = self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
+        else:
+            order = self._exchange.replace(account, request)
+        if strikes(account, FaultPoint.DROP_IN_CHANGE):
+            self._cut()
+        elif not strikes(account, FaultPoint.LOST_CHANGE_ACK):
+            self._answer(ExchangeReply(id=request.id, order=order.as_sent()))
+
+    def _query(self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions) -> None:
+        exchange, account = self._exchange, session.account
+        if exchange.accounts.strikes(account, FaultPoint.DROP_IN_QUERY):
+            self._cut()
+            return
+        if exchange.accounts.strikes(account, FaultPoint.LOST_QUERY):
+            return
+        exchange.sessions.admit(session, ExchangeCallKind.QUERY)
+        match request:
+            case GetBalance():
+                self._answer(ExchangeReply(id=request.id, balance=exchange.balance(account)))
+            case ListOrders():
+                listed, coverage = exchange.listing(session)
+                orders = [order.as_sent() for order in listed]
+                self._answer(ExchangeReply(id=request.id, orders=orders, coverage=coverage))
+            case ListPositions():
+                self._answer(ExchangeReply(id=request.id, positions=exchange.positions(account)))
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        """At once when there is no delay: a timer would cost a turn of the loop."""
+        if seconds > 0:
+            self._loop.call_later(seconds, what)
+        else:
+            what()
+
+    def _no_login(self) -> None:
+        self._answer(
+            ExchangeReply(id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT:.0f} s")
+        )
+        self.close()
+
+    def _log_out(self, reason: str) -> None:
+        if self._login_timer is not None:
+            self._login_timer.cancel()
+        if self._session is not None:
+            self._exchange.sessions.logout(self._session.session_id, reason)
+            _log.info("exchange.logout", session=self._session.session_id, reason=reason)
+            self._session = None
+
+    def _cut(self) -> None:
+        self._log_out("the line was cut")
+        self._say()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _answer(self, reply: ExchangeReply) -> None:
+        self._send(reply)
+
+    def _send(self, message: ExchangeReply | OrderChanged | SessionEnded) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._said is not None:
+            line = encode(message)
+            self._said.append(line)
+            self._said_bytes += len(line)
+            if self._said_bytes > MAX_LINE:
+                self._say()
+        else:
+            self._write(encode(message) + b"\n")
+
+    def _say(self) -> None:
+        """Sends what was gathered; before the connection is closed or cut, too."""
+        if self._said:
+            lines, self._said = self._said, []
+            self._said_bytes = 0
+            self._write(b"\n".join([*lines, b""]))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT:
+            _log.warning("exchange.client_does_not_read")
+            self._cut()
+
+
+def _reply_to_place(request_id: int, order: ExchangeOrder) -> ExchangeReply:
+    if order.state is OrderState.REJECTED:
+        return ExchangeReply(id=request_id, error=OrderRejected.code, detail=order.reason or "", order=order)
+    return ExchangeReply(id=request_id, order=order)
+
+
+def _id_of(line: bytes) -> int:
+    try:
+        return msgspec.json.decode(line, type=_NumberedLine).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0

@@ -1,0 +1,171 @@
+"""How many worker hosts are wanted: pure arithmetic, without a platform.
+
+A host of the kind planned with (2 vCPU, 16 GiB) takes 32 workers by CPU and 42 by soft memory; 30 are
+planned, so that there is room for the operating system and for a worker above its reservation. A cold host
+takes 48 to 63 s until its first worker is ready (issue 5), which nobody may have to wait for: some hosts
+more than needed are kept warm.
+
+The port to the platform that runs hosts. Adapters: ECS (`ecs.py`), and a simulated one for tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from infra.launchers.port import CPU_UNITS, MEMORY_SOFT
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds until a cold host takes workers: the longest that was seen.
+COLD_START = 63.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostKind:
+    """One host, and what one worker reserves of it."""
+
+    #: CPU units of 1/1024 vCPU, and bytes.
+    cpu_units: int = 2048
+    memory: int = 16 * 1024**3
+    worker_cpu: int = CPU_UNITS
+    worker_memory: int = MEMORY_SOFT
+    #: Workers that an operator wants on a host, however many would fit.
+    planned: int = 30
+
+    @property
+    def by_cpu(self) -> int:
+        return self.cpu_units // self.worker_cpu
+
+    @property
+    def by_memory(self) -> int:
+        return self.memory // self.worker_memory
+
+    @property
+    def workers(self) -> int:
+        """Workers that one host gets; at least one, or no number of hosts would do."""
+        return max(1, min(self.planned, self.by_cpu, self.by_memory))
+
+    @property
+    def limit(self) -> str:
+        """What keeps a host from taking more: `plan_hosts`, `cpu` or `memory`."""
+        if self.planned <= min(self.by_cpu, self.by_memory):
+            return "plan"
+        return "cpu" if self.by_cpu <= self.by_memory else "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host as the platform shows it."""
+
+    host_id: str
+    #: Workers that run on it.
+    workers: int = 0
+    #: It takes workers; False: it is still starting.
+    ready: bool = True
+    #: It takes no further workers, and goes when its last one has.
+    draining: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """How many hosts are wanted, and why. Draining hosts stand beside: none of them counts."""
+
+    #: Workers that run or should run.
+    workers: int
+    #: Workers a host.
+    each: int
+    limit: str
+    #: Hosts for the workers, and those kept warm beside.
+    needed: int
+    warm: int
+    #: `needed` and `warm`, within the bounds.
+    wanted: int
+    #: What is there: hosts that take workers, that are starting, that drain.
+    ready: int = 0
+    starting: int = 0
+    draining: int = 0
+
+    @property
+    def gap(self) -> int:
+        """Hosts to start; negative: how many there are too many."""
+        return self.wanted - self.ready - self.starting
+
+    @property
+    def target_capacity(self) -> int:
+        """Per cent of the hosts that should be in use, for a platform that scales by itself (1 to 100).
+
+        Rounded down: the margin may be larger than asked for, never smaller.
+        """
+        if not self.needed:
+            return 100 if not self.warm else 1
+        return max(1, 100 * self.needed // (self.needed + self.warm))
+
+    @property
+    def reason(self) -> str:
+        """In plain words."""
+        text = f"{self.needed} for {self.workers} workers, {self.each} a host ({self.limit})"
+        text += f", and {self.warm} warm"
+        if self.wanted < self.needed + self.warm:
+            text += f"; no more than {self.wanted} are allowed"
+        elif self.wanted > self.needed + self.warm:
+            text += f"; no fewer than {self.wanted} are allowed"
+        if self.draining:
+            text += f"; {self.draining} drain and take no more workers"
+        return text
+
+
+def warm_hosts(kind: HostKind, workers_a_second: float, *, least: int, cold_start: float = COLD_START) -> int:
+    """Hosts to keep ahead, so that workers wanted at this rate find room until a cold host is there."""
+    return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / kind.workers))
+
+
+def plan_hosts(
+    kind: HostKind,
+    workers: int,
+    hosts: Sequence[Host] = (),
+    *,
+    warm: int = 1,
+    least: int = 0,
+    most: int | None = None,
+) -> HostPlan:
+    """The hosts wanted for `workers`, those on draining hosts included: they need a place elsewhere."""
+    needed = math.ceil(max(workers, 0) / kind.workers)
+    wanted = max(needed + warm, least)
+    if most is not None:
+        wanted = min(wanted, most)
+    serving = [host for host in hosts if not host.draining]
+    return HostPlan(
+        workers=workers,
+        each=kind.workers,
+        limit=kind.limit,
+        needed=needed,
+        warm=warm,
+        wanted=wanted,
+        ready=sum(host.ready for host in serving),
+        starting=sum(not host.ready for host in serving),
+        draining=sum(host.draining for host in hosts),
+    )
+
+
+class HostsUnreachable(BerthError):
+    """The platform does not tell about its hosts, or does not take the number of them."""
+
+    code = "HOSTS_UNREACHABLE"
+    retryable = True
+
+
+class HostScaler(Protocol):
+    async def hosts(self) -> list[Host]:
+        """All hosts, the starting and draining ones included. Raises `HostsUnreachable`."""
+        ...
+
+    async def scale(self, plan: HostPlan) -> bool:
+        """Tells the platform how many hosts are wanted; safe to repeat. Whether anything was changed.
+
+        No host with workers on it is ended. Raises `HostsUnreachable`.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,82 @@
+"""Runners of the fleet, for shared queues: `python -m infra.jobs.fleet` becomes one, from the settings.
+
+The runner gets its configuration on standard input, so that keys and passwords stand neither in arguments nor
+in the environment. It is another program than this one: nothing of the servers stays in its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from infra.settings import Settings
+from infra.vault import key_file
+
+#: Bytes that a pipe takes without a reader; a configuration has about 1,000.
+_PIPE = 64 * 1024
+
+
+def runner_config(
+    settings: Settings,
+    *,
+    name: str = "",
+    queues: Sequence[str] = (),
+    slots: int | None = None,
+    recycle: int | None = None,
+) -> bytes:
+    """What a runner of the fleet is told; what is not given is the settings'. Raises `KeyFileMissing`,
+    `KeyFileExposed`."""
+    config: dict[str, Any] = {
+        "name": name or settings.jobs_runner,
+        "node": socket.gethostname(),
+        "valkey_url": settings.valkey_url,
+        "queues": list(queues or settings.jobs_queues),
+        "slots": settings.jobs_slots if slots is None else slots,
+        "recycle": settings.jobs_recycle if recycle is None else recycle,
+        "lease": settings.jobs_lease,
+        "events_to": settings.jobs_events_to,
+        "version": settings.worker_version,
+        "log_level": settings.log_level,
+    }
+    if settings.webhook_key_files:
+        config["webhook"] = {
+            "keys": [b64encode(_secret(path)).decode() for path in settings.webhook_key_files],
+            "allow_private": settings.webhook_allow_private,
+        }
+    if settings.mail_host:
+        config["mail"] = {
+            "host": settings.mail_host,
+            "port": settings.mail_port,
+            "security": settings.mail_security,
+            "sender": settings.mail_sender,
+            "username": settings.mail_username,
+            "password": _secret(Path(settings.mail_password_file)).decode() if settings.mail_username else "",
+        }
+    return json.dumps(config).encode()
+
+
+def exec_runner(config: bytes) -> NoReturn:
+    """This process becomes a runner; its exit code is the runner's."""
+    if len(config) > _PIPE:
+        raise ValueError("a runner's configuration is at most 64 KiB")
+    reader, writer = os.pipe()
+    os.write(writer, config)
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
+    # -P: the current folder is not searched, so that a stray module there is not ours.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime.jobs"])  # noqa: S606
+
+
+def _secret(path: Path) -> bytes:
+    return key_file.read_key_file(path, private=True).strip()
+
+
+if __name__ == "__main__":
+    exec_runner(runner_config(Settings()))

@@ -1,0 +1,78 @@
+"""Limits of job types, where the claim reads them: how many run at once, and how often for each rate key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from infra.valkey import client as valkey
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+
+_Hash = dict[bytes, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLimits:
+    """Of one type of job of the fleet; None: without a limit."""
+
+    #: Jobs that run at once: everywhere, and on each node.
+    running: int | None = None
+    per_node: int | None = None
+    #: Jobs a second with the same rate key, in the long run; and how many may come at once after a rest (1).
+    per_second: float | None = None
+    burst: int | None = None
+
+
+async def read_limits(client: Redis) -> dict[str, JobLimits]:
+    """By type, those that have any. Raises `RedisError`."""
+    stored = await cast("Any", client.hgetall(job_keys.meta(job_keys.FLEET_TAG)))
+    fields = {name.decode(): value.decode() for name, value in cast("_Hash", stored).items()}
+    names = {
+        name.partition(":")[2]
+        for name in fields
+        if name.partition(":")[0] in ("limit", "node_limit", "rate", "rate_burst")
+    }
+    return {name: _limits(name, fields) for name in sorted(names)}
+
+
+async def count_running(client: Redis, name: str) -> int:
+    """Jobs of this type that run now. Raises `RedisError`."""
+    counts = await cast("Any", client.hvals(job_keys.running(job_keys.FLEET_TAG, name)))
+    return sum(int(count) for count in counts)
+
+
+async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:
+    """Sets all limits of a type; from the next claim on they hold. False if they were so before.
+
+    Safe to repeat. Raises `RedisError`.
+    """
+    rate = None if limits.per_second is None else repr(1000.0 / limits.per_second)
+    fields = {
+        job_calls.limit_field(name): _text(limits.running),
+        job_calls.node_limit_field(name): _text(limits.per_node),
+        job_calls.rate_field(name): rate,
+        job_calls.rate_burst_field(name): _text(limits.burst),
+    }
+    return bool(await valkey.run_script(client, *job_calls.configure(fields)))
+
+
+def _limits(name: str, fields: Mapping[str, str]) -> JobLimits:
+    interval = fields.get(job_calls.rate_field(name))
+    return JobLimits(
+        running=_number(fields.get(job_calls.limit_field(name))),
+        per_node=_number(fields.get(job_calls.node_limit_field(name))),
+        per_second=round(1000.0 / float(interval), 6) if interval and float(interval) > 0 else None,
+        burst=_number(fields.get(job_calls.rate_burst_field(name))),
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(float(text))
+
+
+def _text(number: int | None) -> str | None:
+    return None if number is None else str(number)

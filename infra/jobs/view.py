@@ -1,0 +1,269 @@
+"""The job queue as an operator sees it: queues, runners, what runs, what has failed. Reads, and one requeue.
+
+All is read as it stands at that moment, in several steps: a job may be in none of the lists while it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import msgspec
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError
+from redis.retry import Retry
+
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobResult, JobStatus, read_result
+from worker_runtime.protocol.errors import MalformedMessage
+
+#: Jobs that one call of a script puts back, or that one look reads.
+_PAGE_SIZE = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueSnapshot:
+    """One queue with work, or one that is suspended. `types`: waiting jobs by type."""
+
+    queue: str
+    waiting: int
+    weight: float
+    suspended: bool
+    types: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerSnapshot:
+    """One registered runner. Times are Unix milliseconds."""
+
+    runner: str
+    name: str
+    node: str
+    queues: str
+    state: str
+    jobs: list[str]
+    pid: int
+    version: str
+    born_at_ms: int
+    seen_at_ms: int
+    suspended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSnapshot:
+    """One job that runs or has failed. Times are Unix milliseconds."""
+
+    job_id: str
+    name: str
+    queue: str
+    attempt: int
+    state: str
+    runner: str = ""
+    started_at_ms: int = 0
+    failed_at_ms: int = 0
+    progress: Any = None
+    code: str = ""
+    detail: str = ""
+    traceback: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOverview:
+    """Everything at a glance."""
+
+    suspended: bool
+    delayed: int
+    failed: int
+    queues: list[QueueSnapshot]
+    running: list[JobSnapshot]
+    runners: list[RunnerSnapshot]
+
+
+class JobInspector:
+    """One tag's queues. Use it as a context manager. Every call raises `RedisError` when Valkey is down."""
+
+    def __init__(self, url: str, tag: str = job_keys.FLEET_TAG) -> None:
+        self._client: Any = Redis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0
+        )
+        self.tag = tag
+
+    def __enter__(self) -> JobInspector:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._client.close()
+
+    def run(self, call: job_calls.QueueCall) -> Any:
+        """Runs one call of the protocol; all of them may be repeated."""
+        script, keys, args = call
+        try:
+            return self._client.evalsha(script.sha, len(keys), *keys, *args)
+        except NoScriptError:  # refused before anything ran
+            return self._client.eval(script.source, len(keys), *keys, *args)
+
+    def board(self) -> QueueOverview:
+        settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
+        runners = self._runners(settings)
+        return QueueOverview(
+            suspended="halt" in settings,
+            delayed=int(self._client.zcard(job_keys.delayed(self.tag))),
+            failed=int(self._client.zcard(job_keys.failed(self.tag))),
+            queues=self._queues(settings),
+            running=self._running(runners),
+            runners=runners,
+        )
+
+    def failed(self) -> Iterator[JobSnapshot]:
+        """Failed jobs, the newest first."""
+        first = 0
+        while found := self._client.zrevrange(
+            job_keys.failed(self.tag), first, first + _PAGE_SIZE - 1, withscores=True
+        ):
+            first += _PAGE_SIZE
+            fields = self._fields([_text(job_id) for job_id, _ in found])
+            for (job_id, at), one in zip(found, fields, strict=True):
+                if one:
+                    yield _job(_text(job_id), one, failed_at_ms=int(at))
+
+    def job(self, job_id: str) -> JobSnapshot | None:
+        """One job, or how it ended if its result is still there."""
+        (fields,) = self._fields([job_id])
+        stored = self._client.get(job_keys.result(self.tag, job_id))
+        if fields:
+            failed_at = self._client.zscore(job_keys.failed(self.tag), job_id)
+            return _job(job_id, fields, failed_at_ms=int(failed_at or 0))
+        return None if stored is None else _ended(job_id, _read(job_id, stored))
+
+    def requeue(self, job_ids: Iterable[str]) -> list[str]:
+        """Puts failed jobs back, some hundreds at a time; those that went."""
+        source, back = iter(job_ids), []
+        while some := list(islice(source, _PAGE_SIZE)):
+            back += [_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
+        return back
+
+    def _queues(self, settings: dict[str, str]) -> list[QueueSnapshot]:
+        names = {_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)}
+        halted = {name.partition(":")[2] for name in settings if name.startswith("halt_queue:")}
+        found = []
+        for queue in sorted(names | halted):
+            lanes = [_text(name) for name in self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1)]
+            types = {
+                name: int(self._client.zcard(job_keys.subqueue(self.tag, queue, name))) for name in lanes
+            }
+            found.append(
+                QueueSnapshot(
+                    queue=queue,
+                    waiting=sum(types.values()),
+                    weight=float(settings.get(job_calls.weight_field(queue), 1)),
+                    suspended=queue in halted,
+                    types=types,
+                )
+            )
+        return found
+
+    def _runners(self, settings: dict[str, str]) -> list[RunnerSnapshot]:
+        found = []
+        for runner in sorted(_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))):
+            entry = _decoded(self._client.hgetall(job_keys.runner(self.tag, runner)))
+            name = entry.get("name", "")
+            found.append(
+                RunnerSnapshot(
+                    runner=runner,
+                    name=name,
+                    node=entry.get("node", ""),
+                    queues=entry.get("queues", ""),
+                    state=entry.get("state", "lost"),
+                    jobs=sorted(_text(job) for job in self._client.smembers(job_keys.held(self.tag, runner))),
+                    pid=int(entry.get("pid", 0)),
+                    version=entry.get("version", ""),
+                    born_at_ms=int(entry.get("born_at", 0)),
+                    seen_at_ms=int(entry.get("seen_at", 0)),
+                    suspended=f"halt_runner:{name}" in settings,
+                )
+            )
+        return found
+
+    def _running(self, runners: Iterable[RunnerSnapshot]) -> list[JobSnapshot]:
+        job_ids = [job_id for runner in runners for job_id in runner.jobs]
+        fields = self._fields(job_ids)
+        found = [_job(job_id, one) for job_id, one in zip(job_ids, fields, strict=True) if one]
+        return sorted(found, key=lambda job: job.started_at_ms)
+
+    def _fields(self, job_ids: list[str]) -> list[dict[str, bytes]]:
+        if not job_ids:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipeline.hgetall(job_keys.job(self.tag, job_id))
+        return [{_text(name): value for name, value in one.items()} for one in pipeline.execute()]
+
+
+def matching(
+    jobs: Iterable[JobSnapshot], *, queue: str = "", name: str = "", code: str = ""
+) -> Iterator[JobSnapshot]:
+    """Those that fit all that is not empty."""
+    tests: list[Callable[[JobSnapshot], bool]] = [
+        lambda job: not queue or job.queue == queue,
+        lambda job: not name or job.name == name,
+        lambda job: not code or job.code == code,
+    ]
+    return (job for job in jobs if all(test(job) for test in tests))
+
+
+def _job(job_id: str, fields: dict[str, bytes], failed_at_ms: int = 0) -> JobSnapshot:
+    state = _text(fields.get("state", b""))
+    result = _read(job_id, fields["failure"]) if "failure" in fields else None
+    failure = result.failure if result is not None else None
+    return JobSnapshot(
+        job_id=job_id,
+        name=_text(fields.get("name", b"")),
+        queue=_text(fields.get("queue", b"")),
+        attempt=int(fields.get("attempt", 0)),
+        state=state,
+        runner=_text(fields.get("runner", b"")) if state == "running" else "",
+        started_at_ms=int(float(fields.get("started_at", 0))),
+        failed_at_ms=failed_at_ms,
+        progress=msgspec.json.decode(fields["progress"]) if "progress" in fields else None,
+        code="" if failure is None else failure.code,
+        detail="" if failure is None else failure.detail,
+        traceback="" if result is None else result.traceback,
+        output="" if result is None else result.output,
+    )
+
+
+def _ended(job_id: str, result: JobResult) -> JobSnapshot:
+    failure = result.failure
+    return JobSnapshot(
+        job_id=job_id,
+        name="",
+        queue="",
+        attempt=result.attempt,
+        state=result.status.value,
+        runner=result.runner,
+        started_at_ms=result.started_at_ms,
+        code="" if failure is None else failure.code,
+        detail="" if failure is None else failure.detail,
+        traceback=result.traceback,
+        output=result.output,
+    )
+
+
+def _read(job_id: str, stored: bytes) -> JobResult:
+    try:
+        return read_result(stored)
+    except MalformedMessage as error:
+        return JobResult(job_id=job_id, status=JobStatus.FAILED, output=f"unreadable: {error.detail}")
+
+
+def _decoded(fields: dict[bytes, bytes]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in fields.items()}
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

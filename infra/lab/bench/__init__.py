@@ -1,0 +1,1 @@
+"""`berth bench`: how fast, how dense, beside a floor measured in the same run."""

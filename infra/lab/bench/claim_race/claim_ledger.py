@@ -1,0 +1,68 @@
+"""How claims and workers of the race are called: by numbers, so that millions fit in memory.
+
+What a claimer knows for certain, in a file that outlives it: a number for each of its claims.
+
+It stands for a workflow's history: whoever takes over goes on with the first claim that has no worker yet,
+under the same claim ids.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+POOL = "race"
+#: What claimers tell the workers: `worker claim`.
+DELIVERIES = "race:deliveries"
+
+
+def worker_id(number: int) -> str:
+    """Numbers begin at 1."""
+    return f"w{number}"
+
+
+def number_of(worker: bytes) -> int:
+    return int(worker[1:])
+
+
+def claim_id(claimer: int, number: int) -> str:
+    return f"{claimer}-{number}"
+
+
+_BYTES = 8
+#: No worker yet.
+OPEN = 0
+
+
+class ClaimLedger:
+    """Numbers of workers, by number of claim."""
+
+    def __init__(self, path: Path, count: int = 0) -> None:
+        """`count`: of claims, for a new ledger."""
+        if count:
+            path.write_bytes(bytes(count * _BYTES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.workers = memoryview(self._memory).cast("q")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.workers.release()
+        self._memory.close()
+
+    def done(self) -> int:
+        """Claims that have a worker; they are filled in order."""
+        low, high = 0, len(self.workers)
+        while low < high:
+            middle = (low + high) // 2
+            if self.workers[middle] == OPEN:
+                high = middle
+            else:
+                low = middle + 1
+        return low

@@ -1,0 +1,46 @@
+"""Takes workers as fast as it can: `python -m infra.lab.bench.claim_race.popper URL claim|pop FIRST COUNT`.
+
+Waits for a token, so that all begin together; prints the seconds that it took.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from redis import Redis
+
+from infra.lab.bench.claim_race import claim_ledger
+from infra.lab.bench.claim_race.claimer import BATCH
+from worker_runtime.protocol import keys, scripts
+
+GO = "race:go"
+
+
+def pop_command(what: str, number: int) -> list[Any]:
+    if what == "pop":
+        return ["ZPOPMIN", keys.pool_ready(claim_ledger.POOL)]
+    named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, f"p-{number}")]
+    prefix = keys.pool_worker_prefix(claim_ledger.POOL)
+    return ["EVALSHA", scripts.CLAIM.sha, 2, *named, f"p-{number}", prefix, keys.CLAIM_TTL]
+
+
+def main() -> int:
+    url, what, first, count = sys.argv[1:]
+    client = Redis.from_url(url)
+    client.blpop([GO])
+    began = time.monotonic()
+    for start in range(int(first), int(first) + int(count), BATCH):
+        with client.pipeline(transaction=False) as pipe:
+            for number in range(start, min(start + BATCH, int(first) + int(count))):
+                commands: Any = pipe
+                commands.execute_command(*pop_command(what, number))
+            if any(not reply or reply[0] == b"empty" for reply in pipe.execute()):
+                return 3
+    sys.stdout.write(f"{time.monotonic() - began}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

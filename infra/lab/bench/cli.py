@@ -1,0 +1,206 @@
+"""`berth bench …`: the commands and their options. What they measure is imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    help="Measure on this machine. Each benchmark starts what it needs on free ports, and stops it.",
+    no_args_is_help=True,
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Rate = Annotated[float, typer.Option(min=0.1, help="Claims per second, from a full pool.")]
+RefillRate = Annotated[float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")]
+
+
+@app.command("claim")
+def bench_claim(
+    rate: Rate = 5.0,
+    n: Annotated[int, typer.Option("-n", min=1, help="Claims from the full pool of as many.")] = 30,
+    refill_rate: RefillRate = 2.0,
+    refill_n: Annotated[int, typer.Option(min=1, help="Claims while the pool is refilled.")] = 40,
+    json: JsonFile = None,
+) -> None:
+    """From REST to an Active worker with credentials, open loop, for users without a worker."""
+    _bench({"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}}, json)
+
+
+@app.command("order")
+def bench_order(
+    n: Annotated[int, typer.Option("-n", min=1, help="Orders, one after the other.")] = 2000,
+    users: Annotated[int, typer.Option(min=1, help="Users that trade at once in the second part.")] = 8,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long the second part takes, and each step of the third.")
+    ] = 10.0,
+    knee_users: Annotated[int, typer.Option(min=1, help="Users that trade in the third part.")] = 50,
+    knee_first: Annotated[float, typer.Option(min=1, help="Orders per second of its first step.")] = 20.0,
+    json: JsonFile = None,
+) -> None:
+    """From REST to the answer with an active worker; beside it the bare two Valkey hops.
+
+    Then many users at growing rates, until the 99th percentile passes 50 ms.
+    """
+    knee = {"knee_users": knee_users, "knee_first": knee_first}
+    _bench({"order": {"n": n, "users": users, "seconds": seconds, **knee}}, json)
+
+
+@app.command("memory")
+def bench_memory(
+    workers: Annotated[int, typer.Option(min=1, help="Idle workers in the pool.")] = 10,
+    json: JsonFile = None,
+) -> None:
+    """Proportional set size of a worker with all its processes: idle in a pool, alone, and active."""
+    _bench({"memory": {"workers": workers}}, json)
+
+
+@app.command("density")
+def bench_density(
+    workers: Annotated[int, typer.Option(min=1, help="Active workers, a container each.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1, help="How long orders are placed, twice.")] = 30.0,
+    rate: Annotated[float, typer.Option(min=1, help="Orders per second, of all users together.")] = 30.0,
+    json: JsonFile = None,
+) -> None:
+    """Memory, CPU and order latency of workers in containers, beside one that eats memory. Needs Docker."""
+    _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json)
+
+
+@app.command("recovery")
+def bench_recovery(
+    n: Annotated[int, typer.Option("-n", min=1, help="Workers killed, each of another user.")] = 40,
+    replaced: Annotated[int, typer.Option(min=0, help="Further rounds: only the session is killed.")] = 8,
+    frozen: Annotated[int, typer.Option(min=0, help="Further rounds: the session is stopped.")] = 3,
+    json: JsonFile = None,
+) -> None:
+    """From kill -9 of a worker to Active again on another one, with a pool that is not empty."""
+    _bench({"recovery": {"n": n, "replaced": replaced, "frozen": frozen}}, json)
+
+
+def _numbers(text: str) -> list[int]:
+    """`500,2000` as numbers."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} is no list of numbers like 500,2000")
+    return numbers
+
+
+@app.command("idle")
+def bench_idle(
+    workers: Annotated[
+        str, typer.Option(help="How many active users; several sizes: 500,2000.")
+    ] = "500,2000",
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long they rest, and the peer runs.")] = 10.0,
+    json: JsonFile = None,
+) -> None:
+    """Temporal actions and CPU of active users at rest; beside it a naive workflow that looks every minute.
+
+    Each size takes twice the minutes, and the starts. Workers are simulated; all servers are real.
+    """
+    _bench({"idle": {"workers": _numbers(workers), "minutes": minutes}}, json)
+
+
+@app.command("heartbeat")
+def bench_heartbeat(
+    seconds: Annotated[
+        float, typer.Option(min=5, help="How long each quota is held with each load.")
+    ] = 300.0,
+    quota: Annotated[
+        str | None,
+        typer.Option(help="CPU quotas, percent of one core (two CPUs or 95 % of a smaller host; then one)."),
+    ] = None,
+    load: Annotated[str, typer.Option(help="What is busy beside the worker.")] = "processes,threads",
+    json: JsonFile = None,
+) -> None:
+    """Late renewals of a throttled worker whose broker call hangs; beside it a naive asyncio heartbeat.
+
+    Needs the right to make a cgroup. Loads: 64 busy processes, 240 threads that hash megabytes.
+    """
+    loads = load.split(",")
+    if not set(loads) <= {"processes", "threads"}:
+        raise typer.BadParameter(f"{load!r}: loads are processes and threads")
+    quotas = {} if quota is None else {"quotas": _numbers(quota)}
+    _bench({"heartbeat": {"seconds": seconds, "loads": loads, **quotas}}, json)
+
+
+@app.command("claim-race")
+def bench_claim_race(
+    claims: Annotated[int, typer.Option(min=100, help="How many.")] = 1_000_000, json: JsonFile = None
+) -> None:
+    """Claims of killed claimers, with lost replies and messages that come twice; beside it bare ZPOPMIN."""
+    _bench({"claim-race": {"claims": claims}}, json)
+
+
+@app.command("sweep")
+def bench_sweep(
+    workers: Annotated[str, typer.Option(help="How many workers; several sizes.")] = "1000,10000,20000",
+    json: JsonFile = None,
+) -> None:
+    """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are real."""
+    _bench({"sweep": {"workers": _numbers(workers)}}, json)
+
+
+@app.command("jobs")
+def bench_jobs(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each rate is measured.")] = 1.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 3,
+    runners: Annotated[str, typer.Option(help="How many runners; several: 1,2.")] = "1,2",
+    pickups: Annotated[int, typer.Option(min=1, help="Jobs whose pick-up is measured, each alone.")] = 200,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds, of the runners that are killed.")] = 5.0,
+    kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 3,
+    json: JsonFile = None,
+) -> None:
+    """The job runner beside RQ, huey and the floors. Needs the `bench` packages: rq and huey."""
+    rates = {"seconds": seconds, "rounds": rounds, "runners": _numbers(runners), "pickups": pickups}
+    _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json)
+
+
+@app.command("lease")
+def bench_lease(
+    seconds: Annotated[float, typer.Option(min=1, help="How long each design is watched.")] = 60.0,
+    quota: Annotated[str, typer.Option(help="CPUs of the cgroup, in percent of one.")] = "200,100,25",
+    load: Annotated[
+        str, typer.Option(help="What is busy: 64 processes, or 240 threads of one process.")
+    ] = "processes",
+    json: JsonFile = None,
+) -> None:
+    """Late renewals and lost leases of a runner whose jobs use up a CPU quota.
+
+    Beside it a renewing thread in the busy process, and an asyncio task in its loop. Needs the right to make
+    a cgroup.
+    """
+    quotas = quota.split(",")
+    if not set(quotas) <= {"200", "100", "25"} or load not in ("processes", "threads"):
+        raise typer.BadParameter("quotas are 200, 100 and 25; loads are processes and threads")
+    _bench({"lease": {"seconds": seconds, "quotas": quotas, "load": load}}, json)
+
+
+@app.command("all")
+def bench_all(json: JsonFile = None) -> None:
+    """All benchmarks, one after the other; the long ones in a short form."""
+    _bench(
+        {
+            "claim": {},
+            "order": {},
+            "memory": {},
+            "recovery": {"n": 12, "replaced": 4, "frozen": 1},
+            "idle": {"workers": [100], "minutes": 1.0},
+            "sweep": {"workers": [1000, 10_000]},
+            "claim-race": {"claims": 50_000},
+            "jobs": {"seconds": 1.0, "rounds": 1, "pickups": 60, "kills": 1},
+            "lease": {"seconds": 20.0, "quotas": ["100"]},
+            "heartbeat": {"seconds": 60.0, "loads": ["processes"]},
+        },
+        json,
+    )
+
+
+def _bench(wanted: dict[str, dict[str, Any]], json: Path | None) -> NoReturn:
+    from infra.lab.bench.suite import run_benchmarks
+
+    raise typer.Exit(run_benchmarks(wanted, json))

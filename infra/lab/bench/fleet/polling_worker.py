@@ -1,0 +1,64 @@
+"""`python -m infra.lab.bench.fleet READY_FILE`: the Temporal worker of the naive design, until SIGTERM.
+
+Settings: BERTH_TEMPORAL_ADDRESS, BERTH_VALKEY_URL. Its limits are those of our orchestrator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
+
+from infra.lab.bench.fleet.polling_workflow import QUEUE, READ_MARK, NaivePollingWorkflow
+from infra.settings import Settings
+from infra.valkey import client as valkey
+from worker_runtime.protocol import keys
+
+#: Workflows kept in memory, as in our orchestrator.
+_CACHED = 4000
+
+
+class PollingActivities:
+    """The activity of the naive workflow."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @activity.defn(name=READ_MARK)
+    async def look(self, user_id: str) -> bool:
+        """Whether the user's worker is marked as alive."""
+        return bool(await self._client.exists(keys.mark(user_id)))
+
+
+async def _serve(polls: Callable[[], None]) -> None:
+    settings = Settings()
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    client = valkey.connect_valkey(settings.valkey_url, max_connections=256)
+    temporal = await Client.connect(settings.temporal_address, namespace=settings.temporal_namespace)
+    async with Worker(
+        temporal,
+        task_queue=QUEUE,
+        workflows=[NaivePollingWorkflow],
+        activities=[PollingActivities(client).look],
+        max_cached_workflows=_CACHED,
+        workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+        activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+    ):
+        polls()
+        await ending.wait()
+    await client.aclose()
+    await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]).touch))

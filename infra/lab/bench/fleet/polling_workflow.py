@@ -1,0 +1,35 @@
+"""One workflow per user: sleep, look at the worker's mark, again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from temporalio import workflow
+
+WORKFLOW_NAME = "NaivePollingWorkflow"
+QUEUE = "bench-polling"
+READ_MARK = "look_at_mark"
+#: Seconds between two looks: what such designs choose, because a dead worker is to be noticed in a minute.
+PERIOD = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollingInput:
+    user_id: str
+    #: Seconds until the first look, so that not all look at the same moment.
+    first: float
+
+
+@workflow.defn(name=WORKFLOW_NAME)
+class NaivePollingWorkflow:
+    @workflow.run
+    async def run(self, given: PollingInput) -> None:
+        pause = given.first
+        while not workflow.info().is_continue_as_new_suggested():
+            await workflow.sleep(pause)
+            await workflow.execute_activity(
+                READ_MARK, given.user_id, result_type=bool, start_to_close_timeout=timedelta(seconds=10)
+            )
+            pause = PERIOD
+        workflow.continue_as_new(PollingInput(user_id=given.user_id, first=PERIOD))

@@ -1,0 +1,80 @@
+"""`python -m infra.lab.bench.fleet.simulated`: serves the node's socket until SIGTERM; its workers end
+with it.
+
+Settings: BERTH_NODE_SOCKET, BERTH_VALKEY_URL, BERTH_LOG_LEVEL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import resource
+import signal
+import sys
+
+import structlog
+
+from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
+from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
+from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
+from infra.node.address import listen
+from infra.node.server import NodeServer
+from infra.settings import Settings
+from worker_runtime.protocol.errors import BerthError
+
+log = structlog.get_logger()
+
+
+def _behaviour() -> SimulatedBehaviour:
+    parser = argparse.ArgumentParser(prog="infra.lab.bench.fleet.simulated")
+    usual = SimulatedBehaviour()
+    parser.add_argument("--start", type=float, default=usual.start, help="seconds from launch to ready")
+    parser.add_argument("--connect", type=float, default=usual.connect, help="seconds of a broker login")
+    parser.add_argument("--used", action="store_true", help="their users are active all the time")
+    return SimulatedBehaviour(**vars(parser.parse_args()))
+
+
+async def _serve(settings: Settings, habits: SimulatedBehaviour) -> None:
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    link = SimulatedConnections(settings.valkey_url)
+    keeper = SimulatedKeeper(link, habits)
+    server = NodeServer(keeper, keeper, limits="none")
+    await server.start(listen(settings.node_socket))
+    log.info("simulated.ready", socket=str(settings.node_socket))
+    await ending.wait()
+    await server.close()
+    await keeper.close()
+    await link.close()
+    settings.node_socket.unlink(missing_ok=True)
+
+
+def main() -> int:
+    settings, habits = Settings(), _behaviour()
+    level = logging.getLevelNamesMapping().get(settings.log_level.upper(), logging.INFO)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of them.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        asyncio.run(_serve(settings, habits))
+    except BerthError as error:
+        log.error("simulated.failed", code=error.code, detail=error.detail)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""How simulated workers behave; durations are seconds.
+
+One simulated worker: from its launch over the claim to its end, as the orchestrator sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from infra import tasks
+from infra.lab.bench.fleet.simulated import calls
+from infra.lab.bench.fleet.simulated.calls import SimulatedCall, SimulatedConnections, SimulatedIdentity
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import (
+    ClaimRefused,
+    Fenced,
+    MalformedMessage,
+    OrderRejected,
+    WorkerUnavailable,
+)
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.messages import (
+    Answer,
+    Claim,
+    ClaimReply,
+    Connect,
+    ControlMessage,
+    Failure,
+    InboxMessage,
+    Message,
+    ReleaseClaim,
+    Shutdown,
+    Signed,
+    WorkerEvent,
+    WorkerEventKind,
+    decode,
+    encode,
+)
+from worker_runtime.protocol.requests import parse_frame
+from worker_runtime.protocol.scripts import ANSWER, SETTLE_CLAIM
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedBehaviour:
+    """The same for all workers of one simulated node."""
+
+    #: From the launch to ready; a real worker process takes about as long on an idle core.
+    start: float = 0.1
+    #: A broker login; the paper exchange's takes about as long.
+    connect: float = 0.01
+    #: Whether their users are active all the time: then each renewal shows a new last activity.
+    used: bool = False
+
+
+log = structlog.get_logger()
+
+#: Seconds until a worker tries again what Valkey did not answer.
+_RETRY = 1.0
+
+
+class _RequestHeader(msgspec.Struct):
+    """What any request says of its answer."""
+
+    request_id: str
+    reply_to: str = ""
+
+
+class SimulatedEnding(Exception):  # not an error: how a worker leaves its loop
+    """Raised inside a worker when it has to end."""
+
+    def __init__(self, code: ExitCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class SimulatedWorker:
+    """Driven by `run`; its marks are renewed by the node's `Renewals`."""
+
+    def __init__(self, config: WorkerConfig, link: SimulatedConnections, habits: SimulatedBehaviour) -> None:
+        self.config = config
+        self._link = link
+        self._habits = habits
+        self._identity = SimulatedIdentity.of(config)
+        self._launched_at_ms = _now_ms()
+        self._last_activity_ms = 0
+        self._state = "PoolIdle"
+        self._claim: Claim | None = None
+        self._reply: ClaimReply | None = None
+        self._pops = 0
+        self._events = 0
+        self._owner_missing = False
+        self._told_to_end: asyncio.Future[SimulatedEnding] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> ExitCode:
+        """Lives until it is told to end, by a message, a stop or a refused renewal."""
+        living = asyncio.create_task(self._live())
+        await asyncio.wait({living, self._told_to_end}, return_when=asyncio.FIRST_COMPLETED)
+        if self._told_to_end.done():
+            await tasks.cancel_tasks(living)
+            end = self._told_to_end.result()
+        else:
+            end = living.result()
+        with contextlib.suppress(RedisError, OSError):  # then the mark expires
+            await self._farewell(end)
+        return end.code
+
+    def stop(self, code: ExitCode, reason: str) -> None:
+        """Asks it to end; the first reason stays."""
+        if not self._told_to_end.done():
+            self._told_to_end.set_result(SimulatedEnding(code, reason))
+
+    # --- renewals, driven from outside ----------------------------------------------------------------
+
+    def renewal(self) -> SimulatedCall:
+        """What renews the mark, or the pool entry of a worker without a user."""
+        claim = self._claim
+        if claim is None:
+            return calls.announce(self.config, self._identity)
+        if self._habits.used:
+            self._last_activity_ms = _now_ms()
+        return calls.renew(self.config, claim.user_id, claim.epoch, self._shown(claim))
+
+    async def renewed(self, reply: Any) -> None:
+        """Acts on the reply to a renewal, as a supervisor does."""
+        if reply in (b"fenced", b"released"):
+            code = ExitCode.FENCED if reply == b"fenced" else ExitCode.CLAIM_REFUSED
+            self.stop(code, f"the renewal said {reply.decode()}")
+        elif reply == b"no_owner" and not self._owner_missing:
+            self._owner_missing = True
+            with contextlib.suppress(RedisError, OSError):
+                await self._link.execute(self._event(WorkerEventKind.OWNER_MISSING, ""))
+        elif reply == b"ok":
+            self._owner_missing = False
+
+    def _shown(self, claim: Claim) -> dict[str, Any]:
+        config, identity = self.config, self._identity
+        return {
+            "task": config.task_id,
+            "worker": config.worker_id,
+            "epoch": claim.epoch,
+            "version": config.version,
+            "state": self._state,
+            "launched_at": self._launched_at_ms,
+            "last_activity_ms": self._last_activity_ms,
+            "session": 1,
+            "public_key": identity.public_key.hex(),
+            "proof": identity.proof.hex(),
+            "pid": 0,
+            "claim": claim.claim_id,
+        }
+
+    # --- its life ---------------------------------------------------------------------------------------
+
+    async def _live(self) -> SimulatedEnding:
+        await asyncio.sleep(self._habits.start)
+        announced = False
+        inbox = keys.pool_inbox(self.config.pool, self.config.worker_id)
+        while True:
+            try:
+                if not announced:
+                    await self.renewed(await self._link.run(self.renewal()))
+                    announced = True
+                bells = [inbox]
+                if self._state == "Active" and self._claim is not None:
+                    bells.append(keys.doorbell(self._claim.user_id))
+                    await self._work()
+                found = await self._link.take(*bells)
+                if found is not None and found[0] == inbox:
+                    await self._told(found[1])
+            except SimulatedEnding as end:
+                return end
+            except (RedisError, OSError) as error:
+                log.warning("simulated.waits", worker=self.config.worker_id, error=type(error).__name__)
+                await asyncio.sleep(_RETRY)
+
+    async def _told(self, data: bytes) -> None:
+        try:
+            signed: Signed = decode(data, Signed)
+            message: InboxMessage = decode(signed.payload, InboxMessage)
+        except MalformedMessage as error:
+            log.warning("simulated.dropped", worker=self.config.worker_id, code=error.code)
+            return
+        match message:
+            case Claim():
+                await self._claimed(message)
+            case Connect() if self._claim is not None and self._reply is not None:
+                await self._answer_claim(self._claim, self._reply)
+            case ReleaseClaim() if self._claim is None or message.claim_id == self._claim.claim_id:
+                raise SimulatedEnding(ExitCode.OK, f"released: {message.reason}")
+            case _:
+                log.warning("simulated.dropped", worker=self.config.worker_id, code="NOT_FOR_THIS_WORKER")
+
+    async def _claimed(self, claim: Claim) -> None:
+        if self._claim is not None:
+            if claim.claim_id == self._claim.claim_id and self._reply is not None:
+                await self._answer_claim(claim, self._reply)
+            return
+        entry = keys.pool_worker(self.config.pool, self.config.worker_id)
+        settled = await self._link.run(SimulatedCall(SETTLE_CLAIM, [entry], [claim.claim_id, "confirmed"]))
+        if settled != b"confirmed":
+            failure = Failure.of(ClaimRefused(f"the claim is {settled.decode()}"))
+            await self._answer_claim(claim, self._reply_to(claim, 0, failure))
+            raise SimulatedEnding(ExitCode.CLAIM_REFUSED, failure.detail)
+        claimed_at = self._last_activity_ms = _now_ms()
+        self._claim, self._state = claim, "Connecting"
+        owned = await self._link.run(self.renewal())
+        if owned != b"ok":
+            error = Fenced() if owned == b"fenced" else WorkerUnavailable("the user has no owner key")
+            await self._answer_claim(claim, self._reply_to(claim, claimed_at, Failure.of(error)))
+            raise SimulatedEnding(ExitCode.FENCED, f"the mark was refused: {owned.decode()}")
+        await asyncio.sleep(self._habits.connect)
+        self._state = "Active"
+        await self._link.run(self.renewal())
+        await self._link.execute(self._event(WorkerEventKind.CONNECTED, f"attempt {claim.attempt}"))
+        self._reply = self._reply_to(claim, claimed_at, None)
+        await self._answer_claim(claim, self._reply)
+
+    def _reply_to(self, claim: Claim, claimed_at: int, failure: Failure | None) -> ClaimReply:
+        return ClaimReply(
+            claim_id=claim.claim_id,
+            worker_id=self.config.worker_id,
+            epoch=claim.epoch,
+            attempt=claim.attempt,
+            failure=failure,
+            claimed_at_ms=claimed_at,
+            connected_at_ms=0 if failure else _now_ms(),
+        )
+
+    async def _answer_claim(self, claim: Claim, reply: ClaimReply) -> None:
+        await self._push_reply(claim.claim_id, reply)
+
+    async def _push_reply(self, claim_id: str, reply: ClaimReply) -> None:
+        key = keys.pool_reply(self.config.pool, claim_id)
+        await self._link.execute(("RPUSH", key, encode(reply)), ("EXPIRE", key, keys.CLAIM_TTL))
+
+    # --- work of an active one --------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Takes what waits for this user until there is nothing more."""
+        claim = self._claim
+        while claim is not None:
+            self._pops += 1
+            kind, item, *_ = await self._link.run(
+                calls.pop(self.config, claim.user_id, claim.epoch, self._pops)
+            )
+            if kind == b"control":
+                await self._controlled(claim, item)
+            elif kind == b"request":
+                await self._refuse(claim, item)
+            elif kind == b"fenced":
+                raise SimulatedEnding(ExitCode.FENCED, "another epoch owns the user")
+            else:
+                return
+
+    async def _controlled(self, claim: Claim, item: bytes) -> None:
+        self._last_activity_ms = _now_ms()
+        try:
+            signed: Signed = decode(item, Signed)
+            message: ControlMessage = decode(signed.payload, ControlMessage)
+        except MalformedMessage as error:
+            log.warning("simulated.dropped", worker=self.config.worker_id, code=error.code)
+            return
+        if message.epoch != claim.epoch:
+            return
+        if isinstance(message, Shutdown):
+            raise SimulatedEnding(ExitCode.OK, message.reason)
+        reply = ClaimReply(
+            claim_id=message.reload_id,
+            worker_id=self.config.worker_id,
+            epoch=claim.epoch,
+            attempt=1,
+            connected_at_ms=_now_ms(),
+        )
+        await self._push_reply(message.reload_id, reply)
+
+    async def _refuse(self, claim: Claim, item: bytes) -> None:
+        """A simulated worker has no broker: the request is answered, and nothing was submitted."""
+        self._last_activity_ms = _now_ms()
+        try:
+            frame = parse_frame(item)
+            asked: _RequestHeader = decode(frame.payload, _RequestHeader)
+        except MalformedMessage:
+            await self._link.execute(("LREM", keys.processing(claim.user_id), 1, item))
+            return
+        failure = Failure.of(OrderRejected("a simulated worker trades nothing"))
+        await self._link.run(
+            SimulatedCall(
+                ANSWER,
+                keys.answering(claim.user_id, asked.request_id),
+                [
+                    item,
+                    encode(Answer(request_id=asked.request_id, failure=failure)),
+                    keys.ANSWER_TTL,
+                    asked.reply_to,
+                ],
+            )
+        )
+
+    # --- its end ----------------------------------------------------------------------------------------
+
+    async def _farewell(self, end: SimulatedEnding) -> None:
+        """What session and supervisor do last: the event, then the mark or the pool entry goes."""
+        config, claim = self.config, self._claim
+        if claim is None:
+            await self._link.execute(
+                ("ZREM", keys.pool_ready(config.pool), config.worker_id),
+                ("DEL", keys.pool_worker(config.pool, config.worker_id)),
+            )
+        elif end.code is not ExitCode.FENCED:
+            await self._link.execute(self._event(WorkerEventKind.CLOSED, end.reason))
+            await self._link.run(calls.unmark(config, claim.user_id, claim.epoch))
+
+    def _event(self, kind: WorkerEventKind, detail: str) -> tuple[Any, ...]:
+        claim = self._claim
+        self._events += 2
+        event: Message = WorkerEvent(
+            worker_id=self.config.worker_id,
+            user_id=claim.user_id if claim else keys.POOL_USER,
+            epoch=claim.epoch if claim else 0,
+            sequence=self._events,
+            kind=kind,
+            at_ms=_now_ms(),
+            detail=detail,
+        )
+        return ("XADD", keys.EVENTS, "*", "e", encode(event))

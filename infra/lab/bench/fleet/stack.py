@@ -1,0 +1,94 @@
+"""A local stack whose workers are simulated; everything else is real.
+
+The naive design's Temporal worker as a child process, and its workflows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client
+
+from infra.lab.bench.fleet.polling_workflow import PERIOD, QUEUE, WORKFLOW_NAME, PollingInput
+from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
+from infra.local.components import ChildComponent, NodeComponent
+from infra.local.stack import LocalStack
+from infra.settings import Settings
+
+#: Launches per second: what limits a host's real processes must not limit simulated ones.
+_LAUNCH_RATE = 1000.0
+
+
+class SimulatedNode(NodeComponent):
+    """`python -m infra.lab.bench.fleet.simulated` in the node's place; its workers end with it."""
+
+    module = "infra.lab.bench.fleet.simulated"
+    keeps_children = False
+
+    def __init__(self, directory: Path, settings: Settings, habits: SimulatedBehaviour) -> None:
+        super().__init__(directory, settings)
+        self._habits = habits
+
+    def command(self) -> Sequence[str]:
+        habits = self._habits
+        words = ["--start", str(habits.start), "--connect", str(habits.connect)]
+        return [*super().command(), *words, *(["--used"] if habits.used else [])]
+
+
+class SimulatedStack(LocalStack):
+    """`LocalStack` with simulated workers."""
+
+    def __init__(self, directory: Path, *, habits: SimulatedBehaviour, **options: Any) -> None:
+        super().__init__(directory, launch_rate=_LAUNCH_RATE, **options)
+        real = self.node
+        node = SimulatedNode(real.directory, self.settings, habits)
+        node.log_path, node.records = real.log_path, real.records
+        self.node = node
+        self.servers = tuple(node if server is real else server for server in self.servers)
+
+
+#: Starts under way at once.
+_AT_ONCE = 32
+
+
+class PollingWorker(ChildComponent):
+    """Ready when its Temporal worker polls."""
+
+    name = "polling"
+    module = "infra.lab.bench.fleet"
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        super().__init__(directory, settings)
+        self._ready = directory / "polling.ready"
+
+    def ports(self) -> list[tuple[int, str]]:
+        return []
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), str(self._ready)]
+
+    def answers(self) -> bool:
+        return self._ready.exists()
+
+
+async def start_polling(client: Client, user_ids: Sequence[str], told: Callable[[int], None]) -> None:
+    """Starts one workflow per user; their looks are spread over the period. `told` gets the number."""
+    turn, started = asyncio.Semaphore(_AT_ONCE), 0
+
+    async def start(number: int, user_id: str) -> None:
+        nonlocal started
+        async with turn:
+            first = PERIOD * number / len(user_ids)
+            await client.start_workflow(
+                WORKFLOW_NAME,
+                PollingInput(user_id=user_id, first=first),
+                id=f"naive-polling-{user_id}",
+                task_queue=QUEUE,
+            )
+        started += 1
+        told(started)
+
+    await asyncio.gather(*(start(number, user_id) for number, user_id in enumerate(user_ids)))

@@ -1,0 +1,137 @@
+"""`berth bench sweep`: what a pass of maintenance over ten thousand workers takes, a tenth of them odd.
+
+Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in PostgreSQL,
+marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes are started here in the
+schedule's place. The first two only look, the third cleans up and is measured: `scan_s` is its look at all
+workers, `total_s` its workflow from start to end, with all children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from redis import Redis
+from temporalio.client import Client
+
+from infra.database.engine import Database
+from infra.database.workers import maintenance
+from infra.lab import figures
+from infra.lab.bench.fleet.planted_fleet import PlantedFleet
+from infra.lab.figures import Say, silent
+from infra.lab.target import own_folder
+from infra.local.components import NodeComponent
+from infra.local.process import ServerFailed
+from infra.local.stack import LocalStack
+from infra.settings import Settings
+from worker_runtime.protocol import keys
+
+#: As in `workflows.names`, which this room must not import.
+_WORKFLOW, _QUEUE = "MaintenanceWorkflow", "berth-bulk"
+#: One worker in so many is odd.
+ONE_IN = 10
+#: Seconds until the orchestrator's other loops have taken the planted fleet in.
+_SETTLE = 2.0
+
+
+class _PlantedNode(NodeComponent):
+    module = "infra.lab.bench.fleet.planted_node"
+    keeps_children = False
+
+    def __init__(self, directory: Path, settings: Settings, planted: Path) -> None:
+        super().__init__(directory, settings)
+        self._planted = planted
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), str(self._planted)]
+
+
+class _PlantedStack(LocalStack):
+    """Without a pool of its own and without the schedule."""
+
+    def __init__(self, directory: Path, planted: Path) -> None:
+        super().__init__(
+            directory, durable=False, pool_target=0, maintenance_period=0.0, maintenance_confirm=0.0
+        )
+        real = self.node
+        node = _PlantedNode(real.directory, self.settings, planted)
+        node.log_path, node.records = real.log_path, real.records
+        self.node = node
+        self.servers = tuple(node if server is real else server for server in self.servers)
+
+
+def run(workers: Sequence[int] = (1000, 10_000, 20_000), say: Say = silent) -> dict[str, Any]:
+    """The figures of 10,000 workers, or of the last size, are the flat ones. Raises `ServerFailed`."""
+    sizes = {str(count): _sweep(count, say) for count in workers}
+    return {**sizes.get("10000", list(sizes.values())[-1]), "sizes": sizes}
+
+
+def _sweep(workers: int, say: Say) -> dict[str, Any]:
+    planted = PlantedFleet(workers, workers // ONE_IN)
+    say(f"sweep: planting {workers} workers")
+    with own_folder() as folder:
+        tasks = folder / "planted.json"
+        tasks.write_bytes(msgspec.json.encode(planted.tasks))
+        with _PlantedStack(folder / "data", tasks) as stack:
+            return asyncio.run(_measure(stack, planted, say))
+
+
+async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[str, Any]:
+    settings = stack.settings
+    database = Database(settings.database_url)
+    client = await Client.connect(settings.temporal_address)
+    try:
+        with Redis.from_url(settings.valkey_url) as valkey:
+            planted.into_valkey(valkey)
+            valkey.set(keys.GENERATION, "planted", nx=True)
+        await planted.into_database(database)
+        await asyncio.sleep(_SETTLE)
+        rounds = []
+        for number, name in enumerate(("first look", "second look", "clean up", "afterwards")):
+            say(f"sweep: {planted.workers} workers, {name}")
+            began = time.monotonic()
+            await client.execute_workflow(
+                _WORKFLOW, {"batch": 100, "abreast": 4}, id=f"sweep-{number}", task_queue=_QUEUE
+            )
+            async with database.session() as session:
+                shown = await maintenance.pass_summary(session)
+            if shown is None:
+                raise ServerFailed(f"the pass was not written down:\n{stack.orchestrator.log_tail()}")
+            rounds.append((shown, time.monotonic() - began))
+    finally:
+        await database.close()
+        await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
+    cleaned, seconds = rounds[2]
+    left = sum(rounds[3][0].found.values())
+    done = sum(cleaned.outcomes.values())
+    if cleaned.guarded or done != planted.anomalies:
+        raise ServerFailed(
+            f"{done} of {planted.anomalies} anomalies cleaned up: {cleaned.found} "
+            f"{cleaned.outcomes} {cleaned.guarded}\n{stack.orchestrator.log_tail()}"
+        )
+    return {
+        "workers": planted.workers,
+        "anomalies": planted.anomalies,
+        "scan_s": round(cleaned.scan_seconds, 3),
+        "total_s": round(seconds, 3),
+        "quiet_total_s": round(rounds[3][1], 3),
+        "left": left,
+        "found": cleaned.found,
+        "outcomes": cleaned.outcomes,
+    }
+
+
+def table(result: dict[str, Any]) -> None:
+    rows = [
+        (
+            f"{size['workers']} workers, {size['anomalies']} anomalies",
+            f"look at all {size['scan_s']} s   whole pass {size['total_s']} s   "
+            f"a pass that finds nothing {size['quiet_total_s']} s",
+        )
+        for size in result["sizes"].values()
+    ]
+    figures.print_table("sweep: a pass of maintenance that cleans up", rows)

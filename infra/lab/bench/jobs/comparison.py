@@ -1,0 +1,300 @@
+"""`berth bench jobs`: our job runner beside RQ, huey and what cannot be beaten, on one Valkey.
+
+Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue; its rate
+counts from the moment when all its processes have taken work. The rounds of all contenders are interleaved,
+so that a moment in which the host does something else strikes each of them, and the median counts.
+
+Pick-up is the time from the begin of the enqueuing call until the job's own first line, of single jobs that
+meet idle runners. Leases, results and events are on in all of our figures. Then the time from kill -9 of a
+runner to the next start of its job, and the memory of an idle runner.
+
+Valkey keeps no append-only file here, for anybody. With one, our rates with recycled children are a quarter
+lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from infra.lab import figures
+from infra.lab.bench.jobs import contenders as field_of
+from infra.lab.bench.jobs import floors
+from infra.lab.bench.jobs.contenders import Contender, ContenderProcesses, OurRunner
+from infra.lab.bench.memory import pss_mib
+from infra.lab.cpu import StolenTime
+from infra.lab.figures import Say, silent
+from infra.lab.target import own_folder
+from infra.local.process import ServerFailed
+from infra.local.servers import ValkeyServer
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import Job
+
+RUNNERS = (1, 2)
+#: CPU seconds of one job of the second kind.
+BUSY = 0.005
+#: Jobs a second that a contender is expected to reach with one runner, with room: so many are enqueued for
+#: each second. The queue may run empty; then the rate is that of the time it took.
+_EXPECTED = {"fresh": 1500, "recycled": 12_000, "rq": 300, "rq_simple": 1500, "huey": 12_000}
+_PATIENCE = 30.0
+#: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
+_GAP = (0.02, 0.04)
+_POPS, _FORKS = 20_000, 300
+
+
+@dataclass
+class _RateSamples:
+    """What the rounds of one contender brought, by number of runners."""
+
+    plain: dict[int, list[float]] = field(default_factory=dict)
+    busy: dict[int, list[float]] = field(default_factory=dict)
+    pick_up: dict[int, list[float]] = field(default_factory=dict)
+
+
+def run(
+    seconds: float = 1.5,
+    rounds: int = 3,
+    runners: Sequence[int] = RUNNERS,
+    pickups: int = 200,
+    lease: float = 5.0,
+    kills: int = 3,
+    say: Say = silent,
+) -> dict[str, Any]:
+    """Raises `ServerFailed` when a contender does not start or stops working."""
+    with (
+        own_folder() as folder,
+        ValkeyServer(folder / "valkey", durable=False) as server,
+        # A connection of its own, as a producer with one thread has it; RQ's jobs come over it, too.
+        Redis.from_url(server.url, single_connection_client=True) as client,
+    ):
+        measure = _JobMeasurement(folder, server.url, client)
+        stolen = StolenTime()
+        everybody = field_of.contenders(client, server.url)
+        rates = {one.name: _RateSamples() for one in everybody}
+        for turn in range(rounds):
+            for count, one in product(runners, everybody):
+                say(f"jobs: round {turn + 1} of {rounds}, {one.name}, {count} runners")
+                mine = rates[one.name]
+                mine.plain.setdefault(count, []).append(measure.rate(one, count, 0.0, seconds))
+                mine.busy.setdefault(count, []).append(measure.rate(one, count, BUSY, seconds))
+                taken = measure.pick_up(one, count, -(-pickups // rounds))
+                mine.pick_up.setdefault(count, []).extend(taken)
+        say("jobs: floors")
+        popped = _floor("pop", server.url, _POPS)
+        forked = _floor("fork", server.url, _FORKS)
+        say(f"jobs: {kills} runners killed, lease {lease:g} s")
+        rerun = measure.reruns(kills, lease)
+        idle = measure.idle_pss()
+    result: dict[str, Any] = {name: _figures(mine) for name, mine in rates.items()}
+    return {
+        **result,
+        "floor_per_s": round(popped),
+        "fork_floor_per_s": round(forked),
+        "times_rq": {
+            name: {
+                count: round(result[name][count]["per_s"] / result["rq"][count]["per_s"], 1)
+                for count in result[name]
+            }
+            for name in ("fresh", "recycled")
+        },
+        "lease_s": lease,
+        "rerun_s": [round(took, 2) for took in rerun],
+        "idle_pss_mib": round(idle, 1),
+        "rounds": rounds,
+        "seconds": seconds,
+        "load": [round(number, 1) for number in os.getloadavg()],
+        "stolen_percent": stolen.percent(),
+    }
+
+
+def _figures(rates: _RateSamples) -> dict[str, Any]:
+    return {
+        str(count): {
+            "per_s": round(statistics.median(rates.plain[count])),
+            "cpu_per_s": round(statistics.median(rates.busy[count])),
+            **figures.milliseconds(rates.pick_up[count], 50, 99),
+        }
+        for count in rates.plain
+    }
+
+
+class _JobMeasurement:
+    """The single measurements; each leaves an empty server."""
+
+    def __init__(self, folder: Path, url: str, client: Redis) -> None:
+        self._url = url
+        self._client: Any = client
+        self._log = folder / "runners.log"
+        self._stamps = folder / "stamps"
+        self._ledger = folder / "ledger"
+
+    def rate(self, one: Contender, runners: int, busy: float, seconds: float) -> float:
+        """Jobs a second of so many runners."""
+        self._client.flushall()
+        expected = min(_EXPECTED[one.name], 1 / busy if busy else 1e9) * runners
+        count = round(expected * (seconds + 0.5))
+        one.fill(count, busy)
+        with ContenderProcesses(one, runners, self._log) as processes:
+            first, began = count, time.perf_counter()
+
+            def started() -> bool:
+                """Past the start of all of them: a twentieth is done. It is measured from the look before,
+                for whoever stands still here may find the queue empty."""
+                nonlocal first, began
+                left, now = one.left(), time.perf_counter()
+                if left < count * 0.95:
+                    return True
+                first, began = left, now
+                return False
+
+            _wait(started, processes)
+            while True:
+                time.sleep(0.002)
+                left, now = one.left(), time.perf_counter()
+                if left == 0 or now - began >= seconds:
+                    break
+                if now - began > _PATIENCE:
+                    raise ServerFailed(f"{one.name} has stopped working")
+        return (first - left) / (now - began)
+
+    def pick_up(self, one: Contender, runners: int, count: int) -> list[float]:
+        """Seconds from the enqueuing call to the job's first line, each job alone."""
+        self._client.flushall()
+        chance = random.Random(1)  # noqa: S311 — nothing secret about it
+        taken = []
+        one.fill(5 * runners, 0.0)
+        with (
+            ContenderProcesses(one, runners, self._log) as processes,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stamps,
+        ):
+            self._stamps.unlink(missing_ok=True)
+            stamps.bind(str(self._stamps))
+            stamps.settimeout(_PATIENCE)
+            _wait(lambda: one.left() == 0, processes)
+            time.sleep(0.5)  # all have started, and found nothing more
+            for number in range(count + 5):
+                time.sleep(chance.uniform(*_GAP))
+                began = time.monotonic()
+                one.enqueue(str(self._stamps))
+                (started,) = struct.unpack("d", stamps.recv(64))
+                if number >= 5:
+                    taken.append(started - began)
+        return taken
+
+    def reruns(self, kills: int, lease: float) -> list[float]:
+        """Seconds from kill -9 of a runner to the next start of the job that it had in hand."""
+        taken = []
+        for number in range(kills):
+            self._client.flushall()
+            self._ledger.unlink(missing_ok=True)
+            one = OurRunner("killed", self._client, self._url, 1, lease=lease)
+            with ContenderProcesses(one, 1, self._log) as victim:
+                self._registered(1, victim)
+                # Longer than all that follows: its runner is killed while it runs.
+                one.put({"sleeps": 2 * _PATIENCE + lease, "ledger": str(self._ledger)})
+                self._started(1, victim)
+                with ContenderProcesses(one, 1, self._log) as other:
+                    self._registered(2, other)
+                    # Anywhere between two of its beats, of which there are three a lease.
+                    time.sleep(lease * (0.3 + number / kills / 3))
+                    killed = time.monotonic()
+                    os.kill(victim.pids[0], signal.SIGKILL)
+                    taken.append(self._started(2, other) - killed)
+        return taken
+
+    def idle_pss(self) -> float:
+        """MiB of a runner of the fleet with its children, which has run a job and is idle."""
+        self._client.flushall()
+        one = _RunnerFleet("idle", self._client, self._url, 1)
+        with ContenderProcesses(one, 1, self._log) as processes:
+            call = job_calls.enqueue(Job(job_id="ping", name="ping"))
+            self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
+            _wait(lambda: self._client.exists(job_keys.result(job_keys.FLEET_TAG, "ping")), processes)
+            time.sleep(1.0)  # the next child stands ready
+            return pss_mib(processes.pids[0])
+
+    def _registered(self, count: int, processes: ContenderProcesses) -> None:
+        beats = job_keys.beats(job_keys.FLEET_TAG)
+        _wait(lambda: self._client.hlen(beats) >= count, processes)
+
+    def _started(self, times: int, processes: ContenderProcesses) -> float:
+        """The moment of the start number `times`, by the ledger."""
+        found: list[float] = []
+
+        def look() -> bool:
+            lines = self._ledger.read_text().splitlines() if self._ledger.exists() else []
+            found[:] = [float(line.split()[-1]) for line in lines if line.startswith("start")]
+            return len(found) >= times
+
+        _wait(look, processes)
+        return found[times - 1]
+
+
+class _RunnerFleet(OurRunner):
+    """The runner as the fleet has it, without our job."""
+
+    def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
+        module = field_of.runner_command("worker_runtime.jobs")
+        return [(module, config) for _, config in super().commands(runners)]
+
+
+def _wait(look: Any, processes: ContenderProcesses) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not look():
+        if not processes.alive:
+            raise ServerFailed("a runner ended, or did not start")
+        if time.monotonic() > until:
+            raise ServerFailed(f"nothing within {_PATIENCE:g} s")
+        time.sleep(0.002)
+
+
+def _floor(what: str, url: str, count: int) -> float:
+    words = [sys.executable, "-P", "-m", floors.__name__, what, url, str(count)]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
+def table(result: dict[str, Any]) -> None:
+    titles = {
+        "fresh": "ours, a fresh child for each job",
+        "recycled": "ours, 100 jobs a child",
+        "rq": "RQ Worker",
+        "rq_simple": "RQ SimpleWorker (no isolation)",
+        "huey": "huey, processes (loses jobs)",
+    }
+    rows = []
+    for name, title in titles.items():
+        for runners, one in result[name].items():
+            times = result["times_rq"].get(name, {}).get(runners)
+            rows.append(
+                (
+                    f"{title}, {runners} runner{'s' if runners != '1' else ''}",
+                    f"{one['per_s']}/s   5 ms CPU {one['cpu_per_s']}/s   "
+                    f"pick-up p50 {one['p50_ms']} p99 {one['p99_ms']} ms"
+                    + (f"   {times} times RQ Worker" if times else ""),
+                )
+            )
+    rows += [
+        ("floors", f"BZPOPMAX {result['floor_per_s']}/s   fork and wait {result['fork_floor_per_s']}/s"),
+        (
+            f"kill -9 of a runner to the job's next start, lease {result['lease_s']:g} s",
+            ", ".join(f"{took:g} s" for took in result["rerun_s"]),
+        ),
+        ("PSS of an idle runner with its child", f"{result['idle_pss_mib']} MiB"),
+    ]
+    circumstances = f"load {result['load'][0]}, {result['stolen_percent']} % of the CPU time given to others"
+    figures.print_table(f"jobs: median of {result['rounds']} rounds; {circumstances}", rows)

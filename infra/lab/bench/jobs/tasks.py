@@ -1,0 +1,19 @@
+"""The peers' jobs: the same that ours are (`worker_runtime.jobs.loadtest_job`)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+
+def perform(busy: float = 0.0, stamp: str = "") -> None:
+    """`busy`: seconds of CPU; `stamp`: a datagram socket that gets the moment of the start."""
+    began = time.monotonic()
+    if stamp:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+            link.sendto(struct.pack("d", began), stamp)
+    if busy:
+        until = time.thread_time() + busy
+        while time.thread_time() < until:
+            pass

@@ -1,0 +1,151 @@
+"""`berth bench order`: an active worker, from the REST call to the answer with the fill.
+
+Beside it in the same run the floor (`floor.py`): two bare Valkey hops between two processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+from uuid import uuid4
+
+from infra.lab import figures
+from infra.lab.bench import floor, knee
+from infra.lab.cpu import CpuMeter, StolenTime
+from infra.lab.rest import RequestFailed, RestConnection
+from infra.lab.target import BenchUser, Target, running
+
+_WARM_UP = 100
+#: The real broker bans a person beyond 250; this measures our path, not that limit.
+_ORDERS_PER_10S = 1_000_000
+
+
+def order_body(user: BenchUser) -> dict[str, object]:
+    """A new market order for one lot."""
+    return {
+        "client_order_id": uuid4().hex,
+        "account_id": user.account_id,
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 1,
+        "price_type": "MKT",
+        "time_in_force": "IOC",
+    }
+
+
+def send_order(connection: RestConnection, user: BenchUser) -> float:
+    """Seconds from the call to the answer; raises `RequestFailed` if it is not filled in the answer."""
+    wanted = order_body(user)
+    started = time.perf_counter()
+    order = connection.call("POST", f"/v1/users/{user.user_id}/orders", wanted)
+    taken = time.perf_counter() - started
+    if order["state"] != "filled":
+        raise RequestFailed(f"the order is {order['state']}: {order}")
+    return taken
+
+
+def _closed_loop(target: Target, users: list[BenchUser], seconds: float) -> float:
+    """Orders a second when each user sends the next one as soon as the last is answered."""
+    until = time.monotonic() + seconds
+    counts = [0] * len(users)
+
+    def trade(number: int, user: BenchUser) -> None:
+        connection = RestConnection(target.api_url, user.api_key)
+        while time.monotonic() < until:
+            send_order(connection, user)
+            counts[number] += 1
+        connection.close()
+
+    threads = [threading.Thread(target=trade, args=(number, user)) for number, user in enumerate(users)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / seconds
+
+
+def _active(target: Target, prefix: str, count: int) -> list[BenchUser]:
+    """Users with an active worker each."""
+    traders = target.make_users(prefix, count)
+    for user in traders:
+        starter = RestConnection(target.api_url, user.api_key)
+        starter.call("POST", f"/v1/users/{user.user_id}/worker/start")
+        starter.close()
+    return traders
+
+
+def run(
+    n: int = 2000,
+    users: int = 8,
+    seconds: float = 10.0,
+    knee_users: int = 50,
+    knee_first: float = knee.FIRST,
+) -> dict[str, Any]:
+    """`n` orders of one user, one after the other; then `users` users at once for `seconds`; then
+    `knee_users` at growing rates from `knee_first` orders a second, `seconds` each."""
+    with running(pool_target=users, exchange_orders_per_10s=_ORDERS_PER_10S) as target:
+        target.wait_ready(users)
+        target.pool_update("pause")  # launches of new workers would run into the measurement
+        traders = _active(target, "trader", users)
+        connection = RestConnection(target.api_url, traders[0].api_key)
+        for _ in range(_WARM_UP):
+            send_order(connection, traders[0])
+        meter, stolen = CpuMeter(target), StolenTime()
+        taken = [send_order(connection, traders[0]) for _ in range(n)]
+        cpu, stolen_percent = meter.milliseconds(n), stolen.percent()
+        connection.close()
+        bare = floor.measure(target.settings.valkey_url, n)
+        together = _closed_loop(target, traders, seconds)
+        bend = _knee(target, traders, knee_users, knee_first, seconds)
+    return {
+        "n": n,
+        **figures.milliseconds(taken, 50, 99),
+        "floor_p50_ms": figures.milliseconds(bare, 50)["p50_ms"],
+        "floor_p99_ms": figures.milliseconds(bare, 99)["p99_ms"],
+        "exchange_orders_per_10s": _ORDERS_PER_10S,
+        "users": users,
+        "orders_per_s": round(together, 1),
+        "cpu_ms_per_order": cpu,
+        "stolen_percent": stolen_percent,
+        **bend,
+    }
+
+
+def _knee(
+    target: Target, traders: list[BenchUser], users: int, first: float, seconds: float
+) -> dict[str, Any]:
+    target.pool_update("resume")
+    more = _active(target, "more", users - len(traders)) if users > len(traders) else []
+    target.wait_ready(target.settings.pool_target)  # nothing is launched any more
+    target.pool_update("pause")
+    chosen = [*traders, *more][:users]
+    for user in chosen:  # connections are made, and code is loaded
+        connection = RestConnection(target.api_url, user.api_key)
+        send_order(connection, user)
+        connection.close()
+    return knee.run(target, chosen, send_order, seconds=seconds, first=first)
+
+
+def table(result: dict[str, Any]) -> None:
+    figures.print_table(
+        "order: REST to the answer with the fill (ms)",
+        [
+            (
+                f"one user, one after the other, n={result['n']}",
+                f"p50 {result['p50_ms']}   p99 {result['p99_ms']}",
+            ),
+            (
+                "floor: two bare Valkey hops",
+                f"p50 {result['floor_p50_ms']}   p99 {result['floor_p99_ms']}",
+            ),
+            (f"{result['users']} users at once", f"{result['orders_per_s']} orders/s"),
+            ("limit of the exchange for this run", f"{result['exchange_orders_per_10s']} orders in 10 s"),
+            (
+                "CPU of one order, ms",
+                "   ".join(f"{name} {value}" for name, value in result["cpu_ms_per_order"].items()),
+            ),
+            ("CPU time that the host gave to others meanwhile", f"{result['stolen_percent']} %"),
+            *knee.rows(result),
+        ],
+    )

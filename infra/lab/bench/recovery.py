@@ -1,0 +1,201 @@
+"""`berth bench recovery`: from kill -9 of a worker to Active again, on a new worker with a higher epoch.
+
+Each round has a user of its own, so that no crash backoff applies, and a full pool; refill and clean-up
+happen between the rounds. The clock starts right after the kill. It stops when the mark carries a higher
+epoch, the worker says that it is Active, and the API's view of the workflow says the same. Beside it an order
+is sent right after the kill: its answer tells when the user is really served again.
+
+Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor misses
+its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the clock stops when
+a later session of the same worker is Active.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from infra.lab import figures
+from infra.lab.bench import order
+from infra.lab.figures import Say, silent
+from infra.lab.marks import MarkPoller, PolledMark
+from infra.lab.processes import WorkerKill, kill_worker
+from infra.lab.rest import RequestFailed, RestConnection
+from infra.lab.target import BenchUser, Target, running
+from infra.local.process import ServerFailed
+
+#: Warm workers: the issue's figure is for a pool that is not empty.
+_POOL = 3
+#: Every so many rounds only the worker's first process is killed.
+_ZYGOTE_EVERY = 4
+#: Seconds; a round that takes longer has failed: by then the mark's expiry has told, too.
+_GIVE_UP = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryRound:
+    """One kill and what followed. Seconds from the kill."""
+
+    killed: WorkerKill
+    active: float
+    #: When the order that was sent right after the kill was answered.
+    answered: float
+    #: How it was answered: a state such as `filled`, or `refused`.
+    outcome: str
+
+
+class RecoveryRounds:
+    """Kills workers of one stack, one after the other."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._marks = MarkPoller(target.settings.valkey_url)
+
+    def close(self) -> None:
+        self._marks.close()
+
+    def one(self, user: BenchUser, what: WorkerKill) -> RecoveryRound:
+        """Makes the user Active with one filled order, kills the worker and measures; then stops the user."""
+        target = self._target
+        workers = len(target.workers())
+        target.wait_ready(_POOL)
+        connection = RestConnection(target.api_url, user.api_key)
+        try:
+            worker = connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
+            order.send_order(connection, user)
+            target.wait_ready(_POOL)  # the refill is not part of the measurement
+            pid = target.worker_pids()[worker["worker_id"]]
+            result = self._measure(user, connection, pid, what)
+            connection.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
+        finally:
+            connection.close()
+        target.wait_workers(max(workers, _POOL))
+        return result
+
+    def _measure(
+        self, user: BenchUser, connection: RestConnection, pid: int, what: WorkerKill
+    ) -> RecoveryRound:
+        killed = threading.Event()
+        before = self._marks.look(user.user_id)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            placing = thread.submit(self._place, user, killed)
+            began = time.monotonic()
+            try:
+                kill_worker(pid, int(before.metadata["pid"]), what)
+                began = time.monotonic()
+            finally:
+                killed.set()
+            self._await_active(user, connection, before, what, began + _GIVE_UP)
+            active = time.monotonic() - began
+            answered_at, outcome = placing.result()
+        return RecoveryRound(killed=what, active=active, answered=answered_at - began, outcome=outcome)
+
+    def _await_active(
+        self, user: BenchUser, connection: RestConnection, before: PolledMark, what: WorkerKill, until: float
+    ) -> None:
+        """Until mark, metadata and workflow agree on who serves now. Raises `ServerFailed`."""
+
+        def again(seen: PolledMark) -> bool:
+            if what.in_place:
+                later = seen.worker_id == before.worker_id and seen.session > before.session
+            else:
+                later = seen.epoch > before.epoch
+            return later and seen.state == "Active"
+
+        epoch = self._marks.wait(user.user_id, again, until).epoch
+        while True:
+            view = connection.call("GET", f"/v1/users/{user.user_id}/worker")
+            lifecycle, mark = view["lifecycle"], view["mark"]
+            agreed = view["live"] and view["state"] == lifecycle["state"] == "Active"
+            if agreed and mark["epoch"] == lifecycle["epoch"] == epoch:
+                return
+            if time.monotonic() > until:
+                raise ServerFailed(f"not Active again {_GIVE_UP:.0f} s after the kill: {view}")
+
+    def _place(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
+        """Places an order as soon as `killed` is set; when it was answered, and how."""
+        connection = RestConnection(self._target.api_url, user.api_key)
+        connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known
+        killed.wait()
+        try:
+            path = f"/v1/users/{user.user_id}/orders?wait=30"
+            outcome = str(connection.call("POST", path, order.order_body(user))["state"])
+        except RequestFailed:
+            outcome = "refused"
+        connection.close()
+        return time.monotonic(), outcome
+
+
+def run(n: int = 40, replaced: int = 8, frozen: int = 3, say: Say = silent) -> dict[str, Any]:
+    """`n` kills: every fourth of the first process only, the others of all processes at once.
+
+    Then `replaced` kills of the session process alone, and `frozen` stops of it.
+    """
+    plan = [WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE for number in range(1, n + 1)]
+    plan += [WorkerKill.SESSION] * replaced + [WorkerKill.FROZEN] * frozen
+    done: list[RecoveryRound] = []
+    with running(pool_target=_POOL) as target:
+        users = target.make_users("phoenix", len(plan))
+        rounds = RecoveryRounds(target)
+        try:
+            for user, what in zip(users, plan, strict=True):
+                done.append(rounds.one(user, what))
+                say(f"recovery: {len(done)} of {len(plan)} rounds, the last one took {done[-1].active:.2f} s")
+        finally:
+            rounds.close()
+        pulse_timeout = target.settings.pulse_timeout
+    parts = {what: [one for one in done if one.killed is what] for what in WorkerKill}
+    workers = [what for what in WorkerKill if not what.in_place]
+    return {
+        **_figures([one for one in done if not one.killed.in_place]),
+        "by_kill": {what.value: _figures(parts[what]) for what in workers if parts[what]},
+        "in_place": {
+            what.value: _figures(parts[what]) for what in WorkerKill if what.in_place and parts[what]
+        },
+        "pulse_timeout_s": pulse_timeout,
+    }
+
+
+def _figures(rounds: Sequence[RecoveryRound]) -> dict[str, Any]:
+    active = [one.active for one in rounds]
+    answered = [one.answered for one in rounds]
+    return {
+        "n": len(rounds),
+        **figures.seconds(active, 50, 90, 99),
+        "max_s": round(max(active), 3),
+        "order_p50_s": figures.seconds(answered, 50)["p50_s"],
+        "order_p99_s": figures.seconds(answered, 99)["p99_s"],
+        "orders_filled": sum(one.outcome == "filled" for one in rounds),
+        "orders_unknown": sum(one.outcome == "unknown" for one in rounds),
+        "orders_refused": sum(one.outcome == "refused" for one in rounds),
+    }
+
+
+_NAMES = {
+    WorkerKill.TREE: "all its processes killed",
+    WorkerKill.ZYGOTE: "its first process killed",
+    WorkerKill.SESSION: "in place: its session process killed",
+    WorkerKill.FROZEN: "in place: its session process stopped",
+}
+
+
+def table(result: dict[str, Any]) -> None:
+    rows = [(f"kill -9 to Active again, n={result['n']}", _row(result))]
+    for what, part in (result["by_kill"] | result["in_place"]).items():
+        rows.append((f"… {_NAMES[WorkerKill(what)]}, n={part['n']}", _row(part)))
+    rows.append(
+        (
+            "an order sent right after the kill",
+            f"answered p50 {result['order_p50_s']}   p99 {result['order_p99_s']}   "
+            f"filled {result['orders_filled']} of {result['n']}",
+        )
+    )
+    figures.print_table("recovery: kill -9 to Active again, a pool that is not empty (s)", rows)
+
+
+def _row(part: dict[str, Any]) -> str:
+    return f"p50 {part['p50_s']}   p90 {part['p90_s']}   p99 {part['p99_s']}   max {part['max_s']}"

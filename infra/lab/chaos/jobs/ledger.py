@@ -1,0 +1,198 @@
+"""What was really executed: a line at each start and each end of a job, written by the job itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from infra.lab.chaos.jobs.steps import RunnerStep
+from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown, JobResult, JobStatus
+
+#: Seconds that two clocks of one host may differ, as they are written down.
+_ROUNDED = 0.01
+
+
+@dataclass(frozen=True)
+class RecordedExecution:
+    """One start. `at` and `ended` are seconds of CLOCK_MONOTONIC; `runner` is a process id."""
+
+    job_id: str
+    attempt: int
+    fence: int
+    runner: int
+    at: float
+    ended: float | None
+
+
+@dataclass(frozen=True)
+class SentJob:
+    """One job as it was enqueued."""
+
+    job_id: str
+    idempotent: bool
+
+
+@dataclass(frozen=True)
+class RunnerKill:
+    runner: int
+    at: float
+
+
+@dataclass(frozen=True)
+class RunnerFreeze:
+    """A runner that stood still for a while. `until` is infinite if it was killed before that was over."""
+
+    runner: int
+    at: float
+    until: float
+    step: RunnerStep
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.at
+
+
+class JobHarm(StrEnum):
+    #: No end, or an end as done without an execution that came to its end.
+    LOST = "lost"
+    #: A job that must not run twice did.
+    DOUBLED = "doubled"
+    #: Ended in a way that no kill and no freeze explains, or has another end afterwards.
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class JobFinding:
+    harm: JobHarm
+    job_id: str
+    what: str
+
+
+def read_executions(path: Path) -> list[RecordedExecution]:
+    """All executions, in the order of their starts."""
+    starts: dict[tuple[str, int, int], tuple[int, float]] = {}
+    ends: dict[tuple[str, int, int], float] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        what, job_id, attempt, fence, runner, at = line.split()
+        one = job_id, int(fence), int(runner)  # after a flush the fences begin anew
+        if what == "start":
+            starts[one] = int(attempt), float(at)
+        else:
+            ends[one] = float(at)
+    return [
+        RecordedExecution(job_id, attempt, fence, runner, at, ends.get((job_id, fence, runner)))
+        for (job_id, fence, runner), (attempt, at) in starts.items()
+    ]
+
+
+def judge_jobs(
+    sent: Iterable[SentJob],
+    results: Mapping[str, JobResult],
+    forgotten: set[str],
+    executions: Iterable[RecordedExecution],
+    anew: Set[str] = frozenset(),
+) -> list[JobFinding]:
+    """Every job has an end that its executions explain, and none but an idempotent one began twice.
+
+    `forgotten`: jobs that a flush took and that must not run twice; whether they ran, only the ledger knows.
+    `anew`: jobs whose attempts were counted from one again.
+    """
+    by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
+    for one in executions:
+        by_job[one.job_id].append(one)
+    found = []
+    for job in sent:
+        runs, result = by_job[job.job_id], results.get(job.job_id)
+        if not job.idempotent and len(runs) > 1:
+            found.append(JobFinding(JobHarm.DOUBLED, job.job_id, f"{len(runs)} executions"))
+        if job.job_id in forgotten:
+            continue
+        if result is None:
+            found.append(JobFinding(JobHarm.LOST, job.job_id, f"no end; {len(runs)} executions"))
+        elif result.status is JobStatus.DONE:
+            if not any(run.ended is not None for run in runs):
+                found.append(JobFinding(JobHarm.LOST, job.job_id, "done, and no execution came to its end"))
+            elif job.job_id not in anew and any(run.attempt > result.attempt for run in runs):
+                what = f"done by attempt {result.attempt}, which had been taken over"
+                found.append(JobFinding(JobHarm.WRONG, job.job_id, what))
+        elif not _explained(job, result):
+            code = result.failure.code if result.failure else ""
+            found.append(JobFinding(JobHarm.WRONG, job.job_id, f"{result.status} {code}"))
+    return found
+
+
+def _explained(job: SentJob, result: JobResult) -> bool:
+    return not job.idempotent and result.failure is not None and result.failure.code == JobOutcomeUnknown.code
+
+
+def changed_results(before: Mapping[str, JobResult], after: Mapping[str, JobResult]) -> list[JobFinding]:
+    """Results that were written over: a fencing number did not hold."""
+    return [
+        JobFinding(JobHarm.WRONG, job_id, f"{before[job_id].status} became {result.status}")
+        for job_id, result in after.items()
+        if result != before[job_id]
+    ]
+
+
+def late_ends(
+    executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], freezes: Iterable[RunnerFreeze]
+) -> int:
+    """Executions that came to their end, and are not the job's, because their runner stood still over it."""
+    spells = {freeze.runner: freeze for freeze in freezes}
+    count = 0
+    for run in executions:
+        spell, result = spells.get(run.runner), results.get(run.job_id)
+        if spell is None or result is None or run.ended is None or run.at > spell.until:
+            continue
+        count += result.status is not JobStatus.DONE or result.attempt != run.attempt
+    return count
+
+
+def begun_late(executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], boot: float) -> int:
+    """Jobs that began after they had been reported as `JOB_OUTCOME_UNKNOWN`: who looks then sees nothing.
+
+    `boot`: the wall clock's seconds at which CLOCK_MONOTONIC was 0.
+    """
+    count = 0
+    for run in executions:
+        failure = results[run.job_id].failure if run.job_id in results else None
+        if failure is not None and failure.code == JobOutcomeUnknown.code:
+            count += run.at + boot > results[run.job_id].finished_at_ms / 1000 + _ROUNDED
+    return count
+
+
+def reruns(
+    executions: Iterable[RecordedExecution],
+    kills: Iterable[RunnerKill],
+    outages: Sequence[tuple[float, float]],
+    freezes: Iterable[RunnerFreeze] = (),
+) -> list[float]:
+    """Seconds from the kill of a runner to the next start of each job it had begun.
+
+    Not counted: jobs that another runner had claimed in between, which was killed before the job began, those
+    whose wait touches an outage of Valkey, and those of a runner that was frozen: they are taken back sooner.
+    """
+    spells = {freeze.runner: freeze for freeze in freezes}
+    by_runner: dict[int, list[float]] = defaultdict(list)
+    for kill in kills:
+        by_runner[kill.runner].append(kill.at)
+    by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
+    for one in executions:
+        by_job[one.job_id].append(one)
+    found = []
+    for runs in by_job.values():
+        ordered = sorted(runs, key=lambda run: run.at)
+        for earlier, later in pairwise(ordered):
+            killed = min((at for at in by_runner[earlier.runner] if at >= earlier.at), default=None)
+            if killed is None or later.attempt != earlier.attempt + 1 or later.at < killed:
+                continue
+            spell = spells.get(earlier.runner)
+            if spell is not None and spell.until >= earlier.at:  # it stood still with the job in hand
+                continue
+            if not any(began < later.at and killed < ended for began, ended in outages):
+                found.append(later.at - killed)
+    return found

@@ -1,0 +1,107 @@
+"""What both sides have written: our orders in PostgreSQL, and the exchange's ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from uuid import UUID
+
+from sqlalchemy import func, select
+
+from infra.database.engine import Database
+from infra.database.models import Order, OrderEventRow
+from infra.database.orders.states import OPEN_STATES
+from infra.database.trading.models import Reconciliation
+from infra.exchange.client import ExchangeAdmin
+from infra.exchange.records import Incident, IncidentKind, LedgerOrder, LedgerSession
+
+#: Orders of the ledger may be many: the admin API answers with all of an account at once.
+_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurOrder:
+    """One row of our orders, as far as it is judged."""
+
+    order_id: str
+    client_order_id: str
+    user_id: str
+    account_id: str
+    quantity: int
+    state: str
+    tag: str = ""
+    filled_quantity: int = 0
+    average_price: Decimal | None = None
+    attention: str | None = None
+    reason_code: str | None = None
+    reason: str | None = None
+    created_at: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Books:
+    """Everything that the judge looks at; all orders of all users."""
+
+    ours: Sequence[OurOrder]
+    ledger: Sequence[LedgerOrder]
+    sessions: Sequence[LedgerSession] = ()
+    bans: Sequence[Incident] = field(default_factory=tuple)
+    #: Comparisons of the system's own with the broker that found differences and stand open.
+    differences: int = 0
+
+
+async def count_unsettled(database: Database) -> int:
+    """How many orders are neither final nor on a person's list."""
+    async with database.session() as session:
+        found = await session.scalar(
+            select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
+        )
+    return int(found or 0)
+
+
+async def read_books(database: Database, exchange_url: str) -> Books:
+    """Both sides as they are now."""
+    async with database.session() as session:
+        rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
+        differences = await session.scalar(
+            select(func.count()).select_from(Reconciliation).where(Reconciliation.resolved_at.is_(None))
+        )
+    async with ExchangeAdmin(exchange_url, timeout=_TIMEOUT) as exchange:
+        return Books(
+            ours=[_ours(row) for row in rows],
+            ledger=await exchange.ledger(),
+            sessions=await exchange.sessions(),
+            bans=await exchange.incidents(IncidentKind.BANNED),
+            differences=int(differences or 0),
+        )
+
+
+def _ours(row: Order) -> OurOrder:
+    return OurOrder(
+        order_id=str(row.id),
+        client_order_id=row.client_order_id,
+        user_id=row.user_id,
+        account_id=row.account_id,
+        quantity=row.quantity,
+        state=row.state,
+        tag=row.tag,
+        filled_quantity=row.filled_quantity,
+        average_price=row.average_price,
+        attention=row.attention,
+        reason_code=row.reason_code,
+        reason=row.reason,
+        created_at=row.created_at,
+    )
+
+
+async def trace_order(database: Database, order_id: str) -> list[str]:
+    """The events of one order, in the order in which they were recorded."""
+    async with database.session() as session:
+        rows = await session.scalars(
+            select(OrderEventRow)
+            .where(OrderEventRow.order_id == UUID(order_id))
+            .order_by(OrderEventRow.recorded_at, OrderEventRow.at)
+        )
+        return [f"{row.at.isoformat()} {row.state} {row.event_id} {row.data}" for row in rows]

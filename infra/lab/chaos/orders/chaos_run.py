@@ -1,0 +1,177 @@
+"""The storm: clients trade while everything is struck; then calm, until all is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from infra.database.engine import Database
+from infra.exchange.behaviour import Behaviour, FaultPlan, FaultPoint, FillMode
+from infra.exchange.client import ExchangeAdmin
+from infra.exchange.market import PriceWalk
+from infra.lab.chaos.orders import books
+from infra.lab.chaos.orders.books import Books
+from infra.lab.chaos.orders.client import ClientOrder, TradingClients, open_http_client
+from infra.lab.chaos.orders.injector import FaultInjector, start_server
+from infra.lab.chaos.orders.schedule import PlannedFault
+from infra.lab.chaos.orders.shapes import SYMBOLS, OrderShape
+from infra.lab.figures import Say
+from infra.lab.rest import RequestFailed, RestConnection
+from infra.lab.target import BenchUser, Target
+from infra.local.process import ServerFailed
+
+#: Share of the calls at which a fault strikes: of a login less, because each one lost costs a whole connect.
+FAULT_RATE = 0.02
+_RATES = {FaultPoint.LOST_LOGIN: 0.005, FaultPoint.LOST_PONG: 0.01, FaultPoint.EVENT_GAP: 0.005}
+#: Workers that are started at the same time, before the storm.
+_STARTS_AT_ONCE = 6
+#: Seconds between two looks at what is not settled yet.
+_POLL_PERIOD = 0.5
+#: Strikes take a thread each while a server starts.
+_THREADS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderChaosRun:
+    """One run of it.
+
+    `patience`: seconds in which a client tries to get an answer to one order. `settle`: how many everything
+    gets to settle at the end.
+    """
+
+    seed: int
+    plan: Sequence[PlannedFault]
+    shapes: Sequence[OrderShape]
+    patience: float
+    settle: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOutcome:
+    """What it left behind."""
+
+    books: Books
+    placed: Sequence[ClientOrder]
+    kills: dict[str, int]
+    missed: dict[str, int]
+    struck: Sequence[str]
+    counts: dict[str, int]
+    settle_s: float
+
+
+def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
+    """Starts every user's worker. Raises `ServerFailed` when one does not become Active."""
+
+    def one(user: BenchUser) -> None:
+        until = time.monotonic() + 60.0
+        while True:
+            connection = RestConnection(target.api_url, user.api_key)
+            try:
+                connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
+                return
+            except RequestFailed as error:
+                if time.monotonic() > until:
+                    raise ServerFailed(f"the worker of {user.user_id} did not start: {error}") from error
+            finally:
+                connection.close()
+
+    with ThreadPoolExecutor(max_workers=_STARTS_AT_ONCE) as threads:
+        list(threads.map(one, users))
+
+
+async def run_chaos(
+    target: Target, users: Sequence[BenchUser], storm: OrderChaosRun, say: Say
+) -> ChaosOutcome:
+    """Raises `ServerFailed` when something that was struck cannot be started again."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=_THREADS))
+    exchange_url = target.settings.exchange_admin_url
+    async with ExchangeAdmin(exchange_url) as exchange:
+        prices = {symbol: await exchange.price(symbol) for symbol in SYMBOLS}
+        await _inject_exchange_faults(exchange, users, storm.seed)
+    async with open_http_client(target.api_url) as http:
+        clients = TradingClients(
+            http,
+            storm.seed,
+            users,
+            prices,
+            operator_key=target.stack.admin_key,
+            patience=storm.patience,
+        )
+        striker = FaultInjector(target.stack, users, clients.cancel_working)
+        try:
+            say("storm: orders flow, everything is struck")
+            began = loop.time()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(striker.run(storm.plan, began))
+                group.create_task(clients.run(storm.shapes, began))
+            say("storm: over; everything is started again")
+            await _restore(target, users, clients)
+            settled = await _wait_until_settled(target, storm.settle, say)
+            database = Database(target.settings.database_url, pool_size=1)
+            try:
+                read = await books.read_books(database, exchange_url)
+            finally:
+                await database.close()
+            return ChaosOutcome(
+                books=read,
+                placed=clients.placed,
+                kills=dict(striker.kills),
+                missed=dict(striker.missed),
+                struck=striker.struck,
+                counts=dict(clients.counts),
+                settle_s=settled,
+            )
+        finally:
+            striker.close()
+
+
+async def _inject_exchange_faults(exchange: ExchangeAdmin, users: Sequence[BenchUser], seed: int) -> None:
+    """All faults that the exchange knows, prices that move, and accounts of different kinds."""
+    chance = random.Random(f"accounts {seed}")  # noqa: S311 - how an account behaves is no secret
+    rates = {point: _RATES.get(point, FAULT_RATE) for point in FaultPoint}
+    await exchange.set_fault_plan(FaultPlan(seed=seed, rates=rates))
+    await exchange.set_walk(PriceWalk(seed=seed, every_ms=500, step=0.01))
+    modes = (FillMode.IMMEDIATE, FillMode.IMMEDIATE, FillMode.DELAYED, FillMode.GRADUAL)
+    for user in users:
+        behaviour = Behaviour(
+            fill=chance.choice(modes),
+            fill_delay_ms=chance.randint(20, 300),
+            latency_ms=chance.randint(0, 20),
+            reject_rate=0.01,
+            late_ack_ms=chance.randint(200, 8000),
+            events_without_tag=chance.random() < 0.3,
+            listing_lag_ms=chance.choice((0, 0, 500, 2000)),
+        )
+        await exchange.set_behaviour(user.account_id, behaviour)
+
+
+async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingClients) -> None:
+    """Everything runs, nothing misbehaves, the trading day is over, and nobody is parked."""
+    for server in target.stack.servers:
+        await start_server(server)
+    async with ExchangeAdmin(target.settings.exchange_admin_url) as exchange:
+        await exchange.set_fault_plan(FaultPlan())
+        await exchange.set_walk(PriceWalk())
+        for user in users:
+            await exchange.set_behaviour(user.account_id, Behaviour())
+        await exchange.close_day()
+    for user in users:
+        await clients.resume(user)
+
+
+async def _wait_until_settled(target: Target, patience: float, say: Say) -> float:
+    """Seconds until every order was final or on a person's list; at most `patience`."""
+    began = time.monotonic()
+    database = Database(target.settings.database_url, pool_size=1)
+    try:
+        while (left := await books.count_unsettled(database)) and time.monotonic() - began < patience:
+            say(f"storm: over; {left} orders are not settled yet")
+            await asyncio.sleep(_POLL_PERIOD)
+    finally:
+        await database.close()
+    return time.monotonic() - began

@@ -1,0 +1,233 @@
+"""Careful clients: each order has an id of its own, and is asked for with it until there is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import httpx
+
+from infra.lab.chaos.orders.followups import FollowUpSender
+from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
+from infra.lab.target import BenchUser
+from worker_runtime.protocol.errors import LoginLimited, Parked, RateLimited, TradingHalted
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
+
+#: Seconds the API may hold one call, and in which a client tries to get an answer to one order.
+WAIT = 10.0
+PATIENCE = 60.0
+#: … and between two attempts.
+PAUSE = 0.5
+#: At the broker, or an outcome that nobody knows yet: asking again would tell nothing new.
+_ANSWERED = FINAL_ORDER_STATES | {
+    OrderState.SUBMITTED,
+    OrderState.PART_FILLED,
+    OrderState.UNKNOWN,
+    OrderState.NEEDS_ATTENTION,
+}
+#: Not at its end, as far as the client heard.
+_WORKING = frozenset(OrderState) - FINAL_ORDER_STATES - {OrderState.NEEDS_ATTENTION}
+#: Refusals that pass by themselves, or by the operator's hand.
+_AGAIN = frozenset({Parked.code, TradingHalted.code, RateLimited.code, LoginLimited.code})
+
+
+@dataclass
+class ClientOrder:
+    """What a client knows of one order."""
+
+    client_order_id: str
+    user_id: str
+    account_id: str
+    quantity: int
+    #: Our id of it; empty while no answer told of one.
+    order_id: str = ""
+    state: str = ""
+    #: The code with which it was refused; nothing may be at the broker then.
+    refused: str = ""
+    #: How often it was sent.
+    tries: int = 0
+    #: Final states that answers told of: never more than one, and the one of the books.
+    ends: set[str] = field(default_factory=set)
+    #: What the answers were, in order.
+    heard: list[str] = field(default_factory=list)
+
+    def hear(self, view: Mapping[str, Any]) -> None:
+        """Takes in an order as an answer showed it."""
+        self.order_id, self.state = view["id"], view["state"]
+        if self.state in FINAL_ORDER_STATES:
+            self.ends.add(self.state)
+
+
+def open_http_client(url: str) -> httpx.AsyncClient:
+    """As many connections as there are calls under way; a call ends a while after the API should have."""
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(WAIT + 5.0, connect=2.0),
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None),
+    )
+
+
+class TradingClients:
+    """All users' clients, over one pool of connections (see `open_http_client`)."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        seed: int,
+        users: Sequence[BenchUser],
+        prices: Mapping[str, Decimal],
+        *,
+        operator_key: str,
+        patience: float = PATIENCE,
+        pause: float = PAUSE,
+    ) -> None:
+        """`operator_key` is an administrator's: a parked user cannot resume himself."""
+        self._told: dict[tuple[str, str], ClientOrder] = {}
+        self.counts: Counter[str] = Counter()
+        self._seed = seed
+        self._users = users
+        self._prices = prices
+        self._patience = patience
+        self._pause = pause
+        self._http = http
+        self._operator_key = operator_key
+        self._follow_ups = FollowUpSender(
+            self._ask, self._hear, self.counts, wait=WAIT, patience=patience, pause=pause
+        )
+
+    @property
+    def placed(self) -> Sequence[ClientOrder]:
+        """All orders that were sent, and those that closes and intents were answered with."""
+        return list(self._told.values())
+
+    async def run(self, shapes: Sequence[OrderShape], began: float) -> None:
+        """Sends each order at its time after `began` (the loop's clock); returns when all are answered or
+        given up."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            for shape in shapes:
+                await asyncio.sleep(began + shape.at - loop.time())
+                group.create_task(self._one(shape))
+
+    async def resume(self, user: BenchUser) -> None:
+        """As an operator does it with a user whose worker crashed too often."""
+        operator = BenchUser(user.user_id, self._operator_key, user.account_id)
+        await self._ask("POST", f"/v1/users/{user.user_id}/worker/resume", operator, {})
+
+    async def cancel_working(self) -> None:
+        """Takes back all orders that may still work, at the same moment, and hears the answers. Each is asked
+        for once: what became of it is for the books to say."""
+        users = {user.user_id: user for user in self._users}
+        working = [one for one in self.placed if one.order_id and one.state in _WORKING]
+        await asyncio.gather(*(self._cancel(users[one.user_id], one) for one in working))
+
+    async def _cancel(self, user: BenchUser, order: ClientOrder) -> None:
+        path = f"/v1/orders/{order.order_id}/cancel?wait={WAIT:g}"
+        status, view = await self._ask("POST", path, user, {"request_id": "amid-a-flush"})
+        if found := _order_in(status, view):
+            self._hear(user, found)
+        self.counts[f"cancel amid a flush {view.get('code') or status}"] += 1
+
+    async def _one(self, shape: OrderShape) -> None:
+        user = self._users[int(shape.lot * len(self._users))]
+        order = ClientOrder(
+            client_order_id=f"chaos-{self._seed}-{shape.number}",
+            user_id=user.user_id,
+            account_id=user.account_id,
+            quantity=shape.quantity,
+        )
+        self._told[user.user_id, order.client_order_id] = order
+        view = await self._place(order, self._body(order, shape), user)
+        if shape.then is not FollowUp.NOTHING and view is not None:
+            await self._follow_ups.follow(shape, user, view)
+
+    def _hear(self, user: BenchUser, view: dict[str, Any]) -> None:
+        """An order as some answer showed it; also one that this client did not name itself."""
+        name = view["client_order_id"]
+        order = self._told.get((user.user_id, name))
+        if order is None:
+            order = ClientOrder(
+                client_order_id=name,
+                user_id=user.user_id,
+                account_id=user.account_id,
+                quantity=view["quantity"],
+            )
+            self._told[user.user_id, name] = order
+        order.heard.append(f"later: {view['state']}")
+        order.hear(view)
+
+    def _body(self, order: ClientOrder, shape: OrderShape) -> dict[str, Any]:
+        price = shape.price(self._prices[shape.symbol])
+        return {
+            "client_order_id": order.client_order_id,
+            "account_id": order.account_id,
+            "symbol": shape.symbol,
+            "side": shape.side.value,
+            "quantity": shape.quantity,
+            "price_type": shape.price_type.value,
+            "price": None if price is None else str(price),
+            "time_in_force": shape.time_in_force.value,
+        }
+
+    async def _place(
+        self, order: ClientOrder, body: dict[str, Any], user: BenchUser
+    ) -> dict[str, Any] | None:
+        """The same order again and again until its outcome is told, it is refused, or patience ends.
+
+        Returns the order as it was shown last; None if no answer told of one.
+        """
+        found: dict[str, Any] | None = None
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience
+        path = f"/v1/users/{user.user_id}/orders?wait={WAIT:g}"
+        while True:
+            order.tries += 1
+            status, view = await self._ask("POST", path, user, body)
+            found = _order_in(status, view) or found
+            if self._heard(order, status, view):
+                return found
+            if order.refused == Parked.code:
+                self.counts["resumed"] += 1
+                await self.resume(user)
+            if loop.time() > until:
+                self.counts["given_up"] += 1
+                return found
+            await asyncio.sleep(self._pause)
+
+    def _heard(self, order: ClientOrder, status: int, view: dict[str, Any]) -> bool:
+        """Takes an answer in. Returns whether the client has nothing more to ask."""
+        found = _order_in(status, view)
+        code = str(view.get("code") or "")
+        order.heard.append(f"{status} {(found or {}).get('state', '')} {code}".strip())
+        order.refused = ""
+        if found:
+            order.hear(found)
+            return order.state in _ANSWERED
+        if 400 <= status < 500:
+            order.refused = code
+            self.counts[f"refused {code}"] += 1
+            return code not in _AGAIN
+        return False
+
+    async def _ask(
+        self, method: str, path: str, user: BenchUser, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and body; status 0 when there was no answer."""
+        try:
+            answer = await self._http.request(method, path, headers={"X-API-Key": user.api_key}, json=body)
+            view = answer.json()
+        except (httpx.HTTPError, ValueError):
+            self.counts["unanswered"] += 1
+            return 0, {}
+        return answer.status_code, view if isinstance(view, dict) else {}
+
+
+def _order_in(status: int, view: dict[str, Any]) -> dict[str, Any] | None:
+    """The order that an answer to a placement shows."""
+    found: dict[str, Any] | None = view if 200 <= status < 300 else view.get("order")
+    return found or None

@@ -1,0 +1,209 @@
+"""`berth chaos orders`: users trade while everything is broken, and no order may be lost or doubled.
+
+A local stack with short waits; a seed decides what is ordered, how the exchange misbehaves and who is struck
+when. Every second one of our own processes is killed or stopped for a while, every 20 s a server. Afterwards
+everything runs again, and when all has settled the exchange's ledger is compared with our books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from infra.database.engine import Database
+from infra.exchange.hours import time_half_a_day_away
+from infra.lab import figures
+from infra.lab.chaos.orders import books, chaos_run, client, schedule, shapes
+from infra.lab.chaos.orders.chaos_run import ChaosOutcome, OrderChaosRun
+from infra.lab.chaos.orders.judge import OrderFinding, OrderHarm, OrderVerdict, judge_orders
+from infra.lab.figures import Say, silent
+from infra.lab.target import Target, own_folder
+from infra.local.stack import LocalStack
+
+#: Seconds for everything to settle: verification waits a minute before it takes an order for absent, and
+#: looks at a followed one once a minute at the least.
+SETTLE = 300.0
+#: At least so many of the orders must be settled by the broker, at the most so many may need a person
+#: (issue 4): parking everything would lose nothing, either.
+LEAST_BY_BROKER = 0.9
+MOST_ATTENTION = 0.01
+_POOL = 6
+_ORCHESTRATORS = 2
+#: Seconds for an orchestrator to say that it is ready, on a host that is busy with all the rest: it works
+#: from the first second on, and one that is ended for its slowness begins from nothing.
+_ORCHESTRATOR_START = 300.0
+#: Findings whose orders are told in full.
+_TRACED = 20
+
+
+def run(
+    minutes: float,
+    seed: int,
+    users: int = 24,
+    rate: float = 5.0,
+    *,
+    server_every: float = schedule.SERVER_FAULT_EVERY,
+    patience: float = client.PATIENCE,
+    settle: float = SETTLE,
+    folder: Path | None = None,
+    say: Say = silent,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """`rate` orders a second of `users` users; a server is struck every `server_every` seconds.
+
+    A client tries for `patience` seconds to get an answer, and at the end everything gets `settle` seconds.
+    `folder` keeps data and logs for a look afterwards; `overrides` are settings of the stack. Raises
+    `BerthError` when the stack could not be run.
+    """
+    seconds = minutes * 60
+    plan = OrderChaosRun(
+        seed=seed,
+        plan=schedule.plan_faults(seed, seconds, server_every),
+        shapes=list(shapes.plan_orders(seed, rate, seconds)),
+        patience=patience,
+        settle=settle,
+    )
+    # No midnight in the storm: what was filled before it is on no list after it, and a person would decide.
+    overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))
+    say("storm: the stack starts")
+    with ExitStack() as left:
+        if folder is None:
+            folder = left.enter_context(own_folder())
+        stack = left.enter_context(
+            LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
+        )
+        for orchestrator in stack.orchestrators:
+            orchestrator.start_timeout = _ORCHESTRATOR_START
+        target = Target(stack)
+        traders = target.make_users("storm", users)
+        chaos_run.start_workers(target, traders)
+        aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, say))
+        verdict = judge_orders(aftermath.books, aftermath.placed)
+        traces = asyncio.run(_traces(target, aftermath, verdict))
+        faults = _faults(stack.exchange.log_path)
+    return {
+        "seed": seed,
+        "minutes": minutes,
+        "users": users,
+        "rate": rate,
+        **_figures(aftermath, verdict),
+        "findings": [
+            {"harm": one.harm.value, "order": one.order_id, "what": one.what} for one in verdict.findings
+        ],
+        "traces": traces,
+        "faults_by_point": faults,
+        "schedule": [str(strike) for strike in plan.plan],
+        "struck": list(aftermath.struck),
+    }
+
+
+def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
+    accepted = max(1, verdict.orders)
+    result: dict[str, Any] = {
+        "orders": verdict.orders,
+        "kills": sum(aftermath.kills.values()),
+        "kills_by_kind": dict(sorted(aftermath.kills.items())),
+        "missed_by_kind": dict(sorted(aftermath.missed.items())),
+        "lost": verdict.count(OrderHarm.LOST),
+        "doubled": verdict.count(OrderHarm.DOUBLED),
+        "mismatched": verdict.count(OrderHarm.MISMATCHED),
+        "out_of_turn": verdict.count(OrderHarm.OUT_OF_TURN),
+        "two_owners": verdict.count(OrderHarm.TWO_OWNERS),
+        "settled_by_broker": round(verdict.settled_by_broker / accepted, 4),
+        "attention": round(verdict.attention / accepted, 4),
+        "attention_orders": verdict.attention,
+        "unsettled": verdict.unsettled,
+        "settle_s": round(aftermath.settle_s, 1),
+        "bans": len(aftermath.books.bans),
+        "differences": aftermath.books.differences,
+        "states": dict(Counter(one.state for one in aftermath.books.ours)),
+        "clients": dict(sorted(aftermath.counts.items())),
+    }
+    result["broken"] = broken(result)
+    return result
+
+
+def broken(result: dict[str, Any]) -> list[str]:
+    """Which promises did not hold, in sentences; none: the run is passed."""
+    rules = (
+        (not result["orders"], "no order was accepted"),
+        (result["lost"], "orders were lost"),
+        (result["doubled"], "orders were doubled"),
+        (result["mismatched"], "books and ledger differ"),
+        (result["out_of_turn"], "a reversal opened before its close was filled"),
+        (result["two_owners"], "two workers served one account"),
+        (result["unsettled"], "orders are neither final nor on a person's list"),
+        (result["bans"], "the exchange banned somebody"),
+        (result["settled_by_broker"] < LEAST_BY_BROKER, "too few orders were settled by the broker"),
+        (result["attention"] > MOST_ATTENTION, "too many orders need a person"),
+    )
+    return [sentence for holds_not, sentence in rules if holds_not]
+
+
+def _faults(log: Path) -> dict[str, int]:
+    """How often the exchange misbehaved, by fault point, as its log tells."""
+    counted: Counter[str] = Counter()
+    for line in log.read_text(errors="replace").splitlines():
+        if '"exchange.fault"' in line:
+            counted[str(json.loads(line)["point"])] += 1
+    return dict(sorted(counted.items()))
+
+
+async def _traces(target: Target, aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, list[str]]:
+    """What happened to the orders of the first findings, by our id."""
+    known = {one.order_id for one in aftermath.books.ours}
+    heard = {one.order_id: one for one in aftermath.placed if one.order_id}
+    database = Database(target.settings.database_url, pool_size=1)
+    found: dict[str, list[str]] = {}
+    try:
+        for order_id in _first_orders(verdict.findings):
+            placed = heard.get(order_id)
+            found[order_id] = [f"client: {placed.client_order_id} {placed.heard}"] if placed else []
+            if order_id in known:
+                found[order_id] += await books.trace_order(database, order_id)
+    finally:
+        await database.close()
+    return found
+
+
+def _first_orders(findings: tuple[OrderFinding, ...]) -> list[str]:
+    return list(dict.fromkeys(one.order_id for one in findings if one.order_id))[:_TRACED]
+
+
+def table(result: dict[str, Any]) -> None:
+    """What a person reads."""
+    accepted = result["orders"]
+    figures.print_table(
+        f"chaos: orders, seed {result['seed']}, {result['minutes']:g} min, {result['users']} users",
+        [
+            ("orders accepted", str(accepted)),
+            (
+                "lost   doubled   mismatched",
+                "   ".join(str(result[n]) for n in ("lost", "doubled", "mismatched")),
+            ),
+            (
+                "reversals out of turn   two owners   bans",
+                "   ".join(str(result[n]) for n in ("out_of_turn", "two_owners", "bans")),
+            ),
+            ("settled by the broker", f"{result['settled_by_broker']:.1%}"),
+            ("need a person", f"{result['attention_orders']} ({result['attention']:.1%})"),
+            ("neither settled nor on a person's list", str(result["unsettled"])),
+            ("differences that the system still shows", str(result["differences"])),
+            ("time to settle", f"{result['settle_s']} s"),
+            ("states", _counts(result["states"])),
+            ("faults of the exchange", _counts(result["faults_by_point"])),
+            ("strikes", _counts(result["kills_by_kind"])),
+            ("strikes that found nobody", _counts(result["missed_by_kind"]) or "none"),
+            ("what clients met", _counts(result["clients"])),
+            ("verdict", "; ".join(result["broken"]) or "every promise held"),
+        ],
+    )
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return "   ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -1,0 +1,118 @@
+"""What a client does after its order: takes it back, changes it, closes or reverses the position it made.
+
+Each has one id, under which it is asked for again while no answer tells how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
+from infra.lab.target import BenchUser
+from worker_runtime.protocol.messages import PriceType, Side
+
+#: Method, path, user, body → status and decoded answer; status 0 without an answer.
+SendRequest = Callable[[str, str, BenchUser, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+#: Called with each order that an answer shows.
+RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
+#: A changed order's price is so far from its old one, as a share.
+_STEP = 0.01
+
+
+class FollowUpSender:
+    """`counts` says how each kind ended."""
+
+    def __init__(
+        self,
+        ask: SendRequest,
+        hear: RecordAnswer,
+        counts: Counter[str],
+        *,
+        wait: float,
+        patience: float,
+        pause: float,
+    ) -> None:
+        self._ask = ask
+        self._hear = hear
+        self._counts = counts
+        self._wait = wait
+        self._patience = patience
+        self._pause = pause
+
+    async def follow(self, shape: OrderShape, user: BenchUser, order: dict[str, Any]) -> None:
+        """Carries out what the shape says about an order, as an answer showed it last."""
+        await asyncio.sleep(shape.after)
+        match shape.then:
+            case FollowUp.NOTHING:
+                return
+            case FollowUp.CANCEL:
+                await self._until_told(shape, user, _order(order, "cancel"), {"request_id": "cancel"})
+            case FollowUp.REPLACE:
+                body = {"request_id": "replace", **_change(shape, order)}
+                await self._until_told(shape, user, _order(order, "replace"), body)
+            case FollowUp.CLOSE:
+                path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/positions/{shape.symbol}/close"
+                body = {"client_order_id": f"{order['client_order_id']}-close"}
+                await self._until_told(shape, user, path, body)
+            case FollowUp.EXIT | FollowUp.REVERSE:
+                path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/intents"
+                await self._until_told(shape, user, path, _intent(shape, order))
+
+    async def _until_told(self, shape: OrderShape, user: BenchUser, path: str, body: dict[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience
+        while True:
+            status, view = await self._ask("POST", f"{path}?wait={self._wait:g}", user, body)
+            for shown in _orders(view):
+                self._hear(user, shown)
+            if status == 200:
+                self._counts[f"{shape.then} done"] += 1
+                return
+            if 400 <= status < 500 and status != 429:
+                self._counts[f"{shape.then} refused {view.get('code')}"] += 1
+                return
+            if loop.time() > until:
+                self._counts[f"{shape.then} given up"] += 1
+                return
+            await asyncio.sleep(self._pause)
+
+
+def _order(order: dict[str, Any], verb: str) -> str:
+    return f"/v1/orders/{quote(order['id'])}/{verb}"
+
+
+def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
+    """Fewer lots if there is more than one, else another price."""
+    if shape.quantity > 1:
+        return {"quantity": shape.quantity - 1}
+    away = -_STEP if shape.side is Side.BUY else _STEP
+    return {"price": f"{float(order['price']) * (1 + away):.2f}"}
+
+
+def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
+    """Away from the side that the order was on; a reversal by a limit order that fills at once is none."""
+    long = shape.side is Side.BUY
+    name = {
+        (FollowUp.EXIT, True): "long_exit",
+        (FollowUp.EXIT, False): "short_exit",
+        (FollowUp.REVERSE, True): "short_entry",
+        (FollowUp.REVERSE, False): "long_entry",
+    }[shape.then, long]
+    quantity = {} if shape.then is FollowUp.EXIT else {"quantity": shape.quantity}
+    return {
+        "client_order_id": f"{order['client_order_id']}-{shape.then}",
+        "intent": name,
+        "symbol": shape.symbol,
+        "price_type": PriceType.MARKET.value,
+        **quantity,
+    }
+
+
+def _orders(view: dict[str, Any]) -> list[dict[str, Any]]:
+    """All orders that an answer or a problem shows."""
+    shown = [view, view.get("order"), *(view.get("legs") or ())]
+    return [one for one in shown if isinstance(one, dict) and "client_order_id" in one and "state" in one]

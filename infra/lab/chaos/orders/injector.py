@@ -1,0 +1,353 @@
+"""A replica of Valkey that lagged: the server comes back as it was, out of its append-only file.
+
+Carries out the strikes of a schedule on a running stack, and brings everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from infra import tasks
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
+from infra.lab.chaos.orders.schedule import FaultKind, FaultTarget, PlannedFault
+from infra.lab.processes import WorkerProcesses, processes_of, send_signal
+from infra.lab.target import BenchUser
+from infra.local.process import Server, ServerFailed
+from infra.local.servers import ValkeyServer
+from infra.local.stack import LocalStack
+from worker_runtime.protocol import keys
+
+_LOG, _COPY = "appendonlydir", "lagging"
+
+
+def copy_valkey_log(valkey: ValkeyServer) -> Path | None:
+    """What the server knows now; None if it could not be copied."""
+    made = valkey.directory / _COPY
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        shutil.copytree(valkey.directory / _LOG, made)
+    except (OSError, shutil.Error):  # it was being rewritten
+        return None
+    return made
+
+
+def promote_copy(valkey: ValkeyServer, made: Path) -> None:
+    """Kills the server and puts the copy in the place of its data; the generation stays the same. The caller
+    starts it."""
+    log = valkey.directory / _LOG
+    valkey.kill()
+    shutil.rmtree(log)
+    made.rename(log)
+
+
+#: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs to log in.
+LISTS_LAG = 4.0
+#: Of so many users, one loses the worker in a rewind.
+_WORKERS_LOST = 3
+#: A strike has up to 3 `seconds`; the flush comes so much of it after the cancels, which take some 30 ms.
+_CANCELS_TAKE = 0.02
+#: How often a start is tried, and the pause: a server that it needs may be down for a while.
+_STARTS = 10
+_PAUSE = 1.0
+
+T = TypeVar("T")
+
+
+class FaultInjector:
+    """`kills` counts what was done by its name; `missed` what could not be: its victim was down or busy.
+
+    `struck` is a line for each strike that was carried out, with the time at which it was over.
+    """
+
+    def __init__(
+        self, stack: LocalStack, users: Sequence[BenchUser], cancel_all: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`cancel_all` cancels every order that works, all at once, and returns when that is answered."""
+        self.kills: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
+        self.struck: list[str] = []
+        self._stack = stack
+        self._users = users
+        self._cancel_all = cancel_all
+        self._busy: set[str] = set()
+        #: The worker that each user was last seen with, for the time in which Valkey cannot tell.
+        self._workers: dict[str, str] = {}
+        self._valkey = Redis.from_url(
+            stack.settings.valkey_url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, decode_responses=True
+        )
+
+    def close(self) -> None:
+        self._valkey.close()
+
+    async def run(self, plan: Sequence[PlannedFault], began: float) -> None:
+        """All strikes, each at its time after `began` (the loop's clock); returns when all is brought back.
+
+        Raises `ServerFailed` if something could not be started again.
+        """
+        loop = asyncio.get_running_loop()
+        under_way: list[asyncio.Task[None]] = []
+        try:
+            for strike in plan:
+                await asyncio.sleep(began + strike.at - loop.time())
+                under_way.append(asyncio.create_task(self._inject(strike, began)))
+                for task in [one for one in under_way if one.done()]:
+                    under_way.remove(task)
+                    task.result()
+            await asyncio.gather(*under_way)
+        finally:
+            await tasks.cancel_tasks(*under_way)
+
+    async def _inject(self, strike: PlannedFault, began: float) -> None:
+        done = await self._apply_fault(strike)
+        (self.kills if done else self.missed)[f"{strike.how} {strike.victim}"] += 1
+        over = asyncio.get_running_loop().time() - began
+        self.struck.append(f"{strike}: {f'over at {over:.1f} s' if done else 'found nobody'}")
+
+    async def _apply_fault(self, strike: PlannedFault) -> bool:
+        stack = self._stack
+        match strike.victim:
+            case FaultTarget.WORKER | FaultTarget.SESSION | FaultTarget.SUPERVISOR:
+                return await self._worker(strike)
+            case FaultTarget.BROKER_SESSION:
+                return await self._broker_session(strike)
+            case FaultTarget.API_PROCESS:
+                return await self._api_process(strike)
+            case FaultTarget.ORCHESTRATOR:
+                return await self._server(_pick(stack.orchestrators, strike.lot), strike)
+            case FaultTarget.NODE:
+                return await self._server(stack.node, strike)
+            case FaultTarget.API:
+                return await self._server(stack.api, strike)
+            case FaultTarget.TEMPORAL:
+                return await self._server(stack.temporal, strike)
+            case FaultTarget.VALKEY:
+                return await self._server(stack.valkey, strike)
+            case FaultTarget.POSTGRES:
+                return await self._server(stack.postgres, strike)
+            case FaultTarget.EXCHANGE:
+                return await self._server(stack.exchange, strike)
+
+    # --- workers and sessions -------------------------------------------------------------------------
+
+    async def _worker(self, strike: PlannedFault) -> bool:
+        user = _pick(self._users, strike.lot)
+        found = await self._processes_of(user)
+        pids: tuple[int, ...] = {
+            FaultTarget.SESSION: (found.session,),
+            FaultTarget.SUPERVISOR: (found.supervisor,),
+        }.get(strike.victim, found.all)
+        if not any(pids):
+            return False
+        if strike.how is FaultKind.KILL:
+            send_signal(signal.SIGKILL, *pids)
+        else:
+            await self._stop_a_while(pids, strike.seconds)
+        return True
+
+    async def _processes_of(self, user: BenchUser) -> WorkerProcesses:
+        worker_id = await asyncio.to_thread(self._worker_of, user.user_id)
+        return await asyncio.to_thread(processes_of, worker_id) if worker_id else WorkerProcesses(0, 0, 0)
+
+    def _worker_of(self, user_id: str) -> str:
+        with contextlib.suppress(RedisError):
+            if mark := self._valkey.get(keys.mark(user_id)):
+                self._workers[user_id] = str(mark).partition(":")[2]
+        return self._workers.get(user_id, "")
+
+    async def _broker_session(self, strike: PlannedFault) -> bool:
+        user = _pick(self._users, strike.lot)
+        async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
+            try:
+                return bool(await exchange.end_sessions(user.account_id, abrupt=strike.how is FaultKind.KILL))
+            except ExchangeUnreachable:
+                return False
+
+    @staticmethod
+    async def _stop_a_while(pids: Sequence[int], seconds: float) -> None:
+        send_signal(signal.SIGSTOP, *pids)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            send_signal(signal.SIGCONT, *pids)
+
+    # --- servers and our own processes ----------------------------------------------------------------
+
+    async def _api_process(self, strike: PlannedFault) -> bool:
+        pids = _api_pids(self._stack.api)
+        if not pids:
+            return False
+        pid = _pick(pids, strike.lot)
+        if strike.how is FaultKind.KILL:
+            send_signal(signal.SIGKILL, pid)
+        else:
+            await self._stop_a_while((pid,), strike.seconds)
+        return True
+
+    async def _server(self, server: Server, strike: PlannedFault) -> bool:
+        if strike.how is FaultKind.FLUSH:
+            return await asyncio.to_thread(self._flush)
+        if strike.how is FaultKind.FLUSH_CANCELS:
+            return await self._flush_amid_cancels(strike.seconds)
+        async with self._alone(server) as free:
+            if not free or not server.running:
+                return False
+            if strike.how is FaultKind.LAG:
+                return await self._lag(strike.seconds)
+            if strike.how is FaultKind.REWIND:
+                return await self._rewind(strike)
+            if strike.how is FaultKind.STOP:
+                await self._stop_a_while((server.pid,), strike.seconds)
+            else:
+                how = signal.SIGKILL if strike.how is FaultKind.KILL else signal.SIGTERM
+                try:
+                    await asyncio.to_thread(server.restart, how, strike.seconds)
+                except ServerFailed:
+                    await start_server(server)
+        return True
+
+    async def _lag(self, seconds: float) -> bool:
+        """Valkey forgets what it was told in the last `seconds`; its generation stays the same."""
+        valkey = self._stack.valkey
+        copy = await asyncio.to_thread(copy_valkey_log, valkey)
+        if copy is None:
+            return False
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(promote_copy, valkey, copy)
+        await start_server(valkey)
+        return True
+
+    async def _rewind(self, strike: PlannedFault) -> bool:
+        """What happened in the last `seconds` is known to the exchange alone, and it tells of it late."""
+        valkey = self._stack.valkey
+        async with self._lists_lag(strike.seconds + LISTS_LAG) as lagging:
+            copy = await asyncio.to_thread(copy_valkey_log, valkey) if lagging else None
+            if copy is None:
+                return False
+            async with self._recorders_stopped():
+                await asyncio.sleep(strike.seconds)
+                first = int(strike.lot * _WORKERS_LOST)
+                for user in self._users[first::_WORKERS_LOST]:
+                    send_signal(signal.SIGKILL, *(await self._processes_of(user)).all)
+                await asyncio.to_thread(promote_copy, valkey, copy)
+                await start_server(valkey)
+            await asyncio.sleep(LISTS_LAG)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _lists_lag(self, seconds: float) -> AsyncIterator[bool]:
+        """In the block, the lists of all accounts are so many seconds behind, or more; false if they are not,
+        because the exchange is away."""
+        async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
+            before: dict[str, Behaviour] = {}
+            try:
+                for user in self._users:
+                    found = before[user.account_id] = await exchange.behaviour(user.account_id)
+                    lag = max(found.listing_lag_ms, int(seconds * 1000))
+                    await exchange.set_behaviour(
+                        user.account_id, found.model_copy(update={"listing_lag_ms": lag})
+                    )
+                there = True
+            except ExchangeUnreachable:
+                there = False
+            try:
+                yield there
+            finally:
+                for account_id, behaviour in before.items():
+                    await _retry_exchange_call(partial(exchange.set_behaviour, account_id, behaviour))
+
+    @contextlib.asynccontextmanager
+    async def _recorders_stopped(self) -> AsyncIterator[None]:
+        """In the block, no orchestrator reads what workers tell."""
+        async with contextlib.AsyncExitStack() as held:
+            for one in self._stack.orchestrators:
+                if await held.enter_async_context(self._alone(one)) and one.running:
+                    send_signal(signal.SIGSTOP, one.pid)
+                    held.callback(send_signal, signal.SIGCONT, one.pid)
+            yield
+
+    async def _flush_amid_cancels(self, seconds: float) -> bool:
+        """The cancels go out at once; the server forgets everything within the time that they take."""
+        cancels = asyncio.ensure_future(self._cancel_all())
+        try:
+            await asyncio.sleep(seconds * _CANCELS_TAKE)
+            flushed = await asyncio.to_thread(self._flush)
+            await cancels
+        finally:
+            await tasks.cancel_tasks(cancels)
+        return flushed
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, server: Server) -> AsyncIterator[bool]:
+        """Whether nobody else is at this server; then it is ours in the block."""
+        if server.name in self._busy:
+            yield False
+            return
+        self._busy.add(server.name)
+        try:
+            yield True
+        finally:
+            self._busy.discard(server.name)
+
+    def _flush(self) -> bool:
+        try:
+            self._valkey.flushall()
+        except RedisError:
+            return False
+        return True
+
+
+async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
+    """Makes a call of the exchange, again while it is away. Raises `ExchangeUnreachable` in the end."""
+    for left in reversed(range(_STARTS)):
+        try:
+            await call()
+        except ExchangeUnreachable:
+            if not left:
+                raise
+            await asyncio.sleep(_PAUSE)
+        else:
+            return
+
+
+async def start_server(server: Server) -> None:
+    """Starts a server unless it runs; again if what it needs is down. Raises `ServerFailed` in the end."""
+    for left in reversed(range(_STARTS)):
+        try:
+            if not server.running:
+                await asyncio.to_thread(server.start)
+        except ServerFailed:
+            if not left:
+                raise
+            await asyncio.sleep(_PAUSE)
+        else:
+            return
+
+
+def _api_pids(api: Server) -> list[int]:
+    """The pids of the API's processes, the oldest first; none while it is down."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(api.pid).children() if api.running else []:
+            with contextlib.suppress(psutil.Error):  # one that was killed and is not taken leave of yet
+                if "spawn_main" in " ".join(child.cmdline()):  # one more child tracks shared resources
+                    found.append((child.create_time(), child.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def _pick(some: Sequence[T], lot: float) -> T:
+    return some[int(lot * len(some))]

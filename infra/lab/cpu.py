@@ -1,0 +1,76 @@
+"""CPU time by part of the system, so that a figure also says where the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from infra.lab.target import Target
+
+
+def cpu_seconds(*pids: int) -> float:
+    """CPU seconds of these processes and their descendants so far."""
+    total = 0.0
+    for pid in pids:
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class CpuMeter:
+    """What each part has used since it was made."""
+
+    def __init__(self, target: Target) -> None:
+        self._parts = {server.name: [server.pid] for server in target.stack.servers if server.name != "node"}
+        self._parts["workers"] = [pid for pid in target.worker_pids().values()]
+        self._before = {name: cpu_seconds(*pids) for name, pids in self._parts.items()}
+
+    def milliseconds(self, count: int) -> dict[str, float]:
+        """CPU milliseconds by part, divided by `count` pieces of work."""
+        return {
+            name: round((cpu_seconds(*pids) - self._before[name]) * 1000 / count, 2)
+            for name, pids in self._parts.items()
+        }
+
+
+class StolenTime:
+    """What a virtual machine's host gave to others, from now on: without it two runs cannot be compared."""
+
+    def __init__(self) -> None:
+        self._before = _used_and_stolen()
+
+    def percent(self) -> float:
+        """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not tell."""
+        got, stolen = (now - then for now, then in zip(_used_and_stolen(), self._before, strict=True))
+        return round(stolen / (got + stolen) * 100, 1) if stolen > 0 else 0.0
+
+
+def _used_and_stolen() -> tuple[float, float]:
+    """CPU seconds that the machine had so far, and those that it wanted and did not get."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    stolen = getattr(times, "steal", 0.0)
+    # Guests are counted in `user` and `nice` already.
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    return sum(times) - idle - stolen - guests, stolen
+
+
+class CpuShare:
+    """Which share of one core each of these processes (with its descendants) takes, from now on."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = dict(pids)
+        self._began = time.monotonic()
+        self._before = {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+
+    def percent(self) -> dict[str, float]:
+        """Percent of one core since it was made."""
+        seconds = time.monotonic() - self._began
+        return {
+            name: round((cpu_seconds(pid) - self._before[name]) / seconds * 100, 2)
+            for name, pid in self._pids.items()
+        }

@@ -1,0 +1,145 @@
+"""The system under measurement: a local stack of its own, on free ports, in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from temporalio.client import Client
+
+from infra.exchange.client import ExchangeAdmin
+from infra.lab.rest import RestConnection
+from infra.launchers.port import Task
+from infra.local.process import ServerFailed
+from infra.local.stack import LocalStack
+
+#: Users are made by so many connections at once.
+_MAKERS = 8
+
+
+@dataclass(frozen=True)
+class BenchUser:
+    """A user with paper credentials and no worker yet."""
+
+    user_id: str
+    api_key: str
+    account_id: str
+
+
+class Target:
+    """What the benchmarks do to a running stack besides measuring."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self.stack = stack
+        self.settings = stack.settings
+
+    @property
+    def api_url(self) -> str:
+        return self.stack.api.url
+
+    def admin(self) -> RestConnection:
+        return RestConnection(self.api_url, self.stack.admin_key)
+
+    def workers(self) -> list[Task]:
+        return self.stack.tasks()
+
+    def worker_pids(self) -> dict[str, int]:
+        """Worker id → pid of its first process, found by the command line that the node gives it."""
+        wanted = {task.worker_id for task in self.workers()}
+        found: dict[str, int] = {}
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            for worker_id in wanted.intersection(process.info["cmdline"] or []):
+                # A worker's other processes show the same command line; the first one has the least pid.
+                found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
+        return found
+
+    def make_users(self, prefix: str, count: int, *, at_exchange: bool = True) -> list[BenchUser]:
+        """Registers users, their credentials, and (unless nobody logs in) their accounts at the exchange."""
+        with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
+            shares = threads.map(
+                lambda maker: self._make([f"{prefix}{n}" for n in range(maker, count, _MAKERS)]),
+                range(min(_MAKERS, count)),
+            )
+            users = [user for share in shares for user in share]
+
+        async def tell_the_exchange() -> None:
+            async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
+                for user in users:
+                    await exchange.register(user.account_id, "key", "secret", person_id=user.user_id)
+
+        if at_exchange:
+            asyncio.run(tell_the_exchange())
+        return users
+
+    def _make(self, user_ids: list[str]) -> list[BenchUser]:
+        admin = self.admin()
+        try:
+            return [_register(admin, user_id) for user_id in user_ids]
+        finally:
+            admin.close()
+
+    def pool_update(self, name: str, *args: object) -> None:
+        """Sends an update (`pause`, `resume`, `set_target`) to the pool's workflow."""
+
+        async def send() -> None:
+            client = await Client.connect(self.settings.temporal_address)
+            handle = client.get_workflow_handle(f"worker-pool-{self.settings.pool}")
+            await handle.execute_update(name, args=list(args))
+            await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
+
+        asyncio.run(send())
+
+    def wait_ready(self, wanted: int, timeout: float = 120.0) -> None:
+        """Until so many workers are free for a claim; raises `ServerFailed`."""
+        self.stack.wait_pool(wanted, timeout)
+
+    def wait_workers(self, wanted: int, timeout: float = 60.0) -> None:
+        """Until no more than so many workers run; raises `ServerFailed`."""
+        until = time.monotonic() + timeout
+        while (count := len(self.workers())) > wanted:
+            if time.monotonic() > until:
+                raise ServerFailed(f"{count} workers still run after {timeout:.0f} s, {wanted} wanted")
+            time.sleep(0.05)
+
+
+def _register(admin: RestConnection, user_id: str) -> BenchUser:
+    made = admin.call("POST", "/v1/users", {"user_id": user_id})
+    user = BenchUser(user_id, made["api_key"], f"acc-{user_id}")
+    admin.call(
+        "PUT",
+        f"/v1/users/{user_id}/accounts/{user.account_id}/credentials",
+        {"broker": "paper", "api_key": "key", "secret_key": "secret", "person_id": user_id},
+    )
+    return user
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for one measurement, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
+    folder.chmod(0o755)  # PostgreSQL refuses to run as root and must reach its folder as another user
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running(
+    pool_target: int, stack: Callable[..., LocalStack] = LocalStack, **overrides: Any
+) -> Iterator[Target]:
+    """A fresh local stack with a filled pool; stopped and removed at the end.
+
+    `stack` makes it; `overrides` are settings.
+    """
+    with own_folder() as folder, stack(folder, pool_target=pool_target, **overrides) as started:
+        yield Target(started)

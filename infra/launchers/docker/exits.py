@@ -1,0 +1,277 @@
+"""The ends of a fleet's containers: each told at least once, also those that happened while nobody listened.
+
+The daemon remembers its last 256 events, and none beyond its own restart. So the events only tell *that*
+something ended; what ended is read from the exited containers themselves, which stay until their end was
+handled. A position is the set of those that exist and were handled: no clock is in it, so containers whose
+ends become known in another order than they happened are all told. It also holds the time of the last event,
+from which the daemon is asked again: that finds those who were removed by hand meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from infra.launchers.docker import container
+from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Document
+from infra.launchers.port import TaskExit
+
+#: Seconds between two looks at all ended containers, whatever events came.
+LOOK = 10.0
+#: Seconds until a container is looked at again whose end the daemon has told and not yet written down.
+SOON = 0.1
+#: Seconds between two rounds of removal.
+SWEEP = 60.0
+#: Seconds that an ended container stays at least, and the number of them that stay longer: its token keeps
+#: its task, and its log can be read.
+KEPT = 600.0
+KEPT_COUNT = 200
+#: More than so many ended containers whose end was handled stay in no case: a position names each of them, in
+#: 13 bytes, and is written with every end. (1,000 ends within ten minutes made it 13 kB.)
+KEPT_MOST = 400
+#: Hexadecimal digits of an id in a position: two of 1,000 containers are alike once in 5·10⁸ fleets.
+DIGITS = 12
+#: Signals by which `docker stop` and `docker kill` end a container.
+_ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
+_EVENTS = ("die", "kill")
+_ENDED = ("exited", "dead")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class StopNote:
+    """Why we stopped a container, and whether that took SIGKILL."""
+
+    reason: str
+    forced: bool = False
+
+
+class StopNotes:
+    """The stops of this launcher object. Another one's are seen by the daemon's event, without a reason."""
+
+    def __init__(self, size: int = 10_000) -> None:
+        self._size = size
+        self._notes: OrderedDict[str, StopNote] = OrderedDict()
+
+    def note(self, container_id: str, reason: str) -> StopNote:
+        """The note of a stop that begins. The first reason stays."""
+        return self.keep(container_id, self._notes.get(container_id, StopNote(reason)))
+
+    def keep(self, container_id: str, note: StopNote) -> StopNote:
+        self._notes[container_id] = note
+        while len(self._notes) > self._size:
+            self._notes.popitem(last=False)
+        return note
+
+    def of(self, container_id: str) -> StopNote | None:
+        return self._notes.get(container_id)
+
+
+@dataclass(frozen=True)
+class DockerPosition:
+    """Which ends were handled: of containers that still exist, and when the last event came (Unix ns)."""
+
+    event_at: int = 0
+    handled: frozenset[str] = field(default_factory=frozenset)
+
+    def __str__(self) -> str:
+        return f"docker:{self.event_at}:{','.join(sorted(self.handled))}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A position that is none of ours is the very first: everything is told."""
+        kind, _, rest = text.partition(":")
+        event_at, _, handled = rest.partition(":")
+        if kind != "docker" or not event_at.isdigit():
+            return cls()
+        return cls(int(event_at), frozenset(filter(None, handled.split(","))))
+
+
+class DockerExits:
+    """One listener; use it as a context manager."""
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        labels: Mapping[str, str],
+        stops: StopNotes,
+        position: DockerPosition,
+        *,
+        kept: float = KEPT,
+        kept_count: int = KEPT_COUNT,
+    ) -> None:
+        self._kept, self._kept_count = kept, kept_count
+        self._engine = engine
+        self._labels = labels
+        self._stops = stops
+        self._event_at = position.event_at
+        self._handled = set(position.handled)
+        #: Told by a `die` event, not yet seen as ended: id → the event.
+        self._announced: dict[str, Document] = {}
+        #: Containers that somebody ended through the daemon.
+        self._asked: set[str] = set()
+        #: Unix seconds at which containers ended that were handled and exist.
+        self._ended_at: dict[str, float] = {}
+        self._sweep_at = 0.0
+        self._look_at = 0.0
+        self._looked = False
+        self._events: DockerEventStream | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises `LauncherUnreachable`."""
+        now = time.time_ns()
+        for event in await self._engine.past(self._labels, _EVENTS, self._event_at):
+            self._hear(event)
+        self._events = self._engine.events(self._labels, _EVENTS, self._event_at or now)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._events is not None:
+            await self._events.close()
+
+    async def news(self) -> list[TaskExit]:
+        """Ends that were not handled yet, oldest first; waits some seconds for the first.
+
+        Raises `LauncherUnreachable`.
+        """
+        if self._looked:
+            await self._sweep()  # before the first look it is not known what was handled
+        left = self._look_at - time.monotonic()
+        if self._events is None or left <= 0:
+            self._look_at = time.monotonic() + LOOK
+            self._looked = True
+            return await self._look()
+        event = await self._events.next(SOON if self._announced else left)
+        if event is not None:
+            self._hear(event)
+        return await self._announced_ends()
+
+    def placed(self, end: TaskExit) -> TaskExit:
+        """The end with its position."""
+        handled = frozenset(self._handled | {end.task_id[:DIGITS]})
+        return replace(end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))})
+
+    def handled(self, end: TaskExit) -> DockerPosition:
+        """Notes that an end was handled."""
+        self._handled.add(end.task_id[:DIGITS])
+        return DockerPosition(self._event_at, frozenset(self._handled))
+
+    def _hear(self, event: Document) -> None:
+        container_id = event["Actor"]["ID"]
+        # The next question is for what comes after: the daemon gives those *from* a time on.
+        self._event_at = max(self._event_at, int(event["timeNano"]) + 1)
+        if event["Action"] == "die":
+            self._announced[container_id] = event
+        elif event["Actor"]["Attributes"].get("signal") in _ENDING:
+            self._asked.add(container_id)
+
+    async def _look(self) -> list[TaskExit]:
+        """All that ended and was not handled, oldest first."""
+        found = await self._engine.find(self._labels, _ENDED)
+        present = {one["Id"][:DIGITS] for one in found}
+        self._handled &= present
+        ends = []
+        for one in found:
+            if one["Id"][:DIGITS] not in self._handled:
+                end = await self._inspected(one["Id"])
+                if end is not None:
+                    ends.append(end)
+        return sorted(ends, key=lambda end: end.at)
+
+    async def _announced_ends(self) -> list[TaskExit]:
+        """The ends of which an event told, as far as the daemon has written them down."""
+        ends = []
+        for container_id, event in list(self._announced.items()):
+            if container_id[:DIGITS] in self._handled:
+                self._announced.pop(container_id, None)
+                continue
+            known = await self._engine.inspect(container_id)
+            if known is None:
+                ends.append(self._told_by(event))
+            elif known["State"]["Status"] in _ENDED:
+                ends.append(self._told(known))
+            elif time.time() < int(event["timeNano"]) / 1e9 + LOOK:
+                continue  # else it was started again, by hand: the next look tells what it is
+            self._announced.pop(container_id, None)
+        return ends
+
+    async def _inspected(self, container_id: str) -> TaskExit | None:
+        known = await self._engine.inspect(container_id)
+        self._announced.pop(container_id, None)
+        return self._told(known) if known else None
+
+    def _told(self, known: Document) -> TaskExit:
+        state = known["State"]
+        return self._end(
+            known["Id"],
+            container.labels_of(known),
+            code=container.exit_code(state["ExitCode"]),
+            at=container.finished_at(known),
+            oom_killed=bool(state["OOMKilled"]),
+        )
+
+    def _told_by(self, event: Document) -> TaskExit:
+        """The end of a container that was removed before we could look: the event says enough."""
+        attributes = event["Actor"]["Attributes"]
+        return self._end(
+            event["Actor"]["ID"],
+            attributes,
+            code=container.exit_code(int(attributes.get("exitCode", 0))),
+            at=int(event["timeNano"]) / 1e9,
+            oom_killed=False,
+        )
+
+    def _end(
+        self, container_id: str, labels: dict[str, str], *, code: int, at: float, oom_killed: bool
+    ) -> TaskExit:
+        note = self._stops.of(container_id)
+        return container.exit_of_container(
+            container_id,
+            labels,
+            code=code,
+            at=at,
+            oom_killed=oom_killed,
+            asked=note is not None or container_id in self._asked,
+            stop_reason=note.reason if note else None,
+            forced=note is not None and note.forced,
+        )
+
+    # --- removal --------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Removes ended containers whose end was handled, and those that were never started."""
+        if time.monotonic() < self._sweep_at:
+            return
+        self._sweep_at = time.monotonic() + SWEEP
+        now = time.time()
+        for one in await self._engine.find(self._labels, ("created",)):
+            if now - one["Created"] > KEPT:
+                await self._engine.remove(one["Id"])
+        found = await self._engine.find(self._labels, _ENDED)
+        ages: list[tuple[float, str]] = []
+        for container_id in (one["Id"] for one in found):
+            if container_id[:DIGITS] not in self._handled:
+                continue
+            if container_id not in self._ended_at:
+                known = await self._engine.inspect(container_id)
+                if known is None:
+                    continue
+                self._ended_at[container_id] = container.finished_at(known)
+            ages.append((now - self._ended_at[container_id], container_id))
+        ages.sort()
+        for place, (age, container_id) in enumerate(ages):
+            if place >= KEPT_MOST or (place >= self._kept_count and age > self._kept):
+                await self._engine.remove(container_id)
+                log.info("docker.removed", task=container_id)
+        present = {one["Id"] for one in found}
+        self._ended_at = {name: at for name, at in self._ended_at.items() if name in present}
+        self._asked &= present | set(self._announced)

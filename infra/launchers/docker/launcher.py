@@ -1,0 +1,189 @@
+"""Workers as containers of one host, through the Docker daemon's socket.
+
+The daemon is the only memory: a container's name is made of the launch token, and its labels say who it is.
+So an orchestrator that starts anew finds all of them, and several see the same. Every fleet (a setting) sees
+its own containers only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from infra.launchers.docker import container
+from infra.launchers.docker.engine import DockerEngine, Document
+from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNote, StopNotes
+from infra.launchers.port import LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+
+#: Seconds after which a container that was created and not started counts as left behind by a launch that
+#: died in between. A start takes 0.5 s on 2 idle cores.
+HALF_MADE = 10.0
+#: Seconds between two looks at one that another launch is about to start.
+LOOK = 0.05
+#: Seconds after those that a launch tries on, when others of the same token come and go.
+AGAIN = 10.0
+#: Seconds the daemon may take to confirm an end after SIGKILL.
+KILL_CONFIRM = 15.0
+
+_RUNNING = ("running", "paused")
+
+log = structlog.get_logger()
+
+
+class DockerLauncher:
+    """Implements `Launcher`. A task's id is the container's id.
+
+    A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
+    with the same token.
+    """
+
+    #: The daemon knows its containers.
+    list_lag = 0.0
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        image: str,
+        network: str = "bridge",
+        fleet: str = "berth",
+        half_made: float = HALF_MADE,
+        kept: float = KEPT,
+        kept_count: int = KEPT_COUNT,
+    ) -> None:
+        """`network` is Docker's name of the network from which workers reach Valkey and the brokers.
+
+        The times are seconds; see the constants.
+        """
+        self._socket = socket_path
+        self._image = image
+        self._network = network
+        self._fleet = fleet
+        self._half_made = half_made
+        self._kept, self._kept_count = kept, kept_count
+        self._engine = DockerEngine(socket_path)
+        self._stops = StopNotes()
+        self._position = DockerPosition()
+
+    # --- launch -------------------------------------------------------------------------------------
+
+    async def launch(self, spec: LaunchSpec, token: str) -> Task:
+        if not token:
+            raise LaunchFailed("a launch needs a token")
+        name = container.container_name(self._fleet, token)
+        until = time.monotonic() + self._half_made + AGAIN
+        while True:
+            known = await self._engine.inspect(name)
+            if known is None:
+                launched = await self._create(spec, name)
+            else:
+                launched = await self._adopt(known)
+            if launched is not None:
+                return launched
+            if time.monotonic() > until:
+                raise LaunchFailed(f"another launch of worker {spec.config.worker_id} gets in the way")
+            await asyncio.sleep(LOOK)  # the daemon takes a name some time before it shows the container
+
+    async def _create(self, spec: LaunchSpec, name: str) -> Task | None:
+        """None when another launch of this token was first."""
+        config = spec.config
+        for other in await self._engine.find({**self._ours, container.WORKER: config.worker_id}, _RUNNING):
+            if f"/{name}" in other["Names"]:
+                return None
+            raise LaunchFailed(f"worker {config.worker_id} runs already as container {other['Id'][:12]}")
+        made = container.container_document(
+            spec, image=spec.image or self._image, network=self._network, fleet=self._fleet, now=time.time()
+        )
+        container_id = await self._engine.create(name, made)
+        if container_id is None:
+            return None
+        try:
+            await self._engine.start(
+                container_id, msgspec.json.encode(msgspec.structs.replace(config, task_id=container_id))
+            )
+        except LaunchFailed:
+            await self._engine.remove(container_id)  # it has never run: its token is free again
+            raise
+        log.info("docker.launched", worker=config.worker_id, task=container_id)
+        return container.task_of(container_id, made["Labels"])
+
+    async def _adopt(self, known: Document) -> Task | None:
+        """The task of a container that this token has made; None when it never started and is gone now."""
+        until = time.monotonic() + self._half_made
+        while known["State"]["Status"] == "created":
+            if time.monotonic() > until:
+                log.warning("docker.half_made_removed", task=known["Id"])
+                await self._engine.remove(known["Id"])
+                return None
+            await asyncio.sleep(LOOK)
+            now = await self._engine.inspect(known["Id"])
+            if now is None:
+                return None
+            known = now
+        return container.task_of(known["Id"], container.labels_of(known))
+
+    # --- stop ---------------------------------------------------------------------------------------
+
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+        known = await self._engine.inspect(task_id) if task_id else None
+        if known is None or not self._is_ours(known):
+            return
+        if not known["State"]["Running"]:
+            return
+        note = self._stops.note(task_id, reason)
+        own = float(container.labels_of(known).get(container.GRACE, 0))
+        await self._engine.signal(task_id, "SIGTERM")
+        if await self._engine.ended(task_id, own if grace is None else min(grace, container.GRACE_MAX)):
+            return
+        self._stops.keep(task_id, StopNote(note.reason, forced=True))
+        log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)
+        await self._engine.signal(task_id, "SIGKILL")
+        if not await self._engine.ended(task_id, KILL_CONFIRM):
+            short = task_id[:12]
+            raise StopFailed(f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
+
+    async def stop_all(self, reason: str, *, grace: float | None = None) -> int:
+        """Ends all workers of the fleet beside each other, for `berth up`; returns how many there were."""
+        running = await self.list()
+        await asyncio.gather(*(self.stop(task.task_id, reason, grace=grace) for task in running))
+        return len(running)
+
+    # --- what there is --------------------------------------------------------------------------------
+
+    async def list(self) -> list[Task]:
+        found = await self._engine.find(self._ours, _RUNNING)
+        tasks = [container.task_of(one["Id"], one["Labels"]) for one in found]
+        return sorted(tasks, key=lambda task: task.launched_at)
+
+    async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
+        """Ends of workers, at least once each; first those after the position `after`, oldest first.
+
+        Without `after`, the object goes on behind the last end whose handling was finished: the next one
+        was asked for. That is also when the daemon may forget it (`docker_exits.py`).
+        """
+        position = DockerPosition.parse(after) if after else self._position
+        async with (
+            DockerEngine(self._socket) as engine,
+            DockerExits(
+                engine, self._ours, self._stops, position, kept=self._kept, kept_count=self._kept_count
+            ) as exits,
+        ):
+            while True:
+                for end in await exits.news():
+                    yield exits.placed(end)
+                    self._position = exits.handled(end)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    @property
+    def _ours(self) -> dict[str, str]:
+        return {container.FLEET: self._fleet}
+
+    def _is_ours(self, inspected: Document) -> bool:
+        return container.labels_of(inspected).get(container.FLEET) == self._fleet

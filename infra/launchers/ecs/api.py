@@ -1,0 +1,162 @@
+"""The calls of ECS and SQS that the launcher needs, with our errors. boto3 blocks: each runs in a thread.
+
+The threads are bounded: 16 calls at a time, more wait their turn, and one thread is the queue's alone, since
+a long poll holds its thread for seconds. Retries of throttled and broken calls are botocore's (standard mode:
+three attempts, exponential backoff with jitter); every call here may be repeated, RunTask by its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra.launchers.ecs.failures import UnknownTask, call_error, launch_error, placement_error, task_id_of
+from infra.launchers.port import LauncherUnreachable
+
+#: Calls at the same time. A call takes about 0.1 s, so these make 160 a second: more than the 20 to 50 that
+#: ECS allows. https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
+THREADS = 16
+#: What ListTasks and DescribeTasks give and take at once.
+PAGE = 100
+#: Seconds of one long poll. SQS allows 20; a thread in the middle of one holds up the end of the process.
+POLL = 3
+#: What ReceiveMessage and DeleteMessageBatch give and take at once.
+BATCH = 10
+#: Characters of a stop's reason.
+REASON = 255
+
+_CONFIG = Config(
+    connect_timeout=3,
+    read_timeout=POLL + 10,
+    max_pool_connections=THREADS,
+    retries={"mode": "standard", "total_max_attempts": 3},
+)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqsMessage:
+    """One message of the queue."""
+
+    message_id: str
+    receipt: str
+    body: str
+
+
+class EcsApi:
+    """Raises `LauncherUnreachable` when nobody knows, and what each method says."""
+
+    def __init__(
+        self, *, cluster: str, family: str, queue_url: str, region: str = "", endpoint: str = ""
+    ) -> None:
+        """`endpoint`: another server than AWS's, for tests."""
+        self._cluster = cluster
+        self._family = family
+        self._queue = queue_url
+        place = {"region_name": region or None, "endpoint_url": endpoint or None}
+        self._ecs: Any = boto3.client("ecs", config=_CONFIG, **place)
+        self._sqs: Any = boto3.client("sqs", config=_CONFIG, **place)
+        self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="ecs")
+        self._polls = ThreadPoolExecutor(1, thread_name_prefix="sqs")
+
+    async def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The task. Raises `TokenInUse` or a `LaunchFailed` of `ecs_failures`."""
+        answer = await self._in_thread(lambda: self._ecs.run_task(**request), launch_error)
+        tasks: list[dict[str, Any]] = answer.get("tasks", [])
+        if not tasks:
+            raise placement_error(next(iter(answer.get("failures", [])), {}))
+        return tasks[0]
+
+    async def stop(self, task_id: str, reason: str) -> None:
+        """Asks ECS to stop the task, which takes a while. Raises `UnknownTask`."""
+        request = {"cluster": self._cluster, "task": task_id, "reason": reason[:REASON]}
+        await self._in_thread(lambda: self._ecs.stop_task(**request), call_error)
+
+    async def task_ids(self, desired: Literal["RUNNING", "STOPPED"]) -> list[str]:
+        """All tasks of the family that ECS wants to be so; stopped ones for about an hour."""
+
+        def listed() -> list[str]:
+            pages = self._ecs.get_paginator("list_tasks").paginate(
+                cluster=self._cluster,
+                family=self._family,
+                desiredStatus=desired,
+                PaginationConfig={"PageSize": PAGE},
+            )
+            return [task_id_of(arn) for page in pages for arn in page["taskArns"]]
+
+        found: list[str] = await self._in_thread(listed, call_error)
+        return found
+
+    async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
+        """The tasks with their tags, and the ids that ECS does not know."""
+        wanted = sorted(task_ids)
+        batches = [wanted[at : at + PAGE] for at in range(0, len(wanted), PAGE)]
+        answers = await asyncio.gather(*(self._described(batch) for batch in batches))
+        tasks = [task for answer in answers for task in answer["tasks"]]
+        return tasks, set(wanted) - {task_id_of(task["taskArn"]) for task in tasks}
+
+    async def _described(self, batch: list[str]) -> dict[str, Any]:
+        request = {"cluster": self._cluster, "tasks": batch, "include": ["TAGS"]}
+        try:
+            answer: dict[str, Any] = await self._in_thread(
+                lambda: self._ecs.describe_tasks(**request), call_error
+            )
+        except UnknownTask:
+            if len(batch) == 1:  # an id that cannot be one of ECS
+                return {"tasks": []}
+            raise LauncherUnreachable("ECS refuses an id among those to describe") from None
+        odd = [one for one in answer.get("failures", []) if one.get("reason") != "MISSING"]
+        if odd:
+            raise LauncherUnreachable(f"ECS cannot describe a task: {odd[0].get('reason')}")
+        return answer
+
+    async def receive(self) -> list[SqsMessage]:
+        """Up to ten messages; waits some seconds for the first."""
+        request = {
+            "QueueUrl": self._queue,
+            "MaxNumberOfMessages": BATCH,
+            "WaitTimeSeconds": POLL,
+        }
+        answer = await self._in_thread(lambda: self._sqs.receive_message(**request), call_error, self._polls)
+        return [
+            SqsMessage(message_id=one["MessageId"], receipt=one["ReceiptHandle"], body=one["Body"])
+            for one in answer.get("Messages", [])
+        ]
+
+    async def delete(self, receipts: list[str]) -> None:
+        """Those that cannot be deleted come again, which is no harm."""
+        for at in range(0, len(receipts), BATCH):
+            entries = [
+                {"Id": str(number), "ReceiptHandle": receipt}
+                for number, receipt in enumerate(receipts[at : at + BATCH])
+            ]
+            call = partial(self._sqs.delete_message_batch, QueueUrl=self._queue, Entries=entries)
+            await self._in_thread(call, call_error)
+
+    async def close(self) -> None:
+        """Waits for a poll under way, `POLL` seconds at the most: a thread cannot be cut off."""
+        self._calls.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._polls.shutdown, wait=True, cancel_futures=True)
+        self._ecs.close()
+        self._sqs.close()
+
+    async def _in_thread(
+        self,
+        call: Callable[[], Any],
+        meant: Callable[[Exception], Exception],
+        threads: ThreadPoolExecutor | None = None,
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(threads or self._calls, call)
+        except (BotoCoreError, ClientError) as error:
+            raise meant(error) from None

@@ -1,0 +1,157 @@
+"""What ECS answers when it does not do what it was asked, as errors with codes.
+
+RunTask fails in two ways: by an exception, and by a good answer (HTTP 200) whose `failures` say why no task
+was placed. https://docs.aws.amazon.com/AmazonECS/latest/developerguide/api_failures_messages.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from infra.launchers.port import LauncherUnreachable, LaunchFailed
+from worker_runtime.protocol.errors import BerthError
+
+
+class NoCapacity(LaunchFailed):
+    """The cluster has no room for another worker just now."""
+
+    code = "LAUNCH_NO_CAPACITY"
+
+
+class HostUnavailable(LaunchFailed):
+    """The host that was to take the worker does not answer ECS, or leaves."""
+
+    code = "LAUNCH_HOST_UNAVAILABLE"
+
+
+class LaunchThrottled(LaunchFailed):
+    """Workers are launched faster than the platform allows."""
+
+    code = "LAUNCH_THROTTLED"
+
+
+class LaunchMisconfigured(LaunchFailed):
+    """The platform cannot launch this, now or later: settings or task definition are wrong."""
+
+    code = "LAUNCH_MISCONFIGURED"
+    retryable = False
+
+
+class LaunchDenied(LaunchFailed):
+    """The platform does not allow us to launch: credentials, role or account."""
+
+    code = "LAUNCH_DENIED"
+    retryable = False
+
+
+class TokenInUse(BerthError):
+    """The token belongs to a launch with other parameters; its tasks are known."""
+
+    code = "LAUNCH_TOKEN_IN_USE"
+
+    def __init__(self, detail: str, task_ids: tuple[str, ...]) -> None:
+        super().__init__(detail)
+        self.task_ids = task_ids
+
+
+class UnknownTask(BerthError):
+    """ECS does not know the task: it never was, ended more than an hour ago, or is not visible yet."""
+
+    code = "UNKNOWN_TASK"
+
+
+#: Codes of the same thing in AWS's several protocols. All mean that nothing was done.
+_THROTTLED = frozenset(
+    {"ThrottlingException", "Throttling", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown"}
+)
+_DENIED = frozenset(
+    {
+        "AccessDeniedException",
+        "AccessDenied",
+        "BlockedException",
+        "ExpiredTokenException",
+        "ExpiredToken",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "NotAuthorized",
+        "OptInRequired",
+        "UnrecognizedClientException",
+    }
+)
+_MISCONFIGURED = frozenset(
+    {
+        "ClusterNotFoundException",
+        "InvalidParameterException",
+        "PlatformTaskDefinitionIncompatibilityException",
+        "PlatformUnknownException",
+        "UnsupportedFeatureException",
+        "ValidationException",
+    }
+)
+#: In the message of a `ClientException`: the cluster's quota of tasks in PROVISIONING, or the account's of
+#: running ones, is used up, or Fargate has no room. All pass.
+_CAPACITY_WORDS = ("capacity", "provisioning", "limit on the number of tasks")
+
+
+def placement_error(failure: dict[str, Any]) -> LaunchFailed:
+    """The error for one item of RunTask's `failures`."""
+    reason = str(failure.get("reason") or "no reason given")
+    text = f"{reason}: {failure['detail']}" if failure.get("detail") else reason
+    text = text[:300]
+    if reason.startswith("RESOURCE") or _names_capacity(reason):
+        return NoCapacity(text)
+    if reason in ("AGENT", "INACTIVE"):
+        return HostUnavailable(text)
+    # MISSING, ATTRIBUTE, LOCATION and what may come: ECS would say the same again.
+    return LaunchMisconfigured(text)
+
+
+def launch_error(error: Exception) -> BerthError:
+    """The error for an exception of RunTask. What may have worked is `LauncherUnreachable`."""
+    if isinstance(error, NoCredentialsError):
+        return LaunchDenied(_detail_of(error))
+    if not isinstance(error, ClientError):
+        return LauncherUnreachable(_detail_of(error))
+    code, text = _code(error), _detail_of(error)
+    if code == "ConflictException":
+        return TokenInUse(text, tuple(task_id_of(arn) for arn in error.response.get("resourceIds", ())))
+    if code in _THROTTLED:
+        return LaunchThrottled(text)
+    if code in _DENIED:
+        return LaunchDenied(text)
+    if code == "ClientException":
+        return NoCapacity(text) if _names_capacity(text) else LaunchMisconfigured(text)
+    if code in _MISCONFIGURED:
+        return LaunchMisconfigured(text)
+    return LauncherUnreachable(text)
+
+
+def call_error(error: Exception) -> BerthError:
+    """The error for an exception of any other call: an unknown task, or nobody knows."""
+    if isinstance(error, ClientError) and _code(error) == "InvalidParameterException":
+        text = _detail_of(error).lower()
+        # "The referenced task was not found.", "taskId length should be one of [32,36]"
+        if "task was not found" in text or "taskid" in text or "task id" in text:
+            return UnknownTask(_detail_of(error))
+    return LauncherUnreachable(_detail_of(error))
+
+
+def task_id_of(arn: str) -> str:
+    """`arn:aws:ecs:region:account:task/cluster/id` → `id`; the older form lacks the cluster."""
+    return arn.rpartition("/")[2]
+
+
+def _names_capacity(text: str) -> bool:
+    return any(word in text.lower() for word in _CAPACITY_WORDS)
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _detail_of(error: Exception) -> str:
+    if isinstance(error, ClientError):
+        return f"{_code(error)}: {error.response.get('Error', {}).get('Message', '')}"[:300]
+    return f"{type(error).__name__}: {error}"[:300] if isinstance(error, BotoCoreError) else repr(error)[:300]

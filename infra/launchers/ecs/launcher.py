@@ -1,0 +1,272 @@
+"""Workers as ECS tasks.
+
+RunTask with the token as `clientToken`: for 24 hours ECS gives a repeat the same task, whoever asks; later,
+our own list knows the token by the task's tag, as long as the task runs. What runs is kept in a cache that
+events feed, with a full listing every 10 minutes; ECS's answers lag, `ecs_tasks` says what is believed.
+
+The ECS launcher that the settings ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import structlog
+
+from infra.launchers.ecs.api import EcsApi
+from infra.launchers.ecs.failures import TokenInUse, UnknownTask
+from infra.launchers.ecs.queue import EcsQueue
+from infra.launchers.ecs.records import EcsRecords, exit_of_task, position_time
+from infra.launchers.ecs.request import EcsTarget, client_token, run_task
+from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
+from infra.launchers.port import LauncherUnreachable, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+from infra.settings import EcsSettings
+from infra.vault import key_file
+from worker_runtime.protocol import launch_document
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds between two full listings, while events come.
+LISTING_PERIOD = 600.0
+#: Seconds that a listing is good for while no events come: nobody listens, or the queue is out of reach.
+UNFED_PERIOD = 10.0
+#: Seconds in which the queue must have answered for the cache to count as fed: two long polls and a pause.
+FED = 15.0
+#: Seconds a stopped worker gets, unless the caller says otherwise. ECS kills after the container's own
+#: `stopTimeout` (30 unless the task definition says otherwise), whatever we ask for.
+GRACE = 15.0
+#: Seconds beyond the grace for the kill and for its news to reach ECS.
+KILL_CONFIRM = 10.0
+#: Seconds between two looks at a stopping task: first, and at the most.
+LOOK, LONGEST_LOOK = 0.5, 3.0
+#: Seconds for which ECS must deny a task that nobody here launched, before a stop believes that it is gone.
+DENIAL = 5.0
+#: Seconds of age that make the task of a launch an older one: clocks differ, and a launch takes a second.
+OLD = 60.0
+#: Seconds before a position from which ends are told again: those of ECS have no common order.
+OVERLAP = 120.0
+
+log = structlog.get_logger()
+
+
+class EcsLauncher:
+    """Implements `Launcher`. Give each orchestrator a queue of its own: a message is heard once."""
+
+    #: Other orchestrators' launches and stops come by events, or with the next listing.
+    list_lag = FED
+
+    def __init__(
+        self,
+        place: EcsTarget,
+        api: EcsApi,
+        launch_key: bytes,
+        *,
+        listing_period: float = LISTING_PERIOD,
+        denial: float = DENIAL,
+    ) -> None:
+        """Closes `api` with itself."""
+        self._place = place
+        self._api = api
+        self._key = launch_key
+        self._records = EcsRecords(cluster=place.cluster, family=place.family, container=place.container)
+        self._tasks = TaskCache()
+        self._queue = EcsQueue(api, self._records)
+        self._period = listing_period
+        self._denial = denial
+        #: When the last full listing began, and when the queue last answered (monotonic seconds).
+        self._listed_at = self._fed_at = float("-inf")
+        self._listing = asyncio.Lock()
+        #: One launch of a worker at a time: ECS itself would run two.
+        self._launching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        #: Ends whose handling is not finished, in the order in which they are told.
+        self._to_tell: dict[str, TaskExit] = {}
+        self._begun = False
+
+    async def launch(self, spec: LaunchSpec, token: str) -> Task:
+        """Raises `LauncherUnreachable`, or a `LaunchFailed` of `ecs_failures` with its code."""
+        await self._fresh()
+        worker_id = spec.config.worker_id
+        lock = self._launching.setdefault(worker_id, asyncio.Lock())
+        async with lock:
+            return await self._launch(spec, token)
+
+    async def _launch(self, spec: LaunchSpec, token: str) -> Task:
+        known = self._tasks.of_token(client_token(token))
+        if known is not None:
+            return known.task
+        worker_id = spec.config.worker_id
+        if self._tasks.of_worker(worker_id) is not None:
+            raise LaunchFailed(f"worker {worker_id} runs already, launched by another token")
+        began = time.time()
+        try:
+            answer = await self._api.run(run_task(self._place, spec, token, self._key))
+        except TokenInUse as error:
+            # Launched before with other settings, or by another release: it is the same launch.
+            answer = await self._first(error)
+        seen = self._records.of_answer(answer)
+        if seen is None or seen.task.worker_id != worker_id:
+            raise LaunchFailed(f"ECS answered with a task that is not worker {worker_id}")
+        task_id = seen.task.task_id
+        if not self._tasks.has_ended(task_id):
+            self._tasks.launched(task_id, time.monotonic())
+        self._apply(seen)
+        if seen.task.launched_at < began - OLD:
+            # A repeat: ECS answers what was true when it was launched. It may have ended since.
+            await self._look_at({task_id})
+        return seen.task
+
+    async def _first(self, conflict: TokenInUse) -> dict[str, Any]:
+        tasks, _ = await self._api.describe(conflict.task_ids[:1])
+        if not tasks:
+            raise LauncherUnreachable(f"{conflict.detail}; its task is not to be seen")
+        return tasks[0]
+
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+        """The kill comes when the container's `stopTimeout` is over; `grace` is how long it is waited for."""
+        if self._tasks.has_ended(task_id):
+            return
+        try:
+            await self._api.stop(task_id, reason)
+        except UnknownTask:
+            log.info("ecs_stop_of_unknown_task", task_id=task_id)
+        began = time.monotonic()
+        deadline = began + (GRACE if grace is None else grace) + KILL_CONFIRM
+        pause = LOOK
+        while True:
+            denied = await self._look_at({task_id})
+            if self._tasks.has_ended(task_id):
+                return
+            now = time.monotonic()
+            if denied and not self._tasks.runs(task_id) and now - began >= self._denial:
+                log.warning("ecs_task_unknown", task_id=task_id)
+                return
+            if now > deadline:
+                what = "not visible in ECS yet" if denied else "not stopped"
+                raise StopFailed(f"task {task_id}: {what} after {now - began:.0f} s")
+            await asyncio.sleep(min(pause, self._denial))
+            pause = min(pause * 1.5, LONGEST_LOOK)
+
+    async def list(self) -> list[Task]:
+        await self._fresh()
+        return self._tasks.running()
+
+    async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
+        """At least once each. A new object begins with what ECS still knows: the ends of the last hour.
+
+        With `after`, ends of the two minutes before it are told again. A message is deleted from the queue
+        when its end was handled: the next one was asked for.
+        """
+        await self._begin(position_time(after) - OVERLAP if after else 0.0)
+        while True:
+            while self._to_tell:
+                end = next(iter(self._to_tell.values()))
+                yield end
+                self._to_tell.pop(end.task_id, None)
+                await self._queue.handled(end.task_id)
+            await self._listen()
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _begin(self, since: float) -> None:
+        """What nobody heard: ends that ECS still knows. The first time, those before `since` are old news."""
+        await self._list_all()
+        if not self._begun:
+            self._begun = True
+            for end in [end for end in self._to_tell.values() if end.at < since]:
+                del self._to_tell[end.task_id]
+        self._to_tell = dict(sorted(self._to_tell.items(), key=lambda item: item[1].at))
+
+    async def _listen(self) -> None:
+        """One long poll into the cache, and a full listing when it is due."""
+        changes = await self._queue.receive()
+        alive = (c.seen.task.task_id for c in changes if c.seen.status != STOPPED)
+        if new := self._tasks.unknown(alive):
+            await self._look_at(new)  # another orchestrator's launches: events have no tags
+        self._fed_at = time.monotonic()
+        done = []
+        for change in changes:
+            self._apply(change.seen)
+            if change.seen.task.task_id in self._to_tell:
+                self._queue.hold(change)
+            else:
+                done.append(change)
+        await self._queue.done(done)
+        await self._fresh()
+
+    def _apply(self, seen: SeenTask) -> None:
+        end = self._tasks.apply(seen)
+        if end is not None:
+            self._to_tell[end.task_id] = end
+            if len(self._to_tell) > EXITS_REMEMBERED:  # nobody listens
+                self._to_tell.pop(next(iter(self._to_tell)))
+
+    async def _fresh(self) -> None:
+        """Lists anew when the cache is older than it may be. Raises `LauncherUnreachable`."""
+        if self._is_fresh():
+            return
+        async with self._listing:
+            if not self._is_fresh():
+                await self._list_all()
+
+    def _is_fresh(self) -> bool:
+        now = time.monotonic()
+        fed = now - self._fed_at < FED
+        return now - self._listed_at < (self._period if fed else min(self._period, UNFED_PERIOD))
+
+    async def _list_all(self) -> None:
+        """A full listing. What it lacks is looked at, not forgotten."""
+        began, known = time.monotonic(), self._tasks.running_ids()
+        running, stopped = await asyncio.gather(self._api.task_ids("RUNNING"), self._api.task_ids("STOPPED"))
+        lacking = known.difference(running)
+        await self._look_at(self._tasks.unknown({*running, *stopped}) | lacking)
+        self._listed_at = began
+        log.debug("ecs_listed", running=len(running), stopped=len(stopped), lacking=len(lacking))
+
+    async def _look_at(self, task_ids: set[str]) -> set[str]:
+        """Describes them; returns those that ECS denies."""
+        answers, denied = await self._api.describe(task_ids)
+        for answer in answers:
+            seen = self._records.of_answer(answer)
+            if seen is not None:
+                self._apply(seen)
+        now = time.monotonic()
+        for task_id in denied:
+            lost = self._tasks.denied(task_id, now)
+            if lost is not None:
+                log.warning("ecs_task_lost", task_id=task_id, worker_id=lost.task.worker_id)
+                end = exit_of_task(
+                    lost.task, None, "lost", time.time(), {"stopped_reason": "ECS does not know it"}
+                )
+                self._apply(replace(lost, status=STOPPED, end=end))
+        return denied
+
+
+class EcsUnconfigured(BerthError):
+    """The ECS launcher needs BERTH_ECS_QUEUE_URL."""
+
+    code = "ECS_UNCONFIGURED"
+
+
+def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:
+    """Raises `EcsUnconfigured`, and what a missing or exposed key file raises. Asks nothing of AWS yet."""
+    if not settings.queue_url:
+        raise EcsUnconfigured
+    place = EcsTarget(
+        cluster=settings.cluster,
+        task_definition=settings.task_definition,
+        container=settings.container,
+        capacity_providers=settings.capacity_providers,
+        placement=settings.placement,
+        subnets=settings.subnets,
+        security_groups=settings.security_groups,
+    )
+    key = launch_document.key_from(key_file.read_key_file(settings.launch_key_file, private=True))
+    api = EcsApi(
+        cluster=settings.cluster, family=place.family, queue_url=settings.queue_url, region=settings.region
+    )
+    return EcsLauncher(place, api, key, listing_period=settings.listing_period)

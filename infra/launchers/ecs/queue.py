@@ -1,0 +1,75 @@
+"""Task state changes from an SQS queue that EventBridge feeds: at least once, in any order.
+
+A message is deleted when what it says is in the cache; that of an end, when the end's handling is finished.
+One that cannot be read is left alone: after its last delivery SQS moves it to the dead-letter queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+
+from infra.launchers.ecs.api import EcsApi
+from infra.launchers.ecs.records import EcsRecords
+from infra.launchers.ecs.task_cache import SeenTask
+from worker_runtime.protocol.errors import MalformedMessage
+
+#: Unreadable messages that are remembered: each comes back until its deliveries are used up.
+UNREADABLE_REMEMBERED = 1000
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskChange:
+    """One event, and what deletes its message."""
+
+    seen: SeenTask
+    receipt: str
+
+
+class EcsQueue:
+    def __init__(self, api: EcsApi, records: EcsRecords) -> None:
+        self._api = api
+        self._records = records
+        #: Receipts of the messages that told of an end whose handling is not finished.
+        self._held: dict[str, list[str]] = {}
+        self._unreadable: dict[str, None] = {}
+
+    async def receive(self) -> list[TaskChange]:
+        """The next changes of our tasks; waits some seconds for the first. Raises `LauncherUnreachable`."""
+        changes, foreign = [], []
+        for message in await self._api.receive():
+            try:
+                seen = self._records.of_event(message.body)
+            except MalformedMessage as error:
+                self._note(message.message_id, error.detail)
+                continue
+            if seen is None:
+                foreign.append(message.receipt)
+            else:
+                changes.append(TaskChange(seen=seen, receipt=message.receipt))
+        await self._api.delete(foreign)
+        return changes
+
+    async def done(self, changes: list[TaskChange]) -> None:
+        """Deletes their messages."""
+        await self._api.delete([change.receipt for change in changes])
+
+    def hold(self, change: TaskChange) -> None:
+        """Keeps the message until `handled`; it comes again meanwhile if that takes long."""
+        self._held.setdefault(change.seen.task.task_id, []).append(change.receipt)
+
+    async def handled(self, task_id: str) -> None:
+        """The end of this task is told for good."""
+        await self._api.delete(self._held.pop(task_id, []))
+
+    def _note(self, message_id: str, reason: str) -> None:
+        """Once for each message, and without its content."""
+        if message_id in self._unreadable:
+            return
+        self._unreadable[message_id] = None
+        if len(self._unreadable) > UNREADABLE_REMEMBERED:
+            self._unreadable.pop(next(iter(self._unreadable)))
+        log.error("ecs_event_unreadable", message_id=message_id, reason=reason[:200])

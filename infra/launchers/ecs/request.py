@@ -1,0 +1,127 @@
+"""RunTask's parameters for one worker.
+
+The same token must come with the same parameters: ECS refuses a repeat that differs (`ConflictException`).
+So nothing in here is random, and nothing depends on the time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+from infra.launchers.ecs.failures import LaunchMisconfigured
+from infra.launchers.ecs.records import GROUP, TAG_POOL, TAG_TOKEN, TAG_VERSION, TAG_WORKER
+from infra.launchers.port import LaunchSpec
+from worker_runtime.protocol import launch_document
+from worker_runtime.protocol.messages import encode
+
+#: RunTask takes 64 characters from ! to ~ for `clientToken`; a tag's value may have these only.
+_TOKEN = re.compile(r"[A-Za-z0-9+\-=._:/@]{1,64}")
+_MIB = 1024 * 1024
+
+Placement = Literal["spread", "binpack", "none"]
+#: By memory: at 1,024 MiB a worker, that is what fills a host first.
+_STRATEGIES: dict[Placement, list[dict[str, str]]] = {
+    "spread": [
+        {"type": "spread", "field": "attribute:ecs.availability-zone"},
+        {"type": "spread", "field": "instanceId"},
+    ],
+    "binpack": [
+        {"type": "spread", "field": "attribute:ecs.availability-zone"},
+        {"type": "binpack", "field": "memory"},
+    ],
+    "none": [],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EcsTarget:
+    """Where and how workers run."""
+
+    cluster: str
+    #: `family`, `family:revision` or an ARN.
+    task_definition: str
+    #: The worker's container in the task definition.
+    container: str = "worker"
+    #: Capacity provider → weight; empty: the cluster's default strategy.
+    capacity_providers: dict[str, int]
+    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS has no say (Fargate).
+    placement: Placement
+    #: Of tasks with a network interface of their own (`awsvpc`); empty with bridge networking.
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return _family(self.task_definition)
+
+
+def _family(task_definition: str) -> str:
+    return task_definition.rpartition("/")[2].partition(":")[0]
+
+
+def client_token(token: str) -> str:
+    """The token itself where ECS takes it, else its hash."""
+    if _TOKEN.fullmatch(token):
+        return token
+    return blake2b(token.encode(), digest_size=32).hexdigest()
+
+
+def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) -> dict[str, Any]:
+    """One worker; the overrides are what differs from the task definition (at most 8,192 characters).
+
+    The launch document is encrypted: overrides can be read by whoever may describe tasks, and stand in
+    CloudTrail and in `docker inspect` (requirement V3, ADR 0012). The spec's image is a revision of the task
+    definition. Raises `LaunchMisconfigured` for another family: our listings would not show its tasks.
+    """
+    config = spec.config
+    if spec.image and _family(spec.image) != place.family:
+        raise LaunchMisconfigured(f"{spec.image} is no revision of {place.family}")
+    document = launch_document.seal(encode(config), launch_key, worker_id=config.worker_id)
+    request: dict[str, Any] = {
+        "cluster": place.cluster,
+        "taskDefinition": spec.image or place.task_definition,
+        "count": 1,
+        "clientToken": client_token(token),
+        "group": f"{GROUP}{config.pool}",
+        "startedBy": config.worker_id,
+        "overrides": {
+            "containerOverrides": [
+                {
+                    "name": place.container,
+                    "environment": [
+                        {"name": launch_document.WORKER, "value": config.worker_id},
+                        {"name": launch_document.DOCUMENT, "value": document},
+                    ],
+                    "cpu": spec.cpu_units,
+                    "memory": spec.memory_hard // _MIB,
+                    "memoryReservation": spec.memory_soft // _MIB,
+                }
+            ]
+        },
+        "enableECSManagedTags": True,
+        "tags": [
+            {"key": TAG_WORKER, "value": config.worker_id},
+            {"key": TAG_POOL, "value": config.pool},
+            {"key": TAG_VERSION, "value": config.version},
+            {"key": TAG_TOKEN, "value": client_token(token)},
+        ],
+    }
+    if place.capacity_providers:
+        request["capacityProviderStrategy"] = [
+            {"capacityProvider": name, "weight": weight}
+            for name, weight in sorted(place.capacity_providers.items())
+        ]
+    if place.placement != "none":
+        request["placementStrategy"] = _STRATEGIES[place.placement]
+    if place.subnets:
+        request["networkConfiguration"] = {
+            "awsvpcConfiguration": {
+                "subnets": list(place.subnets),
+                "securityGroups": list(place.security_groups),
+                "assignPublicIp": "DISABLED",
+            }
+        }
+    return request

@@ -1,0 +1,134 @@
+"""What is known of the tasks, by answers of ECS and by its events: these come late, twice and in disorder.
+
+ECS is eventually consistent. A task that a listing lacks is not gone: it counts as running until a
+description or an event says STOPPED, or until ECS has denied knowing it twice, a while apart.
+https://docs.aws.amazon.com/AmazonECS/latest/APIReference/API_RunTask.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from infra.launchers.port import Task, TaskExit
+
+STOPPED = "STOPPED"
+#: Seconds after its launch during which ECS may not show a task yet: it advises to ask for up to five
+#: minutes.
+SETTLING = 300.0
+#: Seconds between two denials that make a task a lost one.
+DENIALS_APART = 60.0
+#: Ends that are remembered, so that a repeat is recognized. ECS tells of each for an hour.
+EXITS_REMEMBERED = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenTask:
+    """One task as one answer or event describes it."""
+
+    task: Task
+    #: Grows with each change of the task; 0 where the source does not tell.
+    version: int = 0
+    #: PROVISIONING, PENDING, … RUNNING, … STOPPED.
+    status: str = "RUNNING"
+    #: The token it was launched with; events do not tell.
+    token: str = ""
+    #: False for an event, which has no tags: the task's version is not known then.
+    tagged: bool = True
+    #: Set when it has stopped.
+    end: TaskExit | None = None
+
+
+class TaskCache:
+    """The cache. Knows nothing of AWS; `now` is in seconds of any clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, SeenTask] = {}
+        self._ended: dict[str, SeenTask] = {}
+        self._by_token: dict[str, str] = {}
+        #: When each running task was launched by ourselves, and when ECS first denied it.
+        self._launched: dict[str, float] = {}
+        self._denied: dict[str, float] = {}
+
+    def launched(self, task_id: str, now: float) -> None:
+        """A launch of our own: it counts from here on, whatever the listings say."""
+        self._launched.setdefault(task_id, now)
+
+    def apply(self, seen: SeenTask) -> TaskExit | None:
+        """Takes in what was seen; returns the task's end when this is news."""
+        task_id = seen.task.task_id
+        self._denied.pop(task_id, None)
+        if task_id in self._ended:
+            return None
+        old = self._running.get(task_id)
+        if old is not None:
+            if seen.status != STOPPED and seen.version and seen.version < old.version:
+                return None  # overtaken by a later one
+            seen = _joined(old, seen)
+        if seen.token:
+            self._by_token[seen.token] = task_id
+        if seen.status != STOPPED:
+            self._running[task_id] = seen
+            return None
+        self._running.pop(task_id, None)
+        self._launched.pop(task_id, None)
+        self._remember(seen)
+        return seen.end
+
+    def denied(self, task_id: str, now: float) -> SeenTask | None:
+        """ECS says that it knows no such task; returns the task when it is lost by that.
+
+        It is, when ECS said the same at least a minute ago, and the task was not launched just now.
+        """
+        if task_id not in self._running or now - self._launched.get(task_id, now - SETTLING) < SETTLING:
+            return None
+        first = self._denied.setdefault(task_id, now)
+        return self._running[task_id] if now - first >= DENIALS_APART else None
+
+    def running(self) -> list[Task]:
+        return sorted((seen.task for seen in self._running.values()), key=lambda task: task.launched_at)
+
+    def running_ids(self) -> set[str]:
+        return set(self._running)
+
+    def unknown(self, task_ids: Iterable[str]) -> set[str]:
+        """Those whose tags we have not seen."""
+        tagged = {task_id for task_id, seen in self._running.items() if seen.tagged}
+        return set(task_ids) - tagged - self._ended.keys()
+
+    def has_ended(self, task_id: str) -> bool:
+        return task_id in self._ended
+
+    def runs(self, task_id: str) -> bool:
+        """As far as we know: nobody has told of its end."""
+        return task_id in self._running
+
+    def of_token(self, token: str) -> SeenTask | None:
+        task_id = self._by_token.get(token)
+        return self._known(task_id) if task_id else None
+
+    def of_worker(self, worker_id: str) -> Task | None:
+        """The running task of a worker."""
+        return next((s.task for s in self._running.values() if s.task.worker_id == worker_id), None)
+
+    def _known(self, task_id: str) -> SeenTask | None:
+        return self._running.get(task_id) or self._ended.get(task_id)
+
+    def _remember(self, seen: SeenTask) -> None:
+        self._ended[seen.task.task_id] = seen
+        while len(self._ended) > EXITS_REMEMBERED:
+            oldest = next(iter(self._ended))
+            forgotten = self._ended.pop(oldest)
+            self._by_token.pop(forgotten.token, None)
+
+
+def _joined(old: SeenTask, new: SeenTask) -> SeenTask:
+    """The new state with what only the old source knew."""
+    task = new.task if new.tagged else replace(new.task, version=old.task.version)
+    return replace(
+        new,
+        task=replace(task, launched_at=old.task.launched_at),
+        version=max(old.version, new.version),
+        token=new.token or old.token,
+        tagged=new.tagged or old.tagged,
+    )

@@ -1,0 +1,264 @@
+"""Having a user's worker made Active: update-with-start of its workflow, for whoever needs the worker.
+
+A client's module: no workflow imports it, and it knows the workflow by its name only.
+
+Having a user's worker made Active, for work that is not a caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Protocol
+from uuid import uuid4
+
+import structlog
+from temporalio.client import (
+    Client,
+    WithStartWorkflowOperation,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+from infra.settings import Settings
+from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
+from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
+from workflows.user_worker.messages import ActiveWorker, EnsureActive, UserWorkerInput, UserWorkerSettings
+
+#: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal was back
+#: after 0.45 s.
+OUTAGE_PATIENCE = 5.0
+
+#: Seconds after which a failed call was under way, whatever its status: a refused connection fails within
+#: 25 ms, repeats included.
+UNDER_WAY = 0.15
+
+#: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made UNAVAILABLE.
+_DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
+_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
+#: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by closing
+#: workflow").
+_RUN_CLOSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.ABORTED}
+#: The workflow's task failed or timed out on its orchestrator (the server's `WorkflowNotReady`), and the
+#: server tries it again: seen once in 1,200 starts on a machine with 60 waiting processes a core.
+_NOT_READY = {RPCStatusCode.FAILED_PRECONDITION}
+#: Failure types by which the server or the SDK says that the run closed under the update.
+RUN_CLOSED_TYPES = {"AcceptedUpdateCompletedWorkflow", "WorkflowExecutionCompleted"}
+
+
+class OrchestratorUnavailable(BerthError):
+    """Temporal answers, but no orchestrator took the work in time."""
+
+    code = "ORCHESTRATOR_UNAVAILABLE"
+    retryable = True
+
+
+class TemporalUnavailable(BerthError):
+    """Temporal cannot be reached."""
+
+    code = "TEMPORAL_UNAVAILABLE"
+    retryable = True
+
+
+class StarterSettings(Protocol):
+    """What the settings say of it. Times in seconds."""
+
+    @property
+    def pool(self) -> str: ...
+
+    @property
+    def idle_timeout(self) -> float: ...
+
+    @property
+    def connect_attempts(self) -> int: ...
+
+    @property
+    def connect_timeout(self) -> float: ...
+
+    @property
+    def claim_timeout(self) -> float: ...
+
+
+class StarterLog(Protocol):
+    """Structured, as structlog's."""
+
+    def info(self, event: str, **fields: object) -> object: ...
+
+    def warning(self, event: str, **fields: object) -> object: ...
+
+    def error(self, event: str, **fields: object) -> object: ...
+
+
+class _RetryStart(Exception):  # not an error: one more round
+    """The same call will do, a moment later."""
+
+    def __init__(self, reason: BerthError) -> None:
+        super().__init__(reason.detail)
+        self.reason = reason
+
+
+class _TemporalOutage(Exception):
+    """Temporal could not be reached; `under_way`: it could when the call was made."""
+
+    def __init__(self, under_way: bool) -> None:
+        super().__init__(under_way)
+        self.under_way = under_way
+
+
+class WorkerStarter:
+    """Calls `ensure_active`, once per user and process at a time: whoever comes meanwhile shares it."""
+
+    def __init__(self, client: Client, settings: StarterSettings, log: StarterLog) -> None:
+        self._client = client
+        self._pool = settings.pool
+        self._settings = UserWorkerSettings(
+            idle_timeout=settings.idle_timeout,
+            connect_attempts=settings.connect_attempts,
+            connect_timeout=settings.connect_timeout,
+            claim_timeout=settings.claim_timeout,
+        )
+        self._deadline = settings.claim_timeout + settings.connect_timeout
+        self._running: dict[str, asyncio.Task[ActiveWorker]] = {}
+        self._log = log
+
+    def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
+        """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
+
+        It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once when
+        Temporal is down, `WorkerUnavailable` after claim timeout + connect timeout.
+        """
+        task = self._running.get(user_id)
+        if task is None:
+            task = asyncio.create_task(self._ensure(user_id, mark_missing), name=f"ensure {user_id}")
+            self._running[user_id] = task
+            task.add_done_callback(lambda done: self._ended(user_id, done))
+        return task
+
+    async def close(self) -> None:
+        """Lets go of what is under way; the workflows go on without us."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _ended(self, user_id: str, task: asyncio.Task[ActiveWorker]) -> None:
+        self._running.pop(user_id, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, BerthError):
+            self._log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
+        elif error is not None:
+            self._log.error("ensure_active_crashed", user=user_id, exc_info=error)
+
+    async def _ensure(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+        began = time.monotonic()
+        down_since: float | None = None
+        pause = 0.02
+        reason: BerthError = WorkerUnavailable()
+        while (left := began + self._deadline - time.monotonic()) > 0:
+            asked = time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    found = await self._call(user_id, mark_missing)
+                ms = round((time.monotonic() - began) * 1000, 1)
+                self._log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
+                return found
+            except TimeoutError:
+                break
+            except _RetryStart as again:
+                reason, down_since = again.reason, None
+            except _TemporalOutage as outage:
+                now = time.monotonic()
+                if down_since is None and (outage.under_way or now - asked > UNDER_WAY):
+                    down_since = now
+                if down_since is None or now - down_since > OUTAGE_PATIENCE:
+                    raise TemporalUnavailable from None
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.5)
+        raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
+
+    async def _call(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+        start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
+            USER_WORKER,
+            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings, timeline=True),
+            id=user_worker_id(user_id),
+            task_queue=LIFECYCLE_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            static_summary=f"worker of user {user_id}",
+        )
+        # A new update id each time: idempotence comes from the user's state (ids dedupe within a run only).
+        request_id = uuid4().hex
+        try:
+            found: ActiveWorker = await self._client.execute_update_with_start_workflow(
+                "ensure_active",
+                EnsureActive(request_id=request_id, mark_missing=mark_missing),
+                start_workflow_operation=start,
+                id=request_id,
+                result_type=ActiveWorker,
+            )
+        except WorkflowUpdateFailedError as failed:
+            raise _error_of_update(failed) from None
+        except WorkflowUpdateRPCTimeoutOrCancelledError:
+            raise _RetryStart(WorkerUnavailable("the update took too long")) from None
+        except RPCError as error:
+            if error.status in _RUN_CLOSED:
+                raise _RetryStart(WorkerUnavailable("the run closed under the update")) from None
+            if error.status in _NOT_READY:
+                raise _RetryStart(OrchestratorUnavailable(error.message)) from None
+            if error.status in _DOWN:
+                raise _TemporalOutage(error.status == RPCStatusCode.UNKNOWN) from None
+            raise error_of_rpc(error) from None
+        except RuntimeError:  # what a lazy client raises when its first connect fails
+            raise _TemporalOutage(under_way=False) from None
+        finally:
+            await _retrieve_start_result(start)
+        return found
+
+
+async def _retrieve_start_result(start: WithStartWorkflowOperation[object, object]) -> None:
+    """Looks at the start's own result, so that asyncio does not report its error as never retrieved."""
+    with suppress(Exception):
+        async with asyncio.timeout(0):
+            await start.workflow_handle()
+
+
+def _error_of_update(failed: WorkflowUpdateFailedError) -> Exception:
+    cause = failed.cause
+    if not isinstance(cause, ApplicationError):
+        return _RetryStart(WorkerUnavailable("the run closed under the update"))
+    if cause.type in RUN_CLOSED_TYPES:
+        return _RetryStart(WorkerUnavailable(cause.message))
+    error = from_code(cause.type or "", cause.message)
+    if isinstance(error, PoolExhausted):
+        error.retry_after = PoolExhausted.PAUSE
+    if type(error) is BerthError and not cause.non_retryable:
+        # A code of the orchestrator's own, such as a launcher's: here it only means that no worker came.
+        error = WorkerUnavailable(f"{cause.type}: {cause.message}")
+    return _RetryStart(error) if isinstance(error, Draining) else error
+
+
+def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
+    """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part in it."""
+    if error.status in _DOWN:
+        return TemporalUnavailable()
+    if error.status in _SLOW:
+        return TemporalUnavailable() if server_only else OrchestratorUnavailable()
+    return BerthError(f"Temporal: {error.status.name.lower()}")
+
+
+class WorkerActivator:
+    """Calls `ensure_active`, once per user at a time: whoever comes meanwhile shares it."""
+
+    def __init__(self, temporal: Client, settings: Settings) -> None:
+        self._starter = WorkerStarter(temporal, settings, structlog.get_logger())
+
+    async def ensure(self, user_id: str) -> None:
+        """Returns when the user's worker is Active; raises as `WorkerStarter.ensure`."""
+        # Shielded: another caller waits for the same.
+        await asyncio.shield(self._starter.ensure(user_id, mark_missing=True))

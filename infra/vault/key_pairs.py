@@ -1,0 +1,214 @@
+"""The master key wraps data keys. Locally it is an X25519 key pair.
+
+A pair, so that the two halves can live apart: the API holds the public half and can only encrypt, the
+orchestrator holds the private half. On AWS the same split is made with KMS permissions (`kms.py`).
+
+The orchestrator's own keys: Ed25519 to sign claims, and the secret that launch tokens derive from.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from infra.vault import key_file
+from infra.vault.key_file import KeyFileCorrupt
+from worker_runtime.protocol import sealing
+from worker_runtime.protocol.errors import BerthError
+
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+_PRIVATE = b"berth-master-private-1\n"
+_PUBLIC = b"berth-master-public-1\n"
+
+
+class UnwrapFailed(BerthError):
+    """A data key cannot be unwrapped: altered, or bound to another user or account."""
+
+    code = "UNWRAP_FAILED"
+
+
+class UnknownMasterKey(BerthError):
+    """The credentials were wrapped by a master key that is not at hand."""
+
+    code = "UNKNOWN_MASTER_KEY"
+
+
+class KeyWrapper(Protocol):
+    """The half that encrypts."""
+
+    @property
+    def key_id(self) -> str: ...
+
+    async def wrap(self, data_key: bytes, context: bytes) -> bytes:
+        """`context` binds the wrapped key to its use; unwrapping needs the same bytes."""
+        ...
+
+
+class KeyUnwrapper(Protocol):
+    """The half that decrypts."""
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        """Raises `UnwrapFailed` or `UnknownMasterKey`."""
+        ...
+
+
+def _key_id(public: bytes) -> str:
+    return "local:" + sha256(public).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PublicMasterKey:
+    """Wraps only."""
+
+    public: bytes
+
+    @property
+    def key_id(self) -> str:
+        return _key_id(self.public)
+
+    async def wrap(self, data_key: bytes, context: bytes) -> bytes:
+        return _SUITE.encrypt(data_key, X25519PublicKey.from_public_bytes(self.public), info=context)
+
+
+class MasterKeyRing:
+    """Unwraps with any of its private keys; the first one is the present one, the others are retired."""
+
+    def __init__(self, present: X25519PrivateKey, *retired: X25519PrivateKey) -> None:
+        self._keys = {_key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)}
+        self.public = PublicMasterKey(present.public_key().public_bytes_raw())
+
+    def holds(self, key_id: str) -> bool:
+        return key_id in self._keys
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        key = self._keys.get(key_id)
+        if key is None:
+            raise UnknownMasterKey(f"no master key {key_id} here")
+        try:
+            return _SUITE.decrypt(wrapped, key, info=context)
+        except Exception:  # whatever failed, the answer is the same
+            raise UnwrapFailed from None
+
+
+class MasterKeyFiles:
+    """A ring that reads its files again when it meets a key it does not know.
+
+    So a running orchestrator follows a rotation: rows are rewrapped under a new key before it is restarted.
+    Keys once read are kept, because rows under the old one are still about.
+    """
+
+    def __init__(self, present: Path, *retired: Path) -> None:
+        """Raises what `load_ring` does."""
+        self._paths = (present, *retired)
+        self._rings = [load_ring(*self._paths)]
+
+    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
+        """Raises `UnwrapFailed` or `UnknownMasterKey`."""
+        for ring in self._rings:
+            if ring.holds(key_id):
+                return await ring.unwrap(wrapped, context, key_id)
+        try:
+            ring = load_ring(*self._paths)
+        except (BerthError, OSError) as error:
+            raise UnknownMasterKey(f"no master key {key_id} here, and {error}") from None
+        if not ring.holds(key_id):
+            raise UnknownMasterKey(f"no master key {key_id} here")
+        self._rings.append(ring)
+        return await ring.unwrap(wrapped, context, key_id)
+
+
+def create_master_key(private_file: Path, public_file: Path) -> PublicMasterKey:
+    """Makes a new pair of files; the private one gets mode 0600. Existing files are replaced."""
+    key = create_private_key(private_file)
+    write_public(key, public_file)
+    return key
+
+
+def create_private_key(path: Path) -> PublicMasterKey:
+    """The private half alone, with mode 0600; an existing file is replaced. Returns the public half."""
+    key = X25519PrivateKey.generate()
+    key_file.write_key_file(path, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
+    return PublicMasterKey(key.public_key().public_bytes_raw())
+
+
+def write_public(key: PublicMasterKey, path: Path) -> None:
+    key_file.write_key_file(path, _PUBLIC + key.public.hex().encode() + b"\n", private=False)
+
+
+def _parse(data: bytes, header: bytes, path: Path) -> bytes:
+    try:
+        if not data.startswith(header):
+            raise ValueError
+        key = bytes.fromhex(data[len(header) :].decode("ascii").strip())
+        if len(key) != 32:
+            raise ValueError
+    except (ValueError, UnicodeDecodeError):
+        raise KeyFileCorrupt(f"{path} is not a key file of this kind") from None
+    return key
+
+
+def load_public(path: Path) -> PublicMasterKey:
+    """Raises `KeyFileMissing` or `KeyFileCorrupt`."""
+    return PublicMasterKey(_parse(key_file.read_key_file(path, private=False), _PUBLIC, path))
+
+
+def load_ring(present: Path, *retired: Path) -> MasterKeyRing:
+    """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+    keys = [
+        X25519PrivateKey.from_private_bytes(
+            _parse(key_file.read_key_file(path, private=True), _PRIVATE, path)
+        )
+        for path in (present, *retired)
+    ]
+    return MasterKeyRing(keys[0], *keys[1:])
+
+
+class _StoredKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    signing_key: bytes
+    launch_secret: bytes
+
+
+@dataclass(frozen=True, repr=False)
+class OrchestratorKeys:
+    """Shared by all orchestrators; the API and the workers never see it."""
+
+    signing_key: Ed25519PrivateKey
+    launch_secret: bytes
+
+    @property
+    def public_key(self) -> bytes:
+        """32 bytes, given to each worker at its launch."""
+        return self.signing_key.public_key().public_bytes_raw()
+
+    def launch_token(self, worker_id: str) -> bytes:
+        return sealing.launch_token(self.launch_secret, worker_id)
+
+
+def create_orchestrator_keys(path: Path) -> OrchestratorKeys:
+    """Makes a new key file with mode 0600; an existing one is replaced."""
+    keys = OrchestratorKeys(Ed25519PrivateKey.generate(), secrets.token_bytes(32))
+    stored = _StoredKeys(keys.signing_key.private_bytes_raw(), keys.launch_secret)
+    key_file.write_key_file(path, msgspec.json.encode(stored), private=True)
+    return keys
+
+
+def load_orchestrator_keys(path: Path) -> OrchestratorKeys:
+    """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+    data = key_file.read_key_file(path, private=True)
+    try:
+        stored = msgspec.json.decode(data, type=_StoredKeys)
+        if len(stored.launch_secret) != 32:
+            raise ValueError
+        return OrchestratorKeys(
+            Ed25519PrivateKey.from_private_bytes(stored.signing_key), stored.launch_secret
+        )
+    except ValueError:  # msgspec's errors are ValueErrors too
+        raise KeyFileCorrupt(f"{path} is not an orchestrator's key file") from None

@@ -1,0 +1,355 @@
+"""The adapter of SinoPac's Shioaji (package `shioaji`, written against 1.7.9).
+
+The SDK is imported by the first login, never before: it starts threads, which no fork survives. All that
+blocks runs through `call_within`, because neither the constructor nor the login takes a timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged
+from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.brokers.shioaji.files import private_folder, session_files
+from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
+from worker_runtime.brokers.shioaji.sdk import (
+    SECURITY,
+    CallTimedOut,
+    build_order,
+    call_within,
+    find_trade,
+    queries_first,
+    to_milliseconds,
+)
+from worker_runtime.process.log import Log
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerError,
+    BrokerUnreachable,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, PlaceOrder
+
+#: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
+_MIN_KEY = 10
+_BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
+#: Seconds `close()` waits for the logout; the port allows a second in all.
+_LOGOUT_WAIT = 0.8
+#: Seconds of a call's time that are kept for the way back from the SDK.
+_RETURN = 0.05
+#: Seconds: the broker's day, and by how much Taipei is ahead of UTC.
+_DAY, _TAIPEI = 86_400.0, 28_800.0
+_ACCOUNT = {"stock": "Stock", "futures": "Future"}
+
+T = TypeVar("T")
+
+
+@cache
+def load_sdk() -> Any:
+    """Imports the SDK, once a process, with its files in a private folder."""
+    session_files()
+    return import_module("shioaji")
+
+
+class ShioajiBroker:
+    """One login, used for the one account of `key`."""
+
+    def __init__(
+        self, key: ConnectionKey, on_order: OnOrderChanged, load: Callable[[], Any] = load_sdk
+    ) -> None:
+        if key.broker_type not in _ACCOUNT:
+            raise BrokerError(f"shioaji has no broker type {key.broker_type!r}; known: {', '.join(_ACCOUNT)}")
+        self._key = key
+        self._on_order = on_order
+        self._load = load
+        self._log = Log(broker="shioaji", account=key.account_id)
+        self._blank: mapping.Redactor = str
+        self._book = ReportedOrders(lambda text: self._blank(text))
+        self._api: Any = None
+        self._account: Any = None
+        self._down: str | None = None
+        self._uses_files = False
+        self._closing = threading.Lock()
+
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        """Constructs the client, logs in, activates the certificate (production), loads the contracts.
+
+        A login that takes too long goes on in its thread, which logs out when it succeeds after all: a
+        person has five connections only.
+        """
+        if self._down is not None:
+            raise SessionDown(self._down)
+        _check_keys(credentials)
+        self._blank = mapping.redactor_of(credentials)
+        if not self._uses_files:
+            self._uses_files = True
+            session_files().session_opened()
+        deadline = time.monotonic() + timeout
+
+        def open_session() -> tuple[Any, Any]:
+            api = self._load().Shioaji(simulation=self._key.simulation)
+            try:
+                accounts = api.login(credentials.api_key, credentials.secret_key)
+                # Only now: before the login, everything raises AuthError, which would pass for a refusal.
+                api.set_order_callback(self._happened)
+                api.set_session_down_callback(self._session_down)
+                account = self._choose(accounts)
+                if not self._key.simulation:
+                    _activate_certificate(api, credentials)
+                left = max(1, int((deadline - time.monotonic()) * 1000))
+                api.contracts.preload(list(SECURITY[self._key.broker_type]), timeout=left)
+                return api, account
+            except BaseException:  # the login itself may have succeeded; perhaps nobody waits any more
+                threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
+                raise
+
+        try:
+            self._api, self._account = call_within(timeout, open_session, lambda made: self._log_out(made[0]))
+        except CallTimedOut as error:
+            raise BrokerUnreachable(f"login: {error}") from None
+        except BerthError:
+            raise
+        except Exception as error:
+            raise mapping.login_error(error) from None
+
+    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+        api, account = self._session()
+        deadline = time.monotonic() + timeout - _RETURN
+
+        def submit() -> ExchangeOrder:
+            contract, native = build_order(self._load(), api, account, self._key.broker_type, order)
+            left = deadline - time.monotonic()
+            if left <= 0:  # the caller has given up by now, or is about to: nothing may follow that
+                raise OrderRejected("no time was left to send the order; it was not sent")
+            return self._book.listed(api.place_order(contract, native, timeout=to_milliseconds(left)))
+
+        try:
+            return call_within(timeout, submit, self._told_late)
+        except CallTimedOut as error:
+            raise OutcomeUnknown(str(error)) from None
+        except BerthError:
+            raise
+        except Exception as error:
+            raise mapping.place_error(error, self._blank) from None
+
+    def queries_before_change(self, broker_order_id: str) -> bool:
+        api, _ = self._session()
+        return queries_first(api, self._key.broker_type, broker_order_id)
+
+    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+        def cancel(api: Any, trade: Any, left: int) -> Any:
+            return api.cancel_order(trade, timeout=left)
+
+        return self._change(broker_order_id, timeout, cancel)
+
+    def replace(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+    ) -> ExchangeOrder:
+        """One of the two: the SDK sends a quantity and a price as two changes, of which one may fail."""
+        if (quantity is None) == (price is None):
+            raise OrderRejected("Shioaji changes either the quantity or the price")
+
+        def change(api: Any, trade: Any, left: int) -> Any:
+            if price is not None:
+                return api.update_order(trade, price=float(price), timeout=left)
+            # The new total, as the manual's examples of 2026 have it (10 lots, qty=2: 2 remain, 8 cancelled).
+            return api.update_order(trade, qty=quantity, timeout=left)
+
+        return self._change(broker_order_id, timeout, change)
+
+    def orders(self, timeout: float) -> Listing:
+        """In simulation, later sessions do not see the orders of earlier ones (Sinotrade/Shioaji #218): what
+        is not listed may be there. Whether last night's orders are listed after midnight is not documented,
+        so it is not relied on. Nor is it when positions show a fill: those are other books."""
+        api, account = self._session()
+
+        def read() -> list[ExchangeOrder]:
+            api.update_status(account, timeout=to_milliseconds(timeout))
+            return [self._book.listed(trade) for trade in api.list_trades() if self._is_ours(trade)]
+
+        orders = self._query(timeout, read)
+        if self._key.simulation:
+            return Listing(orders)
+        return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI) % _DAY)
+
+    def positions(self, timeout: float) -> list[Position]:
+        api, account = self._session()
+        limit = to_milliseconds(timeout)
+        return mapping.positions_of(
+            self._query(timeout, lambda: api.list_positions(account, unit="Common", timeout=limit))
+        )
+
+    def balance(self, timeout: float) -> Balance:
+        api, account = self._session()
+        limit = to_milliseconds(timeout)
+        if self._key.broker_type == "stock":
+            return mapping.balance_of(
+                self._query(timeout, lambda: api.account_balance(account, timeout=limit))
+            )
+        return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
+
+    def ping(self, timeout: float) -> None:
+        """Asks for the usage: a real round trip. The SDK's own view of its session is known to be wrong
+        for hours (Sinotrade/Shioaji #215)."""
+        api, _ = self._session()
+        self._query(timeout, lambda: api.usage(timeout=to_milliseconds(timeout)))
+
+    def alive(self) -> bool:
+        """Whether the session-down callback has not come. The SDK misses some ends: the ping finds those."""
+        return self._down is None and self._api is not None
+
+    def close(self) -> None:
+        with self._closing:
+            api, self._api = self._api, None
+            self._down = self._down or "this broker session was closed"
+            used, self._uses_files = self._uses_files, False
+        if api is not None:
+            try:
+                call_within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
+            except CallTimedOut:
+                self._log.warning("shioaji.logout_unanswered")
+        if used:
+            try:
+                session_files().session_closed()
+            except OSError as error:
+                self._log.warning("shioaji.files_left", error=type(error).__name__)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _session(self) -> tuple[Any, Any]:
+        if self._down is not None:
+            raise SessionDown(self._down)
+        if self._api is None:
+            raise SessionDown("not logged in")
+        return self._api, self._account
+
+    def _change(
+        self, broker_order_id: str, timeout: float, call: Callable[[Any, Any, int], Any]
+    ) -> ExchangeOrder:
+        """Finds the SDK's own object of the order and makes one call with it."""
+        api, account = self._session()
+        deadline = time.monotonic() + timeout - _RETURN
+
+        def run() -> ExchangeOrder:
+            trade = self._working(api, account, broker_order_id, deadline)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise OrderRejected("no time was left for the change; it was not sent")
+            return self._book.listed(call(api, trade, to_milliseconds(left)))
+
+        try:
+            return call_within(timeout, run, self._told_late)
+        except CallTimedOut as error:
+            raise OutcomeUnknown(str(error)) from None
+        except BerthError:
+            raise
+        except Exception as error:
+            raise mapping.place_error(error, self._blank) from None
+
+    def _working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
+        """The SDK's own object of a working order. Whatever this raises, nothing was changed."""
+        try:
+            trade = find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
+        except Exception as error:
+            told = mapping.query_error(error, self._blank)
+            raise told if isinstance(told, SessionDown) else OrderRejected(f"not sent: {told}") from None
+        if trade is None or not self._is_ours(trade):
+            raise OrderRejected(f"no order {broker_order_id}")
+        if mapping.order_of(trade).state in FINAL_ORDER_STATES:
+            raise OrderRejected(f"order {broker_order_id} is final")
+        return trade
+
+    def _choose(self, accounts: list[Any]) -> Any:
+        """The account of this connection: the one that has its id, or the only one of its type."""
+        kind = _ACCOUNT[self._key.broker_type]
+        found = [account for account in accounts if account.account_type.name == kind]
+        named = [account for account in found if account.account_id == self._key.account_id]
+        chosen = named or found
+        if len(chosen) != 1:
+            raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")
+        if not self._key.simulation and not chosen[0].signed:
+            raise LoginRejected("the account is not signed for orders by API")
+        return chosen[0]
+
+    def _query(self, timeout: float, call: Callable[[], T]) -> T:
+        try:
+            return call_within(timeout, call, lambda _: None)
+        except CallTimedOut as error:
+            raise BrokerUnreachable(str(error)) from None
+        except Exception as error:
+            raise mapping.query_error(error, self._blank) from None
+
+    def _is_ours(self, trade: Any) -> bool:
+        owner = trade.order.account
+        return owner is None or owner.account_id == self._account.account_id
+
+    def _log_out(self, api: Any) -> None:
+        try:
+            api.clear_order_callback()
+            api.clear_session_down_callback()
+            api.logout()
+        except Exception as error:  # it is gone either way; the broker drops what is silent
+            self._log.info("shioaji.logout_failed", error=type(error).__name__)
+
+    # --- callbacks, from the SDK's threads ------------------------------------------------------------
+
+    def _session_down(self) -> None:
+        self._down = self._down or "the broker ended the session"
+        self._log.warning("shioaji.session_down")
+
+    def _happened(self, state: Any, event: Any) -> None:
+        try:
+            owner = event.get("account_id") or (event.get("order") or {}).get("account", {}).get("account_id")
+            if self._account is not None and owner and owner != self._account.account_id:
+                return  # the other account of this login
+            change = self._book.happened(state.value, event)
+            if change is not None:
+                self._on_order(change)
+        except Exception as error:  # the boundary of one event: the SDK's thread must live on
+            self._log.crash("shioaji.event_failed", error)
+
+    def _told_late(self, order: ExchangeOrder) -> None:
+        """`place_order` returned after its caller had given up."""
+        event_id = f"late-{order.broker_order_id}-{order.state.value}"
+        try:
+            self._on_order(OrderChanged(event_id=event_id, order=order))
+        except Exception as error:  # the boundary to the session's code, in a thread of its own
+            self._log.crash("shioaji.late_answer_failed", error)
+
+
+def _check_keys(credentials: Credentials) -> None:
+    """Refuses at once what the SDK would refuse after a trip to the network (up to 5.6 s without one)."""
+    for name, key in (("API key", credentials.api_key), ("secret key", credentials.secret_key)):
+        if len(key) < _MIN_KEY:
+            raise LoginRejected(f"the {name} has fewer than {_MIN_KEY} characters")
+    if not _BASE58.issuperset(credentials.secret_key):
+        raise LoginRejected("the secret key is not base58")
+
+
+def _activate_certificate(api: Any, credentials: Credentials) -> None:
+    """Production orders are signed. The SDK wants a path, so the certificate is a file for a moment."""
+    if not credentials.ca_certificate:
+        raise LoginRejected("orders in production need a certificate, and none is stored")
+    folder = private_folder()
+    try:
+        path = Path(folder) / "certificate.pfx"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(credentials.ca_certificate)
+        person = credentials.person_id or None
+        if not api.activate_ca(str(path), credentials.ca_password, person):
+            raise LoginRejected("the certificate could not be activated")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,214 @@
+"""Shioaji's words in ours: pure functions, which never import the SDK.
+
+Errors are told apart by the names of their classes and those of their parents, so that this file, and its
+tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from typing import Any
+
+from worker_runtime.protocol.errors import (
+    BrokerError,
+    BrokerUnreachable,
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    SessionDown,
+)
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
+from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PriceType, Side, TimeInForce
+
+#: Takes secrets out of a text.
+Redactor = Callable[[str], str]
+
+#: An HTTP status that stands alone.
+_STATUS = re.compile(r"(?<!\S)[45]\d\d(?![^\s:,.])")
+#: What the real broker keeps of our tag.
+MAX_TAG = 6
+
+_REFUSES_LOGIN = frozenset(
+    {
+        *("AuthError", "CaError", "AccountNotSignError", "AccountNotProvideError"),
+        *("ValidationError", "BadRequestError", "ShioajiValueError", "ShioajiTypeError"),
+    }
+)
+#: Refused before anything left this process (wrong value, no certificate), or by a clear 400 or 422.
+_REFUSES_ORDER = frozenset(
+    {
+        *("CaError", "AccountNotSignError", "AccountNotProvideError", "ValidationError", "BadRequestError"),
+        *("ShioajiValueError", "ShioajiTypeError"),
+    }
+)
+
+_STATES = {
+    # On its way to the exchange, not there yet. Yesterday's filled orders also come back as this (#216).
+    "PendingSubmit": OrderState.SUBMITTING,
+    "PreSubmitted": OrderState.SUBMITTED,  # reserved before the opening
+    "Submitted": OrderState.SUBMITTED,
+    "PartFilled": OrderState.PART_FILLED,
+    "Filled": OrderState.FILLED,
+    "Cancelled": OrderState.CANCELLED,
+    "Failed": OrderState.REJECTED,
+    # Undocumented; neither final nor alive for certain, so reconciliation has to look.
+    "Inactive": OrderState.UNKNOWN,
+}
+
+
+def redactor_of(credentials: Credentials) -> Redactor:
+    """Puts `***` where a text quotes one of these credentials, in whatever case."""
+    secrets = {
+        credentials.api_key,
+        credentials.secret_key,
+        credentials.ca_password,
+        credentials.person_id,
+    } - {""}
+    # The longest first: a shorter one may be a part of it.
+    words = re.compile("|".join(map(re.escape, sorted(secrets, key=len, reverse=True))), re.IGNORECASE)
+    return lambda text: words.sub("***", text) if secrets else text
+
+
+def login_error(error: BaseException) -> BrokerError:
+    """What an error of the constructor, the login or the certificate means.
+
+    Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
+    """
+    names, said = _class_names(error), str(error)
+    status = _STATUS.search(said)
+    text = f"{type(error).__name__} {status.group()}" if status else type(error).__name__
+    if "451" in said.split() or "Too Many Connections" in said:
+        return LoginLimited(text)  # the sixth connection of this person
+    if "SystemMaintenance" in names:
+        return LoginLimited(text)  # 503: maintenance, or the ban of a minute after too many calls
+    if names & _REFUSES_LOGIN:
+        return LoginRejected(text)
+    return BrokerUnreachable(text)
+
+
+def place_error(error: BaseException, blank: Redactor = str) -> BrokerError:
+    """What an error of `place_order` means. Whatever does not say for certain that no order came to be is
+    `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and surprises."""
+    names, text = _class_names(error), _redacted_text(error, blank)
+    if "AuthError" in names:
+        return SessionDown(text)  # not logged in (any more): the order was not taken
+    if names & _REFUSES_ORDER:
+        return OrderRejected(text)
+    return OutcomeUnknown(text)
+
+
+def query_error(error: BaseException, blank: Redactor = str) -> BrokerError:
+    """What an error of a call that changes nothing means."""
+    text = _redacted_text(error, blank)
+    return SessionDown(text) if "AuthError" in _class_names(error) else BrokerUnreachable(text)
+
+
+def state_of(status: str, filled: int, quantity: int) -> OrderState:
+    """An order's state from Shioaji's status and the lots filled; fills may be ahead of the status."""
+    state = _STATES.get(status, OrderState.UNKNOWN)
+    return with_fills(state, filled, quantity)
+
+
+def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
+    """The state that the fills prove, where they prove more than the word does."""
+    if filled and filled >= quantity:
+        return OrderState.FILLED
+    if filled and state in (OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.UNKNOWN):
+        return OrderState.PART_FILLED
+    return state
+
+
+def order_of(trade: Any) -> ExchangeOrder:
+    """A `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a code."""
+    order, status = trade.order, trade.status
+    fills = [
+        fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts) for deal in status.deals
+    ]
+    # A reduced order keeps its first quantity in `order`; the exchange's is in the status.
+    quantity = int(status.order_quantity or order.quantity)
+    price_type = price_type_of(_enum_value(order.price_type))
+    filled = sum(done.quantity for done in fills)
+    return ExchangeOrder(
+        broker_order_id=str(order.id),
+        tag=order.custom_field or "",
+        symbol=str(trade.contract.code),
+        side=side_of(_enum_value(order.action)),
+        quantity=quantity,
+        price_type=price_type,
+        price=price_of(status.modified_price or order.price) if price_type is PriceType.LIMIT else None,
+        time_in_force=TimeInForce(_enum_value(order.time_in_force) or "ROD"),
+        state=state_of(_enum_value(status.status), filled, quantity),
+        fills=fills,
+        reason=status.msg or None,
+    )
+
+
+def positions_of(found: Iterable[Any]) -> list[Position]:
+    """`list_positions(unit=Common)`: lots, with a direction instead of a sign."""
+    return [
+        Position(
+            symbol=str(one.code),
+            quantity=int(one.quantity) * (1 if side_of(_enum_value(one.direction)) is Side.BUY else -1),
+            average_price=price_of(one.price),
+        )
+        for one in found
+    ]
+
+
+def balance_of(told: Any) -> Balance:
+    """`account_balance` of a stock account: settled money, all of it available as far as the SDK says."""
+    money = price_of(told.acc_balance)
+    return Balance(currency="TWD", cash=money, available=money)
+
+
+def margin_of(told: Any) -> Balance:
+    """`margin` of a futures account."""
+    return Balance(
+        currency="TWD", cash=price_of(told.today_balance), available=price_of(told.available_margin)
+    )
+
+
+def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float) -> Fill:
+    """One deal. The sequence is the exchange's, in simulation counted anew for every order, so the order's
+    id belongs to the fill's id. `at` is Unix seconds."""
+    return Fill(
+        fill_id=f"{order_id}-{sequence}",
+        quantity=int(quantity),
+        price=price_of(price),
+        at_ms=int(at * 1000),
+    )
+
+
+def side_of(action: str) -> Side:
+    return Side.BUY if action == "Buy" else Side.SELL
+
+
+def action_of(side: Side) -> str:
+    return "Buy" if side is Side.BUY else "Sell"
+
+
+def price_type_of(name: str) -> PriceType:
+    """Range market orders (MKP) count as market orders: neither has a price of its own."""
+    return PriceType.LIMIT if name == "LMT" else PriceType.MARKET
+
+
+def price_of(value: float) -> Decimal:
+    """A float of the SDK as the decimal it was written as."""
+    return Decimal(str(value))
+
+
+def _enum_value(name: Any) -> str:
+    """The text of one of the SDK's enums; "" for None."""
+    return "" if name is None else str(getattr(name, "value", name))
+
+
+def _class_names(error: BaseException) -> frozenset[str]:
+    return frozenset(cls.__name__ for cls in type(error).__mro__)
+
+
+def _redacted_text(error: BaseException, blank: Redactor) -> str:
+    # Blanked before it is cut: a part of a secret would not be found.
+    return f"{type(error).__name__}: {blank(str(error))[:200]}"

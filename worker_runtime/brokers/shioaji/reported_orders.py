@@ -1,0 +1,166 @@
+"""What Shioaji has told of each order, put together from three sources that overlap: the answer of
+`place_order`, order and deal events, and `list_trades`.
+
+Deal events may come before the order event and before `place_order` returns. Events may come twice, with
+the same `event_id`. The same deal is named by `exchange_seq` in events and by `seq` in lists; the two are
+taken as equal, and where they are not, a deal of the other source with the same price, quantity and second
+is the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Fill, OrderState, PriceType, TimeInForce
+
+#: Event ids that are remembered, to drop repeats.
+_REMEMBERED = 4096
+#: Deals kept whose order is not known yet.
+_MAX_EARLY = 256
+
+ShioajiEvent = Mapping[str, Any]
+
+
+class ReportedOrders:
+    """Orders of one account by Shioaji's id. Safe to use from several threads."""
+
+    def __init__(self, blank: mapping.Redactor = str) -> None:
+        """`blank` takes secrets out of what the SDK says of an order."""
+        self._blank = blank
+        self._lock = threading.Lock()
+        self._orders: dict[str, ExchangeOrder] = {}
+        #: Fills that an event named: the others came from a list.
+        self._from_events: set[str] = set()
+        self._early: OrderedDict[str, list[Fill]] = OrderedDict()
+        self._seen: OrderedDict[str, None] = OrderedDict()
+
+    def listed(self, trade: Any) -> ExchangeOrder:
+        """Takes in a `Trade`; returns all that is known of its order."""
+        told = mapping.order_of(trade)
+        with self._lock:
+            known = self._orders.get(told.broker_order_id)
+            fills = list(known.fills) if known else []
+            fills += self._early.pop(told.broker_order_id, [])
+            pairs = [done for done in fills if done.fill_id in self._from_events]
+            ids = {done.fill_id for done in fills}
+            for done in told.fills:
+                if done.fill_id in ids:
+                    pairs = [other for other in pairs if other.fill_id != done.fill_id]
+                    continue
+                if (twin := _find_duplicate(done, pairs)) is not None:
+                    pairs.remove(twin)
+                    continue
+                fills.append(done)
+            return self._keep(told, known, fills)
+
+    def happened(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
+        """Takes in an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL.
+
+        None: a repeat, nothing new, or a deal whose order is not known yet.
+        """
+        with self._lock:
+            if self._repeated(kind, event):
+                return None
+            return self._deal(event) if kind in ("SDEAL", "FDEAL") else self._order(event)
+
+    # --- inside, under the lock -----------------------------------------------------------------------
+
+    def _repeated(self, kind: str, event: ShioajiEvent) -> bool:
+        event_id = str(event.get("event_id") or "")
+        if not event_id:  # historical records have none; deals are still known by their sequence
+            return False
+        key = f"{kind} {event_id}"
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return False
+
+    def _deal(self, event: ShioajiEvent) -> OrderChanged | None:
+        order_id = str(event["trade_id"])
+        done = mapping.fill_of(
+            order_id, str(event["exchange_seq"]), event["quantity"], event["price"], event["ts"]
+        )
+        known = self._orders.get(order_id)
+        fills = list(known.fills) if known else self._early.setdefault(order_id, [])
+        if any(other.fill_id == done.fill_id for other in fills):
+            return None
+        if (
+            _find_duplicate(done, [other for other in fills if other.fill_id not in self._from_events])
+            is not None
+        ):
+            return None
+        self._from_events.add(done.fill_id)
+        if known is None:
+            fills.append(done)
+            if len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+            return None
+        order = self._keep(known, known, [*fills, done])
+        return OrderChanged(event_id=f"deal-{done.fill_id}", order=order, fill=done)
+
+    def _order(self, event: ShioajiEvent) -> OrderChanged | None:
+        operation, order, status = event["operation"], event["order"], event["status"]
+        done, kind = operation["op_code"] == "00", operation["op_type"]
+        order_id = str(order["id"])
+        known = self._orders.get(order_id)
+        if not done and kind not in ("New", "Reject"):
+            return None  # a cancel or a change was refused: the order is as it was
+        state = known.state if known else OrderState.SUBMITTED
+        if kind == "Reject" or not done:
+            state = OrderState.REJECTED
+        elif kind == "Cancel":
+            state = OrderState.CANCELLED
+        elif kind == "New":
+            state = OrderState.SUBMITTED
+        price_type = mapping.price_type_of(order["price_type"])
+        told = ExchangeOrder(
+            broker_order_id=order_id,
+            # Futures events lack the tag; what `place_order` told is kept.
+            tag=order.get("custom_field") or (known.tag if known else ""),
+            symbol=known.symbol if known else str(event["contract"]["code"]),
+            side=mapping.side_of(order["action"]),
+            # After a cancel the exchange's own quantity is nought; what was asked for is in `order`.
+            quantity=int(
+                order["quantity"] if kind == "Cancel" else status["order_quantity"] or order["quantity"]
+            ),
+            price_type=price_type,
+            price=mapping.price_of(order["price"]) if price_type is PriceType.LIMIT else None,
+            time_in_force=TimeInForce(order.get("time_in_force") or order.get("order_type") or "ROD"),
+            state=state,
+            reason=operation["op_msg"] or None,
+        )
+        fills = [*(known.fills if known else ()), *self._early.pop(order_id, ())]
+        kept = self._keep(told, known, fills)
+        event_id = str(event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}")
+        return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
+
+    def _keep(self, told: ExchangeOrder, known: ExchangeOrder | None, fills: list[Fill]) -> ExchangeOrder:
+        """Stores an order; one that was final stays final, whatever a late word says (#216, #234)."""
+        state = mapping.with_fills(told.state, sum(done.quantity for done in fills), told.quantity)
+        if known is not None and known.state in FINAL_ORDER_STATES and state not in FINAL_ORDER_STATES:
+            state = known.state
+        reason = None if told.reason is None else self._blank(told.reason)
+        kept = replace(told, state=state, fills=fills, reason=reason)
+        self._orders[told.broker_order_id] = kept
+        return kept
+
+
+def _find_duplicate(done: Fill, others: list[Fill]) -> Fill | None:
+    """The same deal under another id: same price, quantity and second."""
+    for other in others:
+        if (other.price, other.quantity, other.at_ms // 1000) == (
+            done.price,
+            done.quantity,
+            done.at_ms // 1000,
+        ):
+            return other
+    return None

@@ -1,0 +1,140 @@
+"""Waiting for a call of a broker SDK no longer than its caller can afford.
+
+Orders in the SDK's own objects: what is made before a submission, and found before a change.
+
+Nothing here sends anything that changes an order. The SDK comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.protocol.errors import BerthError, OrderRejected
+from worker_runtime.protocol.messages import PlaceOrder, PriceType, TimeInForce
+
+T = TypeVar("T")
+
+
+class CallTimedOut(Exception):
+    """The call has not returned in time. It goes on by itself; nobody knows how it ends."""
+
+
+class _TimedCall(Generic[T]):
+    def __init__(self, work: Callable[[], T], late: Callable[[T], None]) -> None:
+        self._work = work
+        self._late = late
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self.done = threading.Event()
+        self.result: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            result = self._work()
+        except BaseException as error:  # handed to the waiting thread; without one there is nobody to tell
+            self.error = error
+            self.done.set()
+            return
+        with self._lock:
+            self.result.append(result)
+            abandoned = self._abandoned
+            self.done.set()
+        if abandoned:
+            self._late(result)
+
+    def abandon(self) -> bool:
+        """False if the call has just ended after all."""
+        with self._lock:
+            self._abandoned = not self.done.is_set()
+            return self._abandoned
+
+
+def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]) -> T:
+    """Runs `work` in a thread of its own and returns its result, or raises its error.
+
+    Raises `CallTimedOut` after `seconds`; a result that comes later is given to `late`, in that thread.
+    SDKs have calls without a timeout (Shioaji's constructor and login), and none keeps its own to the point.
+    """
+    call = _TimedCall(work, late)
+    threading.Thread(target=call.run, name="broker-call", daemon=True).start()
+    if not call.done.wait(max(0.0, seconds)) and call.abandon():
+        raise CallTimedOut(f"no answer within {seconds:.1f} s")
+    if call.error is not None:
+        raise call.error
+    return call.result[0]
+
+
+#: Kinds of contracts that an account of this type trades.
+SECURITY = {"stock": ("STK",), "futures": ("FUT", "OPT")}
+
+
+def to_milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+def build_order(sdk: Any, api: Any, account: Any, broker_type: str, order: PlaceOrder) -> tuple[Any, Any]:
+    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express."""
+    if len(order.tag) > mapping.MAX_TAG:
+        raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
+    market = order.price_type is PriceType.MARKET
+    if not market and order.price is None:
+        raise OrderRejected("a limit order needs a price")
+    words = {
+        "action": mapping.action_of(order.side),
+        "price": 0.0 if market or order.price is None else float(order.price),
+        "quantity": order.quantity,
+        "price_type": order.price_type.value,
+        "time_in_force": order.time_in_force.value,
+        "custom_field": order.tag,
+        "account": account,
+    }
+    try:
+        if broker_type == "stock":
+            native = sdk.StockOrder(**words, order_lot="Common", order_cond="Cash")
+        else:
+            if market and order.time_in_force is TimeInForce.ROD:
+                raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
+            native = sdk.FuturesOrder(**words, octype="Auto")
+        return _contract(api, broker_type, order.symbol), native
+    except BerthError:
+        raise
+    except Exception as error:  # nothing has been sent yet, whatever it is
+        raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
+
+
+def find_trade(api: Any, account: Any, broker_type: str, broker_order_id: str, deadline: float) -> Any:
+    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors.
+
+    Futures can be cancelled only after their state was read anew (Sinotrade/Shioaji #235). `deadline` is of
+    `time.monotonic`.
+    """
+    trade = _find_cached(api, broker_order_id)
+    if trade is None or broker_type == "futures":
+        api.update_status(account, timeout=to_milliseconds(deadline - time.monotonic()))
+        trade = _find_cached(api, broker_order_id)
+    return trade
+
+
+def queries_first(api: Any, broker_type: str, broker_order_id: str) -> bool:
+    """Whether `find_trade` will ask the broker, and not only look at what the SDK holds."""
+    return broker_type == "futures" or _find_cached(api, broker_order_id) is None
+
+
+def _find_cached(api: Any, broker_order_id: str) -> Any:
+    found = [trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id]
+    return found[0] if found else None
+
+
+def _contract(api: Any, broker_type: str, symbol: str) -> Any:
+    for security in SECURITY[broker_type]:
+        found = api.contracts.get(symbol, security_type=security)
+        if found is not None:
+            # A rolling code (TXFR1) stands for a real one, and orders name the real one.
+            real = found.target_code
+            return api.contracts.get(real, security_type=security) if real else found
+    raise OrderRejected(f"{symbol} is no {broker_type} contract")

@@ -1,0 +1,127 @@
+"""What producers and operators ask of the job queue: each a script with its keys and arguments.
+
+Neither client is imported here. The servers run a call with redis-py (`valkey.run(client, *call)`), a
+worker with its own client (`client.run(*call)`). All are safe to repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import (
+    BOOST_MS,
+    FIFO_QUEUE,
+    RESULT_TTL,
+    Job,
+    JobCancelled,
+    JobResult,
+    JobStatus,
+    encode_job,
+)
+from worker_runtime.protocol.messages import Failure, encode
+from worker_runtime.protocol.scripts import Script
+
+
+class QueueCall(NamedTuple):
+    """One script with its keys and arguments."""
+
+    script: Script
+    keys: list[str]
+    args: list[Any]
+
+
+def encode_arguments(value: object) -> msgspec.Raw:
+    """The arguments of a job, from the struct that its type declares."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def enqueue(job: Job, tag: str = job_keys.FLEET_TAG, digest: str = "") -> QueueCall:
+    """Puts a job on its queue, with the digest of what was asked for; raises `MalformedMessage`.
+
+    The reply: `[b"queued", id]`, `[b"seen", id, digest]` for a repeat, `[b"duplicate", id]` when another job
+    has the unique key.
+    """
+    body = encode_job(job)
+    # On the plain queue no priority counts.
+    priority = 0 if job.queue == FIFO_QUEUE else job.priority
+    args: list[Any] = [
+        job.job_id,
+        body,
+        job.name,
+        job.queue,
+        priority,
+        int(job.idempotent),
+        job.unique,
+        job.group,
+    ]
+    args += [max(0, round(job.delay * 1000)), BOOST_MS, job.on_failed, job.rate_key, digest]
+    return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
+
+
+def cancel(job_id: str, tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """Cancels a job. The reply: `cancelled`, `asked` (it runs; its runner was told), `failed`, `unknown`."""
+    failure = Failure.of(JobCancelled("cancelled before it ran"))
+    result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
+    return QueueCall(job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, encode(result), RESULT_TTL])
+
+
+def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """Puts failed jobs back on their queues; at most some hundreds at once. The reply: those that went."""
+    return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
+
+
+def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """No further job is claimed: of a queue, by the runner of this name, or at all."""
+    return QueueCall(job_scripts.SUSPEND, [job_keys.meta(tag)], ["suspend", _halt_field(queue, runner)])
+
+
+def resume(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """Takes back one `suspend` with the same arguments."""
+    return QueueCall(job_scripts.SUSPEND, [job_keys.meta(tag)], ["resume", _halt_field(queue, runner)])
+
+
+def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """Sets these fields of the settings, or takes them back (None). The reply: how many are different now."""
+    args = [part for name, value in settings.items() for part in (name, value or "")]
+    return QueueCall(job_scripts.CONFIGURE, [job_keys.meta(tag)], args)
+
+
+def _halt_field(queue: str, runner: str) -> str:
+    if queue:
+        return f"halt_queue:{queue}"
+    return f"halt_runner:{runner}" if runner else "halt"
+
+
+def weight_field(queue: str) -> str:
+    """Field of the settings: turns of this queue for each turn of a queue with weight 1."""
+    return f"weight:{queue}"
+
+
+def boost_field(queue: str) -> str:
+    """Field of the settings: ms of waiting that one step of priority is worth on this queue."""
+    return f"boost:{queue}"
+
+
+def limit_field(name: str) -> str:
+    """Field of the settings: jobs of this type that may run at once, everywhere."""
+    return f"limit:{name}"
+
+
+def rate_field(name: str) -> str:
+    """Field of the settings: ms between two jobs of this type with the same rate key, in the long run."""
+    return f"rate:{name}"
+
+
+def rate_burst_field(name: str) -> str:
+    """Field of the settings: how many of them may come at once after a rest; 1, unless it is set."""
+    return f"rate_burst:{name}"
+
+
+def node_limit_field(name: str) -> str:
+    """Field of the settings: jobs of this type that may run at once on one node."""
+    return f"node_limit:{name}"

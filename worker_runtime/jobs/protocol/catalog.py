@@ -1,0 +1,290 @@
+"""The jobs that exist, as they cross Valkey: what each is asked for, and what it returns.
+
+Everything is bounded here, so that a producer refuses what no runner would take. A worker has no database,
+so the orders of a statement or an export travel in the job, packed. Quantities are lots, times of orders
+ISO 8601, other times Unix milliseconds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Annotated, Any
+
+import msgspec
+
+from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.exchange import Balance, Position
+
+#: Bytes of packed orders: as base64 they fit into a job, and their CSV into a result. About 700 orders.
+MAX_PACKED = 40 * 1024
+#: Bytes of orders once they are unpacked.
+_MAX_UNPACKED = 4 * 1024 * 1024
+
+_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+_Packed = Annotated[bytes, msgspec.Meta(max_length=MAX_PACKED)]
+#: `YYYY-MM-DD`, Taiwan's day.
+_Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d\Z")]
+_Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048, pattern=r"^[!-~]+\Z")]
+_Address = Annotated[
+    str, msgspec.Meta(max_length=254, pattern=r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+\Z")
+]
+
+
+class TooManyOrders(BerthError):
+    """More orders than one job can carry; take a shorter time, or the export of the API."""
+
+    code = "TOO_MANY_ORDERS"
+
+
+class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One order, with the columns of an export in their order."""
+
+    accepted_at: str
+    id: str
+    client_order_id: str
+    account_id: str
+    symbol: str
+    side: str
+    quantity: int
+    price_type: str
+    price: Decimal | None
+    time_in_force: str
+    state: str
+    filled_quantity: int
+    average_price: Decimal | None
+    broker_order_id: str | None = None
+    reduce_only: bool = False
+    origin: str | None = None
+    code: str | None = None
+    reason: str | None = None
+
+
+def pack_orders(rows: Sequence[OrderRow]) -> bytes:
+    """Orders as they travel in a job; raises `TooManyOrders`."""
+    packed = zlib.compress(msgspec.json.encode(rows), 9)
+    if len(packed) > MAX_PACKED:
+        raise TooManyOrders(f"{len(rows)} orders are more than one job can carry")
+    return packed
+
+
+def unpack_orders(packed: bytes) -> list[OrderRow]:
+    """The orders of a job; raises `MalformedMessage`."""
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(packed, _MAX_UNPACKED)
+        if not inflater.eof:
+            raise MalformedMessage("the orders are cut off, or more than a job may carry")
+        return msgspec.json.decode(data, type=list[OrderRow])
+    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"the orders cannot be read: {error}") from None
+
+
+# --- what is asked for ------------------------------------------------------------------------------
+
+
+class PingRunner(msgspec.Struct, frozen=True, kw_only=True):
+    """Shows that a runner takes jobs, runs them and answers: `text` comes back."""
+
+    text: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+
+
+class DeliverWebhook(msgspec.Struct, frozen=True, kw_only=True):
+    """POST `body` to `url`, signed with the recipient's key (`webhook_signing.py`)."""
+
+    url: _Url
+    #: Whose key signs it: a user's id, or a name that operators chose.
+    recipient: _Id
+    #: What happened, such as `order.filled`.
+    event: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
+    #: JSON, sent byte by byte as it stands here.
+    body: msgspec.Raw
+
+
+class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
+    """One mail to one address: what the server says holds for one."""
+
+    to: _Address
+    subject: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,200}\Z")]
+    text: Annotated[str, msgspec.Meta(max_length=16_000)]
+
+
+class MakeStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """The statement of one user's day, from the orders accepted in it."""
+
+    user_id: _Id
+    day: _Day
+    orders: _Packed
+
+
+class MailStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """The statement of one user's day as a mail."""
+
+    user_id: _Id
+    day: _Day
+    orders: _Packed
+    to: _Address
+
+
+class PostStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """The statement of one user's day as a webhook, signed with the user's key."""
+
+    user_id: _Id
+    day: _Day
+    orders: _Packed
+    url: _Url
+
+
+class ExportOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """Orders of one user as CSV, in the order they come."""
+
+    user_id: _Id
+    orders: _Packed
+
+
+class SnapshotPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an account holds, asked of the user's session."""
+
+    user_id: _Id
+    account_id: _Id
+    #: Seconds until the session has to have answered.
+    patience: Annotated[float, msgspec.Meta(gt=0, le=120)] = 30.0
+
+
+# --- what is returned -------------------------------------------------------------------------------
+
+
+class RunnerPong(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sent, and which process answered."""
+
+    text: str
+    pid: int
+    attempt: int
+
+
+class WebhookReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The receiver's status, and how long it took."""
+
+    status: int
+    elapsed_ms: float
+
+
+class EmailReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The server has taken the mail under this id."""
+
+    message_id: str
+
+
+class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One symbol of one account: what was bought and sold in lots, at which average price."""
+
+    account_id: str
+    symbol: str
+    bought: int = 0
+    bought_average: Decimal | None = None
+    sold: int = 0
+    sold_average: Decimal | None = None
+    #: Orders by their state.
+    orders: dict[str, int] = {}
+
+
+class Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """A day's orders by account and symbol. Fees and taxes are the broker's and not in it."""
+
+    user_id: str
+    day: str
+    orders: int
+    #: Not final when the statement was made: their fills may grow.
+    open_orders: int
+    lines: list[StatementLine]
+
+
+class OrderExport(msgspec.Struct, frozen=True, kw_only=True):
+    """CSV (RFC 4180, UTF-8), compressed with zlib."""
+
+    user_id: str
+    orders: int
+    csv: bytes
+
+
+class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions and balance as the broker told them at `taken_at_ms`."""
+
+    user_id: str
+    account_id: str
+    taken_at_ms: int
+    positions: list[Position]
+    balance: Balance | None
+
+
+def unpack_csv(export: OrderExport) -> bytes:
+    """The file; raises `MalformedMessage`."""
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(export.csv, _MAX_UNPACKED)
+    except zlib.error as error:
+        raise MalformedMessage(f"the file cannot be read: {error}") from None
+    if not inflater.eof:
+        raise MalformedMessage("the file is cut off")
+    return data
+
+
+# --- how each is enqueued ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobKind:
+    """One type of job: its name in the registry, its queue, and what may be done with it."""
+
+    name: str
+    queue: str
+    #: May run again when nobody knows how far it came.
+    idempotent: bool
+    #: Seconds.
+    timeout: float
+    retry_delay: float = 120.0
+
+
+PING = JobKind("ping", "default", True, 10.0)
+#: Receivers tell repeats by the delivery id, which stays the same. A minute holds a slow receiver.
+WEBHOOK = JobKind("webhook", "webhook", True, 60.0)
+#: Nobody can tell whether a mail was sent when a process died in it, and two mails are worse than none.
+EMAIL = JobKind("email", "email", False, 120.0)
+STATEMENT = JobKind("statement", "default", True, 60.0)
+#: As mails and webhooks are, on the queues whose runners have what these need.
+STATEMENT_MAIL = JobKind("statement_email", "email", False, 120.0)
+STATEMENT_POST = JobKind("statement_webhook", "webhook", True, 60.0)
+EXPORT = JobKind("order_export", "default", True, 60.0)
+#: A session that logs in again is back within seconds; one that is gone for two minutes is told of.
+SNAPSHOT = JobKind("position_snapshot", "default", True, 150.0, retry_delay=10.0)
+
+JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
+    PingRunner: PING,
+    DeliverWebhook: WEBHOOK,
+    SendEmail: EMAIL,
+    MakeStatement: STATEMENT,
+    MailStatement: STATEMENT_MAIL,
+    PostStatement: STATEMENT_POST,
+    ExportOrders: EXPORT,
+    SnapshotPositions: SNAPSHOT,
+}
+
+
+def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
+    """The job that does `work`; `options` are further fields of `Job`. Raises `MalformedMessage`."""
+    kind = JOB_KINDS[type(work)]
+    args = msgspec.json.encode(work)
+    try:
+        msgspec.json.decode(args, type=type(work))  # the limits above are checked by decoding only
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"arguments of {kind.name}: {error}") from None
+    values: dict[str, Any] = {
+        "queue": kind.queue,
+        "idempotent": kind.idempotent,
+        "timeout": kind.timeout,
+        "retry_delay": kind.retry_delay,
+    }
+    return Job(job_id=job_id, name=kind.name, args=msgspec.Raw(args), **(values | options))

@@ -1,0 +1,139 @@
+"""Every Valkey key of the job queue, and nothing else builds one.
+
+All keys of one queue system carry one hash tag, so that a script may touch them together on a cluster:
+`jobs` for the fleet that everybody shares, `user:<id>` for that user's own background jobs. The scripts
+build the same names from the key of the settings (`lua/jobs/shelf.lua`).
+
+| key | type | lives | holds |
+|---|---|---|---|
+| jobs:{tag}:meta | hash | for ever | settings (weight, boost, limits, halts), sequence, fence, passes |
+| jobs:{tag}:job:<id> | hash | until it ends | one job; a failed one 14 days, of a user the newest 50 |
+| jobs:{tag}:ready | zset | while there is work | queue → turns it has had, by weight |
+| jobs:{tag}:lanes:<queue> | zset | while there is work | type of job → score of its first job |
+| jobs:{tag}:lane:<queue>:<name> | zset | while there is work | job → score |
+| jobs:{tag}:delayed | zset | until due | job → Unix ms |
+| jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first one may run |
+| jobs:{tag}:unique:<key> | string | until it ends | the job that has this key |
+| jobs:{tag}:rate:<name>:<key> | string | while it counts | Unix ms from which the next job has its turn |
+| jobs:{tag}:totals | hash | for ever | what runners of the fleet have counted |
+| jobs:{tag}:users | hash | for ever | what runners of users' own jobs have counted (tag of the fleet) |
+| jobs:{tag}:counted:<runner> | string | 1 h | what such a runner told last (tag of the fleet) |
+| jobs:{tag}:running:<name> | hash | for ever | node → jobs of this type that run there |
+| jobs:{tag}:beats | hash | for ever | runner → beat; one that stands still is dead |
+| jobs:{tag}:runner:<runner> | hash | 420 s | name, node, queues, state, jobs, born_at, seen_at |
+| jobs:{tag}:held:<runner> | set | while it runs | the runner's jobs in flight |
+| jobs:{tag}:mail:<runner> | list | 1 h | what one runner is told: cancel, look |
+| jobs:{tag}:bell | list | until rung | wakes an idle runner of all queues |
+| jobs:{tag}:bell:<queue> | list | until rung | wakes an idle runner of this queue |
+| jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
+| jobs:{tag}:result:<id> | string | 500 s | the result |
+| jobs:{tag}:asked:<id> | string | 1 day | digest of the request that chose this id |
+| jobs:{tag}:lately | string | 500 s | jobs that the user asked for meanwhile |
+| jobs:{tag}:done:<id> | channel |  | the result, when it is there |
+| jobs:{tag}:events | stream | 10,000 | what became of each run; of a user 100, for a day |
+"""
+
+from __future__ import annotations
+
+#: The tag of the fleet's queues.
+FLEET_TAG = "jobs"
+
+
+def user_tag(user_id: str) -> str:
+    """The tag of a user's own jobs; never the fleet's, whatever the user is called."""
+    return f"user:{user_id}"
+
+
+def _key(tag: str, *parts: str) -> str:
+    return ":".join((f"jobs:{{{tag}}}", *parts))
+
+
+def meta(tag: str) -> str:
+    return _key(tag, "meta")
+
+
+def job(tag: str, job_id: str) -> str:
+    return _key(tag, "job", job_id)
+
+
+def ready(tag: str) -> str:
+    return _key(tag, "ready")
+
+
+def subqueues(tag: str, queue: str) -> str:
+    return _key(tag, "lanes", queue)
+
+
+def subqueue(tag: str, queue: str, name: str) -> str:
+    return _key(tag, "lane", queue, name)
+
+
+def delayed(tag: str) -> str:
+    return _key(tag, "delayed")
+
+
+def group(tag: str, group_key: str) -> str:
+    return _key(tag, "group", group_key)
+
+
+def unique(tag: str, unique_key: str) -> str:
+    return _key(tag, "unique", unique_key)
+
+
+def running(tag: str, name: str) -> str:
+    return _key(tag, "running", name)
+
+
+def totals(tag: str) -> str:
+    return _key(tag, "totals")
+
+
+def user_totals() -> str:
+    """Totals of all users' own jobs: among the fleet's keys, so that one look reads them."""
+    return _key(FLEET_TAG, "users")
+
+
+def beats(tag: str) -> str:
+    return _key(tag, "beats")
+
+
+def runner(tag: str, runner_id: str) -> str:
+    return _key(tag, "runner", runner_id)
+
+
+def held(tag: str, runner_id: str) -> str:
+    return _key(tag, "held", runner_id)
+
+
+def mailbox(tag: str, runner_id: str) -> str:
+    return _key(tag, "mail", runner_id)
+
+
+def bell(tag: str, queue: str = "") -> str:
+    """The bell of one queue, or of those that serve all queues."""
+    return _key(tag, "bell", queue) if queue else _key(tag, "bell")
+
+
+def failed(tag: str) -> str:
+    return _key(tag, "failed")
+
+
+def result(tag: str, job_id: str) -> str:
+    return _key(tag, "result", job_id)
+
+
+def request_digest(tag: str, job_id: str) -> str:
+    return _key(tag, "asked", job_id)
+
+
+def recent_requests(tag: str) -> str:
+    return _key(tag, "lately")
+
+
+def done(tag: str, job_id: str) -> str:
+    """The channel on which a job's result is published, after it was stored."""
+    return _key(tag, "done", job_id)
+
+
+def events(tag: str) -> str:
+    return _key(tag, "events")

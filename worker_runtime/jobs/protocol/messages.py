@@ -1,0 +1,180 @@
+"""Messages of the job runner, as JSON. A job names its type; its code is found in the runner's registry.
+
+Nothing in a message is ever imported or executed: `args` is data, checked against the type's own struct.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.messages import Failure, Message, decode, encode
+
+#: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
+NULL = msgspec.Raw(b"null")
+#: Bytes of one encoded job. A larger one is refused by the producer, and by a runner that meets it.
+MAX_JOB = 64 * 1024
+#: Bytes of one encoded result.
+MAX_RESULT = 64 * 1024
+#: Seconds that a result is kept (requirement J6).
+RESULT_TTL = 500
+#: Seconds that a failed job is kept (requirement X4: 14 days).
+FAILED_TTL = 14 * 86_400
+#: Milliseconds of waiting that one step of priority is worth, unless a queue's settings say otherwise.
+BOOST_MS = 60_000
+#: The queue that knows no priorities: first in, first out (requirement J1).
+FIFO_QUEUE = "scheduler"
+
+_NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")  # printable, no space, no braces: hash tags stay what they are
+
+
+class UnknownJob(BerthError):
+    """This runner has no job of that name; another one may, that has its keys or is newer."""
+
+    code = "JOB_UNKNOWN"
+    retryable = True
+
+
+class JobFailed(BerthError):
+    """The job failed."""
+
+    code = "JOB_FAILED"
+
+
+class JobTimeout(JobFailed):
+    """The job took longer than it may, and was killed."""
+
+    code = "JOB_TIMEOUT"
+
+
+class JobCrashed(JobFailed):
+    """The job's process, or its runner, died while it ran."""
+
+    code = "JOB_CRASHED"
+
+
+class JobOutcomeUnknown(JobFailed):
+    """The job may have done its work or not: its process or runner died, and it must not run twice."""
+
+    code = "JOB_OUTCOME_UNKNOWN"
+
+
+class JobCancelled(JobFailed):
+    """Someone cancelled the job."""
+
+    code = "JOB_CANCELLED"
+
+
+class ResultTooLarge(JobFailed):
+    """The job's result is larger than a result may be."""
+
+    code = "RESULT_TOO_LARGE"
+
+
+class JobStatus(StrEnum):
+    """How a job ended; `RETRY` is one attempt of several."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    RETRY = "retry"
+
+
+class Job(Message, frozen=True, kw_only=True, tag="job"):
+    """One job, as a producer makes it. Times are seconds."""
+
+    job_id: str
+    #: The type of job, by its name in the registry.
+    name: str
+    queue: str = "default"
+    #: The arguments, as JSON of the type's own struct.
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+    #: 0 to 9; a higher one comes earlier.
+    priority: int = 5
+    #: Whether it may run again when nobody knows how far it came: its runner or process died.
+    idempotent: bool = False
+    #: Seconds after which it is killed (requirement J3).
+    timeout: float = 180.0
+    #: Runs in all, if its errors are retryable (requirement J5).
+    attempts: int = 10
+    #: Seconds between two attempts, before jitter.
+    retry_delay: float = 120.0
+    #: Seconds until it may run.
+    delay: float = 0.0
+    #: While a job with this key has not ended, no other one is taken.
+    unique: str = ""
+    #: Jobs of one group run one after the other, in the order they came. A retry holds the group.
+    group: str = ""
+    #: Type of the job that is enqueued, with `FailedJob` as its arguments, when this one has failed for
+    #: good (requirement J5); its id is this one's with `:failed:` and a number behind it.
+    on_failed: str = ""
+    #: Jobs of this type with the same key keep the rate that the type's settings name.
+    rate_key: str = ""
+    result_ttl: int = RESULT_TTL
+
+
+class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of a job that handles the failure of another one."""
+
+    job_id: str
+    name: str
+    attempt: int
+    failure: Failure
+
+
+class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
+    """How a job, or one attempt, ended. `value` is what the job returned, as JSON."""
+
+    job_id: str
+    status: JobStatus
+    value: msgspec.Raw = NULL
+    failure: Failure | None = None
+    #: Where it failed; empty unless an error was raised inside the job.
+    traceback: str = ""
+    #: What it wrote on standard output and error: beginning and end, if it was much.
+    output: str = ""
+    attempt: int = 0
+    runner: str = ""
+    started_at_ms: int = 0
+    finished_at_ms: int = 0
+
+
+def encode_job(job: Job) -> bytes:
+    """The encoded job; raises `MalformedMessage` for one that no runner would take."""
+    for field, value in (("name", job.name), ("queue", job.queue), ("on_failed", job.on_failed or "none")):
+        if not _NAME_PATTERN.fullmatch(value):
+            raise MalformedMessage(f"{field}: 1 to 64 of a-z, 0-9, '_', '.', '-'")
+    keys = {"unique": job.unique or "-", "group": job.group or "-", "rate_key": job.rate_key or "-"}
+    for field, value in (("job_id", job.job_id), *keys.items()):
+        if not _KEY_PATTERN.fullmatch(value):
+            raise MalformedMessage(f"{field}: 1 to 128 printable characters, no space, no braces")
+    if not 0 <= job.priority <= 9:
+        raise MalformedMessage("priority is 0 to 9")
+    if not 0 < job.timeout <= 86_400:
+        raise MalformedMessage("timeout is more than 0 s and at most a day")
+    if not 1 <= job.attempts <= 1000 or not 0 <= job.retry_delay <= 86_400:
+        raise MalformedMessage("attempts are 1 to 1000, retry_delay is at most a day")
+    if not 0 <= job.delay <= 366 * 86_400:
+        raise MalformedMessage("delay is at most a year")
+    if not 1 <= job.result_ttl <= 14 * 86_400:
+        raise MalformedMessage("result_ttl is 1 s to 14 days")
+    body = encode(job)
+    if len(body) > MAX_JOB:
+        raise MalformedMessage(f"{len(body)} bytes are more than {MAX_JOB}")
+    return body
+
+
+def read_job(body: bytes) -> Job:
+    """Reads a job; raises `MalformedMessage`."""
+    job: Job = decode(body, Job, limit=MAX_JOB)
+    return job
+
+
+def read_result(body: bytes) -> JobResult:
+    """Reads a result; raises `MalformedMessage`."""
+    result: JobResult = decode(body, JobResult)
+    return result

@@ -1,0 +1,93 @@
+"""What runners count for the metrics, and under which fields of the hash `totals` it stands.
+
+A job's events as log lines in the Elastic Common Schema: Filebeat and OpenSearch take them as they are.
+
+One JSON line an event: queued, processing, completed, failed, retry, cancelled, returned. Never arguments,
+never a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+#: Upper bounds of the histograms' buckets, ms; one more bucket holds what is beyond.
+BOUNDS_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 180_000, 3_600_000)
+
+
+class CounterKind(StrEnum):
+    """Kinds of numbers, with the labels of each."""
+
+    #: queue, priority, then the number of the bucket or `sum` (ms).
+    WAIT = "wait"
+    #: type of job, then the number of the bucket or `sum` (ms).
+    RUN = "run"
+    #: queue, type of job, status.
+    ENDED = "ended"
+    #: Renewals that came more than a third of a lease after their time.
+    LATE = "late"
+    #: What became of a dead runner's job.
+    REAPED = "reaped"
+
+
+def counter_field(what: CounterKind, *labels: str) -> str:
+    """No label has a `|`: names of queues and types are checked."""
+    return "|".join((what, *labels))
+
+
+_ECS = "8.11.0"
+_encode_line = msgspec.json.Encoder().encode
+
+
+class JobEvent(msgspec.Struct, frozen=True):
+    """What happened: the fields of `event`. `duration` in nanoseconds."""
+
+    action: str
+    outcome: str | UnsetType = UNSET
+    duration: int | UnsetType = UNSET
+    kind: str = "event"
+    dataset: str = "berth.jobs"
+
+
+class JobEventError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    stack_trace: str | None
+
+
+class _EventLine(msgspec.Struct, frozen=True):
+    at: datetime = msgspec.field(name="@timestamp")
+    level: str = msgspec.field(name="log.level")
+    message: str
+    service: Mapping[str, object]
+    event: JobEvent
+    labels: Mapping[str, object]
+    error: JobEventError | UnsetType = UNSET
+    ecs: str = msgspec.field(name="ecs.version", default=_ECS)
+
+
+class JobEventFormatter:
+    """Makes the lines of one service on one node."""
+
+    def __init__(self, service: str, node: str) -> None:
+        self._service = {"name": service, "node": {"name": node}}
+
+    def line(
+        self,
+        event: JobEvent,
+        level: str,
+        labels: Mapping[str, object],
+        error: JobEventError | UnsetType = UNSET,
+    ) -> bytes:
+        """One line with its end."""
+        message = event.action.replace("-", " ")
+        return (
+            _encode_line(_EventLine(datetime.now(UTC), level, message, self._service, event, labels, error))
+            + b"\n"
+        )

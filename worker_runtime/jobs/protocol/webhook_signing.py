@@ -1,0 +1,32 @@
+"""How deliveries are signed, so that a receiver knows who sent what, and when.
+
+The header `Berth-Signature` is `t=<Unix seconds>,v1=<hex>`, with a `v1` for each key while keys change: the
+HMAC-SHA256 of `<t>.<body>` under the recipient's key. That is derived from the fleet's key, so no job and no
+database holds it. A receiver compares one `v1` in constant time and refuses a `t` that is minutes old.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+SIGNATURE_HEADER = "Berth-Signature"
+DELIVERY_HEADER = "Berth-Delivery"
+EVENT_HEADER = "Berth-Event"
+ATTEMPT_HEADER = "Berth-Attempt"
+#: Bytes of the fleet's key at the least.
+MIN_KEY_BYTES = 32
+
+
+def recipient_key(fleet_key: bytes, recipient: str) -> str:
+    """The key of one recipient, as text that a person can copy."""
+    return hmac.digest(fleet_key, b"berth-webhook:" + recipient.encode(), "sha256").hex()
+
+
+def sign_delivery(fleet_keys: Sequence[bytes], recipient: str, at: int, body: bytes) -> str:
+    """The header's value; `at` in Unix seconds. The first key is the present one."""
+    signed = f"{at}.".encode() + body
+    marks = [
+        hmac.digest(recipient_key(key, recipient).encode(), signed, "sha256").hex() for key in fleet_keys
+    ]
+    return ",".join([f"t={at}", *(f"v1={mark}" for mark in marks)])

@@ -1,0 +1,50 @@
+"""The clocks of a worker.
+
+A lease runs on CLOCK_BOOTTIME: it goes on while the host is suspended, so a host that wakes up finds its
+leases as old as they are (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
+
+Growing waits between attempts, with jitter, so that many workers do not come back at one instant.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+SECOND = 1_000_000_000
+
+
+def boot_ns() -> int:
+    """Nanoseconds since boot, suspension included."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def wall_ms() -> int:
+    """Unix milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+class Backoff:
+    """Waits of `first`, doubled each time up to `longest` seconds, each shortened by up to a half."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first = first
+        self._longest = longest
+        self._wait = first
+        self._next = 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def left(self) -> float:
+        """Seconds until the next attempt."""
+        return max(0.0, self._next - time.monotonic())
+
+    def failed(self) -> None:
+        # Jitter needs no cryptographic randomness.
+        self._next = time.monotonic() + self._wait * random.uniform(0.5, 1.0)  # noqa: S311
+        self._wait = min(self._wait * 2, self._longest)
+
+    def reset(self) -> None:
+        self._wait = self._first
+        self._next = 0.0

@@ -1,0 +1,83 @@
+"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`.
+
+A pipe that wakes a selector: from SIGTERM, or from a thread of a broker's SDK.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+# From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
+
+_prctl_call = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if _prctl_call(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def forbid_dumps() -> None:
+    """No core file, and no other process of this user may read this one's memory. Forks inherit both."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def die_first() -> None:
+    """When memory runs out, the kernel ends this process and its forks before all others.
+
+    Raising the score takes no privilege, but after `forbid_dumps` the file is root's; so for this one line
+    other processes of this user could read the memory. Raises `OSError` where there is no such file to write.
+    """
+    _prctl(_PR_SET_DUMPABLE, 1)
+    try:
+        with open("/proc/self/oom_score_adj", "wb") as file:
+            file.write(b"1000")
+    finally:
+        _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent ends. To be called first thing after a fork."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rename_process(name: str) -> None:
+    """The name that `ps -o comm` shows: at most 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
+
+
+class WakePipe:
+    """`set` may be called from any thread and any number of times; one `clear` takes all of them."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
+            os.write(self._writer, b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+
+    def on_sigterm(self, stop: Callable[[], None]) -> None:
+        """Has SIGTERM call `stop` and wake the selector. It was blocked since the fork: none is missed."""
+        signal.signal(signal.SIGTERM, lambda *_: stop())
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

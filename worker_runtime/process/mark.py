@@ -1,0 +1,100 @@
+"""The worker's sign of life in Valkey: its pool entry until it is assigned, then the user's mark.
+
+The supervisor renews it every `mark_period`; the session does so itself where waiting for the supervisor
+would cost time: when it is ready, at the claim, and when it is connected.
+"""
+
+from __future__ import annotations
+
+from worker_runtime.process.clock import boot_ns, wall_ms
+from worker_runtime.process.lease import lease_end_of
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, REMOVE_MARK, RENEW_MARK
+from worker_runtime.protocol.sealing import prove_key
+from worker_runtime.trading import health
+
+
+class WorkerMark:
+    """Writes the pool entry and the mark of one worker. All calls may raise `ValkeyFailed`."""
+
+    def __init__(self, config: WorkerConfig, board: SharedState) -> None:
+        self._config = config
+        self._shared_state = board
+
+    def announce(self, client: Valkey) -> str:
+        """Renews the pool entry; returns its state (see `ready.lua`), or '' while there is no key yet."""
+        config = self._config
+        public_key = self._shared_state.public_key()
+        if not public_key:
+            return ""
+        proof = prove_key(config.launch_token, config.worker_id, public_key)
+        state: bytes = client.run(
+            ANNOUNCE_WORKER,
+            [
+                keys.pool_worker(config.pool, config.worker_id),
+                keys.pool_ready(config.pool),
+                keys.pool_claim(config.pool, config.reserved_claim),
+                keys.pool_born(config.pool, config.reserved_claim),
+            ],
+            [
+                config.worker_id,
+                int(config.mark_ttl * 1000),
+                config.reserved_claim,
+                keys.CLAIM_TTL,
+                *("public_key", public_key, "proof", proof),
+                *("task", config.task_id, "version", config.version),
+            ],
+        )
+        return state.decode()
+
+    def renew(self, client: Valkey) -> tuple[str, int]:
+        """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
+        config, board = self._config, self._shared_state
+        if board.jobs_pid:  # jobs are use, too; without any, their runner goes
+            board.last_activity_ms = wall_ms()
+        user_id = board.user_id
+        session = board.session_number  # before the key: a key that is shown with it is no older one's
+        public_key = board.public_key()  # empty while a fresh session has not made its own
+        proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
+        sent = boot_ns()
+        outcome: bytes = client.run(
+            RENEW_MARK,
+            [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
+            [
+                board.epoch,
+                config.worker_id,
+                int(config.mark_ttl * 1000),
+                *("task", config.task_id, "worker", config.worker_id, "epoch", board.epoch),
+                *("version", config.version, "state", WorkerActivity(board.state).name),
+                *("launched_at", board.launched_at_ms, "last_activity_ms", board.last_activity_ms),
+                *("session", session),
+                *("public_key", public_key.hex(), "proof", proof.hex()),
+                *("pid", board.session_pid, "claim", board.claim_id),
+                *("health", health.health_text(board)),
+                *("connected", f"{board.accounts_connected}/{board.accounts}"),
+            ],
+        )
+        if outcome != b"ok":
+            return outcome.decode(), 0
+        return "ok", lease_end_of(sent, config.mark_ttl)
+
+    def remove(self, client: Valkey) -> None:
+        """Takes the mark, or the pool entry of a worker that nobody claimed, away."""
+        config, board = self._config, self._shared_state
+        if board.assigned:
+            user_id = board.user_id
+            client.run(
+                REMOVE_MARK,
+                [keys.mark(user_id), keys.metadata(user_id)],
+                [board.epoch, config.worker_id],
+            )
+        else:
+            client.pipeline(
+                [
+                    ("ZREM", keys.pool_ready(config.pool), config.worker_id),
+                    ("DEL", keys.pool_worker(config.pool, config.worker_id)),
+                ]
+            )

@@ -1,0 +1,235 @@
+"""The orders that this worker has begun to submit, kept in shared memory (invariant *submit-once*).
+
+A session process that died took its own memory with it. This list is the zygote's: the next session reads
+in it what its predecessors may have sent, and never sends it again.
+
+The board: shared memory of a worker's processes, made by the zygote before it forks.
+
+Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new value and
+never a mixture, and no lock can be held by a process that was killed or stopped. Texts are written once,
+before the number that announces them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from hashlib import blake2b
+
+from worker_runtime.process.clock import SECOND
+from worker_runtime.protocol.errors import BerthError
+
+#: Bytes of a hash; with the list full, two orders share one with a chance of 2^-115.
+_HASH_SIZE = 16
+#: Hashes kept. A busy day of one person has some hundreds of orders.
+MAX_SUBMISSIONS = 8192
+_COUNT_SIZE = 8
+
+
+class Submissions:
+    """Hashes of the last `MAX_SUBMISSIONS` order ids. Made before the fork; written by the session alone.
+
+    The memory is touched as it fills: 16 bytes an order, 128 KiB at the most.
+    """
+
+    def __init__(self, limit: int = MAX_SUBMISSIONS) -> None:
+        self._limit = limit
+        self._memory = mmap.mmap(-1, _COUNT_SIZE + limit * _HASH_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self._count = memoryview(self._memory)[:_COUNT_SIZE].cast("q")
+        self._read = 0
+        self._known: set[bytes] = set()
+        self._order: deque[bytes] = deque()
+
+    def note(self, order_id: str) -> None:
+        """To be called before the broker is: from here on the order may have been sent."""
+        count = self._count[0]
+        start = _COUNT_SIZE + count % self._limit * _HASH_SIZE
+        self._memory[start : start + _HASH_SIZE] = _hash_order_id(order_id)
+        self._count[0] = count + 1  # after the hash: what is counted is complete
+
+    def __contains__(self, order_id: str) -> bool:
+        """Whether this worker, in this session process or an earlier one, has begun to submit the order."""
+        self._catch_up()
+        return _hash_order_id(order_id) in self._known
+
+    def _catch_up(self) -> None:
+        count = self._count[0]
+        for number in range(max(self._read, count - self._limit), count):
+            start = _COUNT_SIZE + number % self._limit * _HASH_SIZE
+            digest = self._memory[start : start + _HASH_SIZE]
+            self._order.append(digest)
+            self._known.add(digest)
+        self._read = count
+        while len(self._order) > self._limit:
+            self._known.discard(self._order.popleft())
+
+
+def _hash_order_id(order_id: str) -> bytes:
+    return blake2b(order_id.encode(), digest_size=_HASH_SIZE).digest()
+
+
+_MEMORY_SIZE = 4096
+_KEY_OFFSET = 1024
+_USER_OFFSET = 1088
+_CLAIM_OFFSET = 1376
+#: Bytes of a user or claim id.
+_MAX_TEXT = 256
+
+
+class SharedStateOverflow(BerthError):
+    """An id is too long for the board."""
+
+    code = "BOARD_OVERFLOW"
+
+
+class WorkerActivity(IntEnum):
+    """What the worker is doing (requirement W2), as the metadata shows it."""
+
+    PoolIdle = 0
+    Claimed = 1
+    Connecting = 2
+    Active = 3
+    Processing = 4
+    HealthCheck = 5
+    Reconnecting = 6
+    Parked = 7
+    Draining = 8
+
+
+#: Slots of the words that are read at once.
+_LEASE_SESSION, _LEASE_SUPERVISOR, _FENCED = 12, 15, 16
+
+
+class _Word:
+    """One 8-byte word of the board."""
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def __get__(self, board: SharedState, owner: type[SharedState]) -> int:
+        return board.numbers[self._slot]
+
+    def __set__(self, board: SharedState, value: int) -> None:
+        board.numbers[self._slot] = value  # CPython stores a "q" item with one 8-byte move
+
+
+class SharedState:
+    """The words, with their writer in the comment. Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in ns."""
+
+    session_pid = _Word(0)  # zygote; 0 while there is none
+    session_number = _Word(1)  # zygote; grows with every fork of a session
+    session_lost = _Word(2)  # zygote; 1 when a claimed session died
+    launched_at_ms = _Word(3)  # zygote; Unix ms
+    key_session = _Word(4)  # session; number of the session whose public key stands here
+    pulse = _Word(5)  # session; monotonic ns of its last sign of life
+    state = _Word(6)  # session; a `WorkerActivity`
+    last_activity_ms = _Word(7)  # session, supervisor; Unix ms of the last order, control message, job
+    assigned = _Word(8)  # session; 1 from the moment a claim was confirmed
+    claiming = _Word(9)  # session; 1 from the moment it acts on a claim
+    epoch = _Word(10)  # session
+    broker_open = _Word(11)  # session; 1 while a broker session may be open
+    lease_session = _Word(_LEASE_SESSION)  # session; boot ns, end of the lease by its own renewals
+    pop_number = _Word(13)  # session; outlives it
+    session_events = _Word(14)  # session; last sequence it used (even)
+    lease_supervisor = _Word(_LEASE_SUPERVISOR)  # supervisor; boot ns, end of the lease by its renewals
+    fenced = _Word(_FENCED)  # supervisor, session; 1 for good
+    supervisor_events = _Word(17)  # supervisor; last sequence it used (odd)
+    busy_until = _Word(18)  # session; monotonic ns until which a broker call may keep it from pulsing
+    connected = _Word(19)  # session; 1 from the first time that all accounts were connected
+    session_end = _Word(20)  # zygote; how the last session ended: exit code, or minus the signal
+    killed_for = _Word(21)  # supervisor; session number * 16 + `KillReason`
+    condition = _Word(22)  # session; a `Condition` of `health.py`
+    trouble = _Word(23)  # session; number of an error code in `health.py`
+    accounts = _Word(24)  # session; how many there are
+    accounts_connected = _Word(25)  # session; how many of them have a broker session
+    claimed_session = _Word(27)  # session; number of the session that was claimed
+    owner_missing = _Word(26)  # supervisor; how often it found the owner key missing: Valkey lost its data
+
+    assigned_ns = _Word(31)  # session; monotonic ns of the claim: whoever served the user before had ended
+
+    jobs_pid = _Word(28)  # zygote; the job runner, 0 while there is none
+    jobs_number = _Word(29)  # zygote; grows with every fork of a job runner
+    jobs_not_before = _Word(30)  # zygote; monotonic ns before which there is no other job runner
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _MEMORY_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self.numbers = memoryview(self._memory).cast("q")
+        self.submissions = Submissions()
+        self._user_id = ""
+
+    def lease_end(self) -> int:
+        """Boot ns: the later of both ends of the lease; 0 once fenced. Asked twenty times an order, so it
+        reads the words themselves."""
+        numbers = self.numbers
+        return 0 if numbers[_FENCED] else max(numbers[_LEASE_SESSION], numbers[_LEASE_SUPERVISOR])
+
+    @contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """Around a broker call that may take `seconds`: so long, a missing pulse says nothing."""
+        self.busy_until = time.monotonic_ns() + int(seconds * SECOND)
+        try:
+            yield
+        finally:
+            self.pulse = time.monotonic_ns()
+            self.busy_until = 0
+
+    def publish_key(self, public_key: bytes) -> None:
+        """Puts up the public key (32 bytes) of the present session."""
+        self._memory[_KEY_OFFSET : _KEY_OFFSET + 32] = public_key
+        self.key_session = self.session_number
+
+    def public_key(self) -> bytes:
+        """The present session's public key; empty while it has not made one."""
+        session = self.session_number
+        if session == 0 or self.key_session != session:
+            return b""
+        key = self._memory[_KEY_OFFSET : _KEY_OFFSET + 32]
+        return (
+            key if self.session_number == session else b""
+        )  # a fresh one may have written over it meanwhile
+
+    def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
+        """Notes whose worker this is; readers see nothing of it before all of it is there."""
+        self._write_text(_USER_OFFSET, user_id)
+        self._write_text(_CLAIM_OFFSET, claim_id)
+        self.epoch = epoch
+        self.claimed_session = self.session_number
+        self.assigned_ns = time.monotonic_ns()
+        self.assigned = 1
+
+    @property
+    def user_id(self) -> str:
+        if not self._user_id and self.assigned:  # from here on it stays
+            self._user_id = self._read_text(_USER_OFFSET)
+        return self._user_id or self._read_text(_USER_OFFSET)
+
+    @property
+    def claim_id(self) -> str:
+        return self._read_text(_CLAIM_OFFSET)
+
+    def next_session_event(self) -> int:
+        """A sequence for an event of the session: even, and later than any this process has seen."""
+        following = max(self.session_events, self.supervisor_events) + 1
+        self.session_events = following + following % 2
+        return self.session_events
+
+    def next_supervisor_event(self) -> int:
+        """A sequence for an event of the supervisor: odd, so that the two never meet without a lock."""
+        following = max(self.session_events, self.supervisor_events) + 1
+        self.supervisor_events = following + 1 - following % 2
+        return self.supervisor_events
+
+    def _write_text(self, offset: int, text: str) -> None:
+        data = text.encode()
+        if len(data) > _MAX_TEXT:
+            raise SharedStateOverflow(f"{len(data)} bytes are more than {_MAX_TEXT}")
+        self._memory[offset : offset + 2] = len(data).to_bytes(2, "big")
+        self._memory[offset + 2 : offset + 2 + len(data)] = data
+
+    def _read_text(self, offset: int) -> str:
+        size = int.from_bytes(self._memory[offset : offset + 2], "big")
+        return self._memory[offset + 2 : offset + 2 + size].decode()

@@ -1,0 +1,220 @@
+"""The supervisor process: mark, lease and pulse.
+
+It runs no broker code and waits for nothing of the session, so neither a blocking broker call nor a busy
+job can delay a renewal (requirement W4). Its own waits are bounded: a renewal takes at most
+`_CONNECT_TIMEOUT + _TIMEOUT` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+
+import hiredis
+
+from worker_runtime.process.clock import wall_ms
+from worker_runtime.process.job_doorbell import JobDoorbell
+from worker_runtime.process.kernel import WakePipe
+from worker_runtime.process.lease import KILL_MARGIN, PULSE_TICK, Lease, PulseWatch
+from worker_runtime.process.log import Log
+from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.replacement import KillReason, record_kill
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind, encode
+
+#: Seconds until a renewal is tried again that failed, or found the owner key missing.
+_RETRY = 1.0
+#: Seconds after which a missing owner key is told again: the first event may have been lost with it.
+_TELL_AGAIN = 30.0
+_CONNECT_TIMEOUT = 0.5
+_TIMEOUT = 1.0
+#: Seconds that the last words may take: nothing is held up any more. The zygote waits a little longer.
+_LAST_TIMEOUT = 3.3
+
+
+class Supervisor:
+    """One supervisor process, from the fork to its exit code."""
+
+    def __init__(self, config: WorkerConfig, board: SharedState, log: Log) -> None:
+        self._config = config
+        self._shared_state = board
+        self._log = log
+        self._mark = WorkerMark(config, board)
+        self._lease = Lease(board)
+        self._client = Valkey(config.valkey_url, connect_timeout=_CONNECT_TIMEOUT, timeout=_TIMEOUT)
+        self._wake = WakePipe()
+        self._stopping = False
+        self._next_renewal = 0.0
+        #: Until when nothing more is told of a missing owner key; 0 while it is there.
+        self._owner_told = 0.0
+        self._failing = False
+        self._unconfirmed_since: float | None = None
+        self._pulse = PulseWatch(board, config.pulse_timeout)
+        self._jobs = JobDoorbell(config.valkey_url, self._client, board, log, self._patience)
+        #: Number of the session that was killed last because it was frozen.
+        self._killed_session = 0
+        #: Session and condition that the mark shows.
+        self._shown = (0, 0)
+
+    def run(self) -> ExitCode:
+        """Renews until told to end; then takes the mark away. Returns the exit code."""
+        self._wake.on_sigterm(self._stop)
+        while not self._stopping:
+            if self._pulse.frozen():
+                self._frozen()
+            self._watch_lease()
+            if time.monotonic() >= self._next_renewal or self._newly_assigned() or self._changed():
+                code = self._renew()
+                if code is not ExitCode.OK:
+                    return code
+            self._jobs.run_due(reachable=not self._failing)
+            select.select([self._wake.fileno(), self._jobs.fileno()], [], [], self._pause())
+            self._wake.clear()
+        self.finish()
+        return ExitCode.OK
+
+    def finish(self) -> None:
+        """Takes the mark (or the pool entry) away, after the session has ended. Never raises."""
+        self._client.timeout = _LAST_TIMEOUT
+        try:
+            if self._shared_state.session_lost:
+                self._tell(WorkerEventKind.CLOSED, "the session process died")
+            self._mark.remove(self._client)
+        except ValkeyFailed as error:  # it will expire
+            self._log.warning("mark_left", code=error.code, reason=error.detail)
+
+    def _pause(self) -> float:
+        until_kill = self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else PULSE_TICK
+        until_renewal = self._next_renewal - time.monotonic()
+        return max(0.01, min(PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
+
+    def _patience(self) -> float:
+        """Seconds that a wait beside the renewals may take: never past the moment of a kill."""
+        return max(0.01, self._lease.left() - KILL_MARGIN) if self._shared_state.broker_open else _TIMEOUT
+
+    def _newly_assigned(self) -> bool:
+        return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
+
+    def _changed(self) -> bool:
+        """A change that is shown within a second, once: whoever looks need not wait for the next renewal."""
+        return self._now_shown() != self._shown and not self._failing and bool(self._shared_state.assigned)
+
+    def _now_shown(self) -> tuple[int, int]:
+        return self._shared_state.session_number, self._shared_state.condition
+
+    def _renew(self) -> ExitCode:
+        self._shown = self._now_shown()
+        self._next_renewal = time.monotonic() + self._config.mark_period
+        # Never past the moment at which a session that kept its connections has to be killed.
+        if self._shared_state.broker_open:
+            self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.left() - KILL_MARGIN))
+        try:
+            code = self._renew_mark() if self._shared_state.assigned else self._announce()
+        except ValkeyFailed as error:
+            if not self._failing:
+                self._log.warning("renewal_failed", code=error.code, reason=error.detail)
+            self._failing = True
+            self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
+            return ExitCode.OK
+        finally:
+            self._client.timeout = _TIMEOUT
+        if self._failing:
+            self._failing = False
+            self._log.info("renewal_back")
+        return code
+
+    def _announce(self) -> ExitCode:
+        state = self._mark.announce(self._client)
+        if state in ("", "ready"):
+            self._unconfirmed_since = None
+            return ExitCode.OK
+        if state == "released":
+            self._log.info("released")
+            self.finish()
+            return ExitCode.CLAIM_REFUSED
+        now = time.monotonic()
+        if self._unconfirmed_since is None:
+            self._unconfirmed_since = now
+        if state == "claimed" and now - self._unconfirmed_since > self._config.confirm_timeout:
+            if self._shared_state.claiming:
+                return ExitCode.OK
+            self._log.warning("claim_never_came", waited_s=round(now - self._unconfirmed_since))
+            self.finish()
+            return ExitCode.CLAIM_REFUSED
+        return ExitCode.OK
+
+    def _renew_mark(self) -> ExitCode:
+        self._unconfirmed_since = None
+        outcome, lease_end = self._mark.renew(self._client)
+        if outcome == "ok":
+            self._shared_state.lease_supervisor = lease_end
+            self._owner_told = 0.0
+            return ExitCode.OK
+        if outcome == "fenced":
+            self._shared_state.fenced = 1  # first, so that the session sees it even before it is killed
+            self._log.error("fenced", epoch=self._shared_state.epoch)
+            self._kill(KillReason.FENCED)
+            self._tell(WorkerEventKind.FENCED, "at renewal")
+            return ExitCode.FENCED
+        self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
+        if time.monotonic() >= self._owner_told:
+            self._shared_state.owner_missing += 1
+            self._log.error("owner_missing", user_id=self._shared_state.user_id)
+            self._tell(WorkerEventKind.OWNER_MISSING, "")
+            self._owner_told = time.monotonic() + _TELL_AGAIN
+        return ExitCode.OK
+
+    def _tell(self, kind: WorkerEventKind, detail: str) -> None:
+        board = self._shared_state
+        if not board.assigned:
+            return
+        event = WorkerEvent(
+            worker_id=self._config.worker_id,
+            user_id=board.user_id,
+            epoch=board.epoch,
+            sequence=board.next_supervisor_event(),
+            kind=kind,
+            at_ms=wall_ms(),
+            detail=detail,
+        )
+        reply = self._client.pipeline([("XADD", keys.EVENTS, "*", "e", encode(event))])[0]
+        if isinstance(reply, hiredis.ReplyError):
+            self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])
+
+    def _watch_lease(self) -> None:
+        if (
+            self._shared_state.broker_open
+            and self._shared_state.assigned
+            and self._lease.left() < KILL_MARGIN
+        ):
+            self._kill(KillReason.LEASE)
+
+    def _frozen(self) -> None:
+        """Kills the session. If it was killed before and none has followed it, the zygote is frozen, too:
+        its end takes all of us with it, which is what a launcher sees. Our renewals alone would keep a
+        worker that serves nobody."""
+        if self._killed_session != self._shared_state.session_number:
+            self._killed_session = self._shared_state.session_number
+            self._kill(KillReason.NO_PULSE)
+            return
+        self._log.error("zygote_frozen", session=self._killed_session)
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    def _kill(self, reason: KillReason) -> None:
+        pid = self._shared_state.session_pid  # 0 from the moment the zygote has seen its end
+        if pid <= 0:
+            return
+        self._log.error("session_killed", pid=pid, reason=reason.text())
+        record_kill(self._shared_state, reason)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self._log.info("session_gone", pid=pid)
+
+    def _stop(self) -> None:
+        self._stopping = True

@@ -1,0 +1,276 @@
+"""The zygote: parent of all. It has no event loop, no sockets, no keys, and runs no broker code.
+
+It imports what all of them need, once; forks supervisor and session, and a job runner while the user has
+jobs; reaps them. It runs in one thread
+and takes its signals by `sigtimedwait`, so nothing happens to it between two lines.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from worker_runtime.brokers.port import BrokerFactory
+from worker_runtime.process import kernel
+from worker_runtime.process.clock import SECOND, wall_ms
+from worker_runtime.process.job_doorbell import JOB_RUNNER_WANTED
+from worker_runtime.process.log import Log
+from worker_runtime.process.replacement import MAX_REPLACEMENTS, REPLACEMENT_WINDOW, CrashCounter
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.supervisor import Supervisor
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.session.session import Session
+
+_STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
+#: Seconds the supervisor gets to take the mark away: one connect and two commands.
+_FAREWELL = 4.0
+#: For glibc's resolver, whose default is 5 s twice for each name server: a name server that is down must not
+#: keep a healthy session from pulsing, nor the supervisor from renewing.
+_LOOKUPS = "timeout:1 attempts:2"
+#: More ends of one process than this within `_CRASH_WINDOW` seconds are a loop (a user's session is replaced
+#: less often, see `replacement.py`).
+_MAX_CRASHES = 5
+_CRASH_WINDOW = 60.0
+#: Seconds without a job runner after so many of them have died; what killed them may be over then.
+_JOBS_PAUSE = 300.0
+
+
+class ForkedProcess:
+    """One of the processes: how to make it, and how often it has died."""
+
+    def __init__(self, name: str, main: Callable[[], ExitCode]) -> None:
+        self.name = name
+        self.main = main
+        self.pid = 0
+        self.crashes = CrashCounter(_MAX_CRASHES, _CRASH_WINDOW)
+
+
+class Zygote:
+    """Forks, reaps, and decides what the end of a child means."""
+
+    def __init__(self, config: WorkerConfig, load_factory: Callable[[], BrokerFactory], log: Log) -> None:
+        self._config = config
+        self._log = log
+        self._shared_state = SharedState()
+        self._shared_state.launched_at_ms = wall_ms()
+        self._load_factory = load_factory
+        self._supervisor = ForkedProcess("supervisor", self.supervisor_main)
+        self._session = ForkedProcess("session", self.session_main)
+        self._jobs = ForkedProcess("jobs", self.jobs_main)
+        self._replacements = CrashCounter(MAX_REPLACEMENTS, REPLACEMENT_WINDOW)
+        #: Set once: the code with which the whole worker ends.
+        self._end: ExitCode | None = None
+        self._kill_at: float | None = None
+
+    def run(self) -> ExitCode:
+        """Runs the worker to its end and returns its exit code. Leaves no child behind."""
+        kernel.forbid_dumps()
+        kernel.rename_process("berth-zygote")
+        os.environ.setdefault("RES_OPTIONS", _LOOKUPS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
+        gc.collect()
+        gc.freeze()  # the children's collectors leave these pages alone, so they stay shared
+        self._fork_session()
+        self._fork(self._supervisor)
+        while self._session.pid:
+            self._await_signal()
+            self._reap()
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._log.error("shutdown_too_slow", timeout_s=self._config.shutdown_timeout)
+                self._kill_at = None
+                self._end = ExitCode.SHUTDOWN_TIMEOUT
+                os.kill(self._session.pid, signal.SIGKILL)
+        self._farewell()
+        end = ExitCode.OK if self._end is None else self._end
+        self._log.info("worker_ended", code=int(end))
+        return end
+
+    def session_main(self) -> ExitCode:
+        """What the session process does."""
+        log = self._log.bind(process="session")
+        return Session(self._config, self._shared_state, self._load_factory, log).run()
+
+    def supervisor_main(self) -> ExitCode:
+        """What the supervisor process does."""
+        log = self._log.bind(process="supervisor")
+        return Supervisor(self._config, self._shared_state, log).run()
+
+    def jobs_main(self) -> ExitCode:
+        """What the process of the user's job runner does."""
+        # Here, not above: workers whose users have no jobs do not pay for it.
+        from worker_runtime.jobs.user_runner import run_for_user
+
+        return run_for_user(self._config, self._shared_state.user_id, self._log.bind(process="jobs"))
+
+    def _fork_session(self) -> None:
+        board = self._shared_state
+        board.session_number += 1
+        board.claiming = 0
+        board.broker_open = 0  # its predecessor has been reaped, and its connections ended with it
+        board.state = WorkerActivity.Reconnecting if board.assigned else WorkerActivity.PoolIdle
+        board.busy_until = 0
+        board.pulse = time.monotonic_ns()
+        self._fork(self._session)
+        board.session_pid = self._session.pid
+
+    def _fork_jobs(self) -> None:
+        """At the supervisor's wish: a job waits, and there is no runner."""
+        board = self._shared_state
+        if self._end is not None or self._jobs.pid or not board.assigned:
+            return
+        try:
+            self._fork(self._jobs)
+        except OSError as error:  # no process or memory left: no reason to end the session; asked again soon
+            self._log.error("job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, ""))
+            return
+        board.jobs_pid = self._jobs.pid
+        board.jobs_number += 1
+
+    def _fork(self, child: ForkedProcess) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            child.pid = pid
+            return
+        code = ExitCode.INTERNAL
+        try:
+            kernel.die_with_parent(parent)
+            kernel.rename_process(f"berth-{child.name}")
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ours is SIGTERM
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            # SIGTERM stays blocked until the child has its handler.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED - {signal.SIGTERM})
+            code = child.main()
+        except BaseException as error:
+            self._log.crash(f"{child.name}_crashed", error)
+        finally:
+            os._exit(code)  # at once: a broker SDK's threads must not hold the process
+
+    def _await_signal(self) -> None:
+        wait = 3600.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        received = signal.sigtimedwait(_WAITED, wait)
+        if received is not None and received.si_signo == JOB_RUNNER_WANTED:
+            self._fork_jobs()
+        elif received is not None and received.si_signo in _STOP:
+            self._log.info("stop_requested", signal=signal.Signals(received.si_signo).name)
+            self._stop_session(ExitCode.OK)
+
+    def _stop_session(self, end: ExitCode) -> None:
+        """Asks the session to finish the order in hand; it is killed after `shutdown_timeout`."""
+        if self._end is not None:
+            return
+        self._end = end
+        self._kill_at = time.monotonic() + self._config.shutdown_timeout
+        for child in (self._session, self._jobs):  # a job in hand may end, too
+            if child.pid:
+                os.kill(child.pid, signal.SIGTERM)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid == self._session.pid:
+                # Before the process is reaped, while its number cannot be given to another.
+                self._shared_state.session_pid = 0
+            _, status = os.waitpid(ended.si_pid, 0)
+            self._ended(ended.si_pid, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, pid: int, status: int) -> None:
+        if pid == self._session.pid:
+            self._session.pid = 0
+            self._session_ended(status)
+        elif pid == self._supervisor.pid:
+            self._supervisor.pid = 0
+            self._supervisor_ended(status)
+        elif pid == self._jobs.pid:
+            self._jobs.pid = 0
+            self._jobs_ended(status)
+
+    def _session_ended(self, status: int) -> None:
+        board = self._shared_state
+        board.session_end = status
+        if self._end is not None:  # it was asked to, or the worker is ending anyway
+            if status not in (ExitCode.OK, ExitCode.SESSION_REPLACE) and self._end is ExitCode.OK:
+                self._end = _exit_code_of(status)
+            return
+        if status >= 0 and status not in (ExitCode.INTERNAL, ExitCode.SESSION_REPLACE):
+            self._end = _exit_code_of(status)
+            return
+        self._log.error("session_died", status=status, assigned=bool(board.assigned))
+        if board.fenced:
+            self._end = ExitCode.FENCED
+        elif board.connected:
+            self._replace_session()
+        elif board.assigned or board.claiming:
+            self._lose_session()  # nobody waits for a fresh key during a claim: another worker takes over
+        elif self._session.crashes.too_many():
+            self._end = ExitCode.CRASH_LOOP
+        else:
+            self._fork_session()
+
+    def _replace_session(self) -> None:
+        """A fresh session for the same user; what its predecessor had in hand is never executed again."""
+        if self._replacements.too_many():
+            self._log.error("session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW)
+            self._lose_session()
+        else:
+            self._fork_session()
+
+    def _lose_session(self) -> None:
+        self._shared_state.session_lost = 1
+        self._end = ExitCode.SESSION_LOST
+
+    def _supervisor_ended(self, status: int) -> None:
+        if self._end is not None:
+            return
+        if status in (ExitCode.FENCED, ExitCode.CLAIM_REFUSED):
+            self._stop_session(_exit_code_of(status))
+            return
+        self._log.error("supervisor_died", status=status)
+        if self._supervisor.crashes.too_many():
+            self._stop_session(ExitCode.CRASH_LOOP)
+        else:
+            self._fork(self._supervisor)
+
+    def _jobs_ended(self, status: int) -> None:
+        self._shared_state.jobs_pid = 0
+        if status != ExitCode.OK and self._end is None:
+            self._log.error("job_runner_died", status=status)
+            if self._jobs.crashes.too_many():
+                self._log.error("job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOBS_PAUSE)
+                self._shared_state.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
+
+    def _farewell(self) -> None:
+        """The session is gone: the supervisor takes the mark away, the job runner gives its job back, and
+        both go too."""
+        left = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
+        for pid in left:
+            os.kill(pid, signal.SIGTERM)
+        if self._jobs.pid:
+            # A runner lets its job end after the first signal, and there may have been none. Two different
+            # ones, because the kernel makes one of two equal ones.
+            os.kill(self._jobs.pid, signal.SIGINT)
+        until = time.monotonic() + _FAREWELL
+        while left and time.monotonic() < until:
+            left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
+            if left:
+                signal.sigtimedwait({signal.SIGCHLD}, max(0.0, until - time.monotonic()))
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _exit_code_of(status: int) -> ExitCode:
+    try:
+        return ExitCode(status)
+    except ValueError:  # killed by a signal
+        return ExitCode.SESSION_LOST

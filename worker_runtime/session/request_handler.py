@@ -1,0 +1,144 @@
+"""Reads one request after the other, has it carried out, and answers it: always, and after its events."""
+
+from __future__ import annotations
+
+import msgspec
+
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, OutcomeUnknown, WorkerLost
+from worker_runtime.protocol.messages import Answer, Failure, PlaceOrder, decode
+from worker_runtime.protocol.requests import Frame, QueryAccount, Request, encode_report, parse_frame
+from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.order_changer import OrderChanger
+from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.reconciliation import AccountReader
+
+
+class RequestHandler:
+    """Handles the requests of one user."""
+
+    def __init__(
+        self,
+        placing: OrderSubmitter,
+        changing: OrderChanger,
+        querying: AccountReader,
+        *,
+        connections: BrokerSessions,
+        outbox: SendBuffer,
+        board: SharedState,
+        log: Log,
+    ) -> None:
+        self._placing = placing
+        self._changing = changing
+        self._querying = querying
+        self._connections = connections
+        self._send_buffer = outbox
+        self._shared_state = board
+        self._log = log
+        #: What was answered last, until the log has it.
+        self._answered: tuple[Request, Answer] | None = None
+
+    def handle(self, piece: QueueItem) -> PlaceOrder | None:
+        """Executes one popped request and queues its events and its answer. Never raises.
+
+        Returns an order that has to wait for its broker: nothing was begun, and it belongs back in its queue.
+        """
+        try:
+            frame = parse_frame(piece.item)
+        except MalformedMessage:
+            self._log.error("request_unreadable", size=len(piece.item))
+            self._send_buffer.discard(piece.item)
+            return None
+        try:
+            request = self._read(frame)
+        except MalformedMessage as error:
+            self._log.error("request_malformed", request_id=frame.request_id, code=error.code)
+            answer = Answer(request_id=frame.request_id, failure=Failure.of(error))
+            self._send_buffer.answer(frame.raw, answer, _find_reply_channel(frame.payload))
+            return None
+        self._shared_state.state = WorkerActivity.Processing
+        try:
+            done = self._carry_out(request, piece)
+        except BerthError as error:
+            done = Answer(request_id=request.request_id, failure=Failure.of(error))
+        except Exception as error:  # the boundary of one request: it is answered whatever happens
+            self._log.crash("request_crashed", error)
+            failure = Failure.of(BerthError("the worker failed"))
+            done = Answer(request_id=request.request_id, failure=failure)
+        finally:
+            self._shared_state.state = self._connections.state()
+        if isinstance(done, PlaceOrder):
+            return done
+        self._send_buffer.answer(frame.raw, done, request.reply_to)
+        self._answered = request, done
+        return None
+
+    def note(self) -> None:
+        """Logs the last answer: after it was sent, because nobody waits for the log."""
+        if self._answered is not None:
+            self._say(*self._answered)
+            self._answered = None
+
+    def give_up(self, item: bytes) -> None:
+        """Answers an item that a former worker popped and left; it is never executed again."""
+        try:
+            frame = parse_frame(item)
+            request: Request = decode(frame.payload, Request)
+        except MalformedMessage:
+            self._log.error("leftover_unreadable", size=len(item))
+            self._send_buffer.discard(item)
+            return
+        if isinstance(request, PlaceOrder):
+            self._log.warning("order_left_behind", order_id=request.order_id)
+            outcome, failure = self._placing.left_behind(request)
+            answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
+        else:
+            self._log.warning("request_left_behind", request_id=request.request_id)
+            queries = isinstance(request, QueryAccount)
+            error = WorkerLost() if queries else OutcomeUnknown("the worker that had the request was lost")
+            answer = Answer(request_id=request.request_id, failure=Failure.of(error))
+        self._send_buffer.answer(item, answer, request.reply_to)
+
+    def _read(self, frame: Frame) -> Request:
+        request: Request = decode(frame.payload, Request)
+        if request.request_id != frame.request_id:
+            raise MalformedMessage("the request id of the frame is not the request's")
+        if request.user_id != self._shared_state.user_id:
+            raise MalformedMessage("the request belongs to another user")
+        return request
+
+    def _carry_out(self, request: Request, piece: QueueItem) -> Answer | PlaceOrder:
+        if isinstance(request, QueryAccount):
+            report = self._querying.execute(request, piece)
+            return Answer(request_id=request.request_id, report=encode_report(report))
+        if isinstance(request, PlaceOrder):
+            placed = self._placing.execute(request, piece)
+            if placed is None:
+                return request
+            return Answer(request_id=request.request_id, outcome=placed[0], failure=placed[1])
+        outcome, failure = self._changing.execute(request, piece)
+        return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
+
+    def _say(self, request: Request, answer: Answer) -> None:
+        code = answer.failure.code if answer.failure else ""
+        if isinstance(request, QueryAccount):
+            self._log.info("query_answered", account=request.account_id, code=code)
+            return
+        event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
+        state = answer.outcome.state.value if answer.outcome else ""
+        self._log.info(event, order_id=request.order_id, state=state, code=code)
+
+
+class _ReplyTo(msgspec.Struct):
+    reply_to: str = ""
+
+
+def _find_reply_channel(payload: bytes) -> str:
+    """Where to announce the answer to a request that cannot be read as a whole; '' if nowhere."""
+    try:
+        return msgspec.json.decode(payload, type=_ReplyTo).reply_to
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""

@@ -1,0 +1,290 @@
+"""A user's worker at work: control messages first, then requests in order, broker health in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import get_ident
+
+from worker_runtime.brokers.port import BrokerFactory, ConnectionKey
+from worker_runtime.process.clock import Backoff, wall_ms
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.replacement import WorkerExit
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
+from worker_runtime.session.control import ControlHandler
+from worker_runtime.session.postponed_order import PostponedOrder
+from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.session.request_handler import RequestHandler
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
+from worker_runtime.trading.broker_calls import BrokerCalls
+from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.order_changer import OrderChanger
+from worker_runtime.trading.order_checks import UnknownOutcomes
+from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.reconciliation import AccountReader, AccountReconciler
+from worker_runtime.trading.session_recovery import SessionRecovery
+from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
+
+
+class RequestLoop:
+    """Serves one user from the claim on. Driven by the session's loop: `step` when anything happened."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        board: SharedState,
+        *,
+        client: Valkey,
+        outbox: SendBuffer,
+        opener: CredentialOpener,
+        load_factory: Callable[[], BrokerFactory],
+        stopping: Callable[[], bool],
+        wake: Callable[[], None],
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._shared_state = board
+        self._send_buffer = outbox
+        self._stopping = stopping
+        self._wake = wake
+        self._log = log
+        self._lease = Lease(board)
+        #: Of this object: the one that takes the changes.
+        self._thread = get_ident()
+        self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
+        self._queue_reader = RequestQueueReader(client, board, config.worker_id)
+        self._ledger = OrderTracker(board.epoch, outbox.event, log)
+        self._unknown_outcomes = UnknownOutcomes(self._ledger)
+        self.health = HealthMonitor(board, outbox.tell)
+        self._budget = budget = SharedRateLimiter(client, config, board, log)
+        self.connections = BrokerSessions(
+            load_factory,
+            client=f"{config.worker_id}/{board.epoch}",
+            lease=self._lease,
+            board=board,
+            health=self.health,
+            budget=budget,
+            on_order=self._on_order_changed,
+            reconcile=AccountReconciler(
+                self._ledger, worker_id=config.worker_id, board=board, tell=outbox.event, log=log
+            ).look,
+            log=log,
+        )
+        self._waiting = PostponedOrder(self._queue_reader, self.connections, log)
+        self._recovery = SessionRecovery(self.connections, board=board, tell=outbox.tell, log=log)
+        calls = BrokerCalls(
+            self.connections,
+            budget,
+            lease=self._lease,
+            board=board,
+            broker_timeout=config.broker_timeout,
+            log=log,
+        )
+        self._desk = RequestHandler(
+            OrderSubmitter(calls, self._ledger, self._unknown_outcomes, outbox=outbox, board=board, log=log),
+            OrderChanger(calls, self._ledger),
+            AccountReader(calls, self._ledger),
+            connections=self.connections,
+            outbox=outbox,
+            board=board,
+            log=log,
+        )
+        self._control = ControlHandler(
+            self.connections,
+            self._recovery,
+            self.load_open_orders,
+            orchestrator_key=config.orchestrator_key,
+            opener=opener,
+            outbox=outbox,
+            board=board,
+            worker_id=config.worker_id,
+            log=log,
+        )
+        self._retry = Backoff(0.05, 2.0)
+        self._hungry = True
+        #: The doorbell rang, and nothing has been popped since: an order is likely.
+        self._rung = False
+        #: Until the next look whether Valkey's switch is its own; due at once while it is.
+        self._unbound = Backoff(0.05, 1.0)
+        self._bound = True
+        self._leftovers_due = True
+        self._parked = False
+
+    def load_open_orders(self, open_orders: Sequence[PlaceOrder]) -> None:
+        """Takes note of the user's orders that are not final, before the broker is asked for them."""
+        self._ledger.load_open_orders(open_orders)
+        self._unknown_outcomes.load_open_orders(open_orders)
+
+    def connect(self, accounts: list[OpenedAccount], timeout: float) -> None:
+        """Logs in to every account, within `timeout` seconds; raises the first login's error."""
+        if accounts:
+            self.connections.load(accounts)
+        self.connections.connect_all(timeout)
+
+    def rung(self) -> None:
+        """There is something to pop, as far as anybody knows."""
+        self._hungry = True
+        self._rung = True
+
+    def look(self) -> None:
+        """There may be something to pop."""
+        self._hungry = True
+
+    def step(self) -> None:
+        """Does all that is due. Raises `WorkerExit` when this worker has to go."""
+        self._check_lease()  # before anything that may wait for Valkey
+        self._apply_order_changes()
+        self._send_buffer.flush_if_due()
+        if not self._check_lease():
+            return
+        if self._parked:
+            self._parked = False
+            self._log.info("lease_back")
+            self._shared_state.state = self.connections.state()
+            self._hungry = True
+        if self._waiting.ended() or (not self._bound and self._unbound.due()):
+            self._hungry = True
+        if self._hungry and self._retry.due():
+            self._work()
+        self.connections.keep()
+        if not self._hungry and not self._stopping():
+            self._recovery.run_due(self._config.health_period)
+
+    def left(self) -> float:
+        """Seconds until `step` is due again, at most one."""
+        if self._changes:
+            return 0.0
+        waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
+        if self._hungry and not self._parked:
+            waits.append(self._retry.left())
+        if not self._hungry and not self._parked:
+            waits.append(self._recovery.left(self._config.health_period))
+            if self._waiting.on:
+                waits.append(self._waiting.left())
+            if not self._bound:
+                waits.append(self._unbound.left())
+        waits.append(self._send_buffer.left())
+        return min(wait for wait in waits if wait is not None)
+
+    def close(self) -> None:
+        """Closes the broker sessions and notes what they told last."""
+        self._waiting.close()
+        self.connections.close_all()
+        self._apply_order_changes()
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping() and self._lease.usable() > 0:
+                if self._leftovers_due:
+                    self._answer_leftovers()
+                left = self._waiting.put_back()
+                if left is not None:
+                    self._desk.give_up(left)
+                self._check_switch_server()
+                held = self._waiting.on or not self.connections.loaded or not self._bound
+                likely = self._rung and not held
+                piece = self._queue_reader.pop(
+                    control_only=held,
+                    ahead=self._budget if likely else None,
+                    accounts=self.connections.trading() if likely else (),
+                )
+                self._rung = False
+                self._retry.reset()
+                if not self._handle(piece):
+                    return
+        except ValkeyFailed as error:
+            self._log.warning("pop_failed", code=error.code, reason=error.detail)
+            self._retry.failed()
+
+    def _check_switch_server(self) -> None:
+        bound = self._queue_reader.bound()
+        if bound:
+            self._unbound.reset()
+        else:
+            self._unbound.failed()
+        if bound != self._bound:
+            self._log.warning("switch_is_back" if bound else "switch_of_another_server")
+        self._bound = bound
+
+    def _handle(self, piece: QueueItem) -> bool:
+        """Deals with one piece; false if there is nothing more for now."""
+        if piece.kind == "control":
+            waiting = not self.connections.loaded
+            self._control.handle(piece.item)
+            # Once more before the first request: a late pop of our predecessor may have come through since.
+            self._leftovers_due = waiting and self.connections.loaded
+        elif piece.kind == "request":
+            self._shared_state.last_activity_ms = wall_ms()
+            postponed = self._desk.handle(piece)
+            if postponed is not None:
+                self._waiting.hold(postponed, piece)
+            self._send_buffer.flush()
+            self._desk.note()
+            self._apply_order_changes()
+            if postponed is None and not self._send_buffer.more:
+                self._hungry = False
+                return False
+        elif piece.kind == "fenced":
+            self._shared_state.fenced = 1
+            self._send_buffer.tell(WorkerEventKind.FENCED, "at pop")
+            raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
+        elif piece.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
+            self._retry.failed()
+            return False
+        elif piece.kind == "stale":  # not to be expected of the newest pop; the next number is newer
+            self._log.warning("stale_pop")
+        else:
+            self._hungry = False
+            return False
+        return True
+
+    def _answer_leftovers(self) -> None:
+        """Answers what a former worker, or the session before this one, left in the processing list: it is
+        never executed again."""
+        for item in self._queue_reader.left_behind():
+            self._desk.give_up(item)
+        self._send_buffer.flush()
+        self._leftovers_due = False
+
+    def _check_lease(self) -> bool:
+        """Whether the lease lets this session act; if not, its broker sessions are closed."""
+        if self._shared_state.fenced:
+            raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
+        if self._lease.usable() > 0:
+            return True
+        self._park()
+        return False
+
+    def _park(self) -> None:
+        if self._parked:
+            return
+        self._parked = True
+        self._log.warning("lease_ending", left=round(self._lease.left(), 3))
+        self._shared_state.state = WorkerActivity.Parked
+        self.connections.close_all()
+        self.health.parked()
+
+    def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
+        """Called by the broker's adapter, from any thread."""
+        self._changes.append((key, change))
+        if get_ident() != self._thread:  # this one comes to them by itself, before it waits
+            self._wake()
+
+    def _apply_order_changes(self) -> None:
+        if not self._changes:
+            return
+        while self._changes:
+            key, change = self._changes.popleft()
+            try:
+                self._ledger.changed(key, change)
+            except Exception as error:  # one odd report must not end the session
+                self._log.crash("order_change_crashed", error)
+        self._send_buffer.flush_if_due()

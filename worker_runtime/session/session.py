@@ -1,0 +1,199 @@
+"""The session process: one key pair, one user's broker sessions. It comes to the user by a claim, or stands
+in the place of a session that died.
+
+A single-threaded loop around a selector. It pulses on the board in each round, at least once a second, and
+before each wait for Valkey; around a broker call it says there how long the call may take.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+
+from worker_runtime.brokers.port import BrokerFactory
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.doorbell import Doorbell
+from worker_runtime.process.kernel import WakePipe
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.replacement import WorkerExit
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.protocol.sealing import new_worker_key
+from worker_runtime.session.claim import ClaimHandler
+from worker_runtime.session.request_loop import RequestLoop
+from worker_runtime.session.resume import ResumeHandler
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.account_session import CredentialOpener
+
+#: Seconds that the last words (events, answers) may take at the end.
+_LAST_WORDS = 2.0
+
+
+class Session:
+    """One session process, from the fork to its exit code."""
+
+    def __init__(
+        self, config: WorkerConfig, board: SharedState, load_factory: Callable[[], BrokerFactory], log: Log
+    ) -> None:
+        self._config = config
+        self._shared_state = board
+        self._load_factory = load_factory
+        self._factory: BrokerFactory | None = None
+        self._log = log
+        self._stopping = False
+        #: In the pool. A fresh session of an assigned worker has no business there.
+        self._announced = bool(board.assigned)
+        self._selector = selectors.DefaultSelector()
+        self._wake = WakePipe()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._lease = Lease(board)
+        self._client = self._valkey()
+        self._mark = WorkerMark(config, board)
+        self._send_buffer = SendBuffer(self._client, config, board, log)
+        key = new_worker_key()
+        board.publish_key(key.public_key().public_bytes_raw())
+        self._opener = CredentialOpener(key, board, config.worker_id)
+        self._entry: ClaimHandler | ResumeHandler = self._resuming() if board.assigned else self._claiming()
+        self._announcing = Backoff(0.05, 2.0)
+        self._inbox = self._bell(keys.pool_inbox(config.pool, config.worker_id))
+        self._doorbell: Doorbell | None = None
+
+    def run(self) -> ExitCode:
+        """Works until told to end; returns the exit code."""
+        self._wake.on_sigterm(self._stop)
+        try:
+            while not self._stopping:
+                self._shared_state.pulse = time.monotonic_ns()
+                self._step()
+                self._wait()
+            end = WorkerExit(ExitCode.OK, "asked to end")
+        except WorkerExit as raised:
+            end = raised
+        self._close(end)
+        return end.code
+
+    def _step(self) -> None:
+        if not self._announced:
+            self._announce()
+        self._inbox.run_due()
+        self._entry.run_due()
+        serving = self._entry.serving
+        if serving is None or not self._entry.active:
+            self._send_buffer.flush_if_due()
+            return
+        if self._doorbell is None:
+            self._doorbell = self._bell(keys.doorbell(self._shared_state.user_id))
+        serving.step()
+        if self._doorbell.run_due():
+            serving.look()  # a ring may have been lost with the connection
+
+    def _wait(self) -> None:
+        waits = [1.0, self._inbox.left(), self._entry.left()]
+        if not self._announced:
+            waits.append(self._announcing.left())
+        if self._doorbell is not None and self._entry.serving is not None:
+            waits.append(self._doorbell.left())
+            waits.append(self._entry.serving.left())
+        if self._stopping:
+            return
+        for selected, _ in self._selector.select(min(waits)):
+            if selected.data is self._inbox:
+                for message in self._inbox.take():
+                    self._entry.handle(message)
+            elif selected.data is not None and selected.data is self._doorbell:
+                if self._doorbell.take() and self._entry.serving is not None:
+                    self._entry.serving.rung()
+            else:
+                self._wake.clear()
+
+    def _announce(self) -> None:
+        """Says that this worker is ready, so that nobody waits for the supervisor's next renewal."""
+        if not self._announcing.due():
+            return
+        try:
+            state = self._mark.announce(self._client)
+        except ValkeyFailed as error:
+            self._log.warning("announce_failed", code=error.code, reason=error.detail)
+            self._announcing.failed()
+            return
+        self._announced = True
+        self._brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
+        took = time.time_ns() // 1_000_000 - self._shared_state.launched_at_ms
+        self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
+
+    def _claiming(self) -> ClaimHandler:
+        return ClaimHandler(
+            self._config,
+            self._shared_state,
+            client=self._client,
+            mark=self._mark,
+            outbox=self._send_buffer,
+            opener=self._opener,
+            open_request_loop=self._open_request_loop,
+            log=self._log,
+        )
+
+    def _resuming(self) -> ResumeHandler:
+        return ResumeHandler(
+            self._config,
+            self._shared_state,
+            client=self._client,
+            mark=self._mark,
+            outbox=self._send_buffer,
+            open_request_loop=self._open_request_loop,
+            log=self._log,
+        )
+
+    def _open_request_loop(self) -> RequestLoop:
+        return RequestLoop(
+            self._config,
+            self._shared_state,
+            client=self._client,
+            outbox=self._send_buffer,
+            opener=self._opener,
+            load_factory=self._brokers,
+            stopping=lambda: self._stopping,
+            wake=self._wake.set,
+            log=self._log,
+        )
+
+    def _brokers(self) -> BrokerFactory:
+        if self._factory is None:
+            self._factory = self._load_factory()
+        return self._factory
+
+    def _bell(self, key: str) -> Doorbell:
+        return Doorbell(self._valkey(), key, self._selector, self._log)
+
+    def _valkey(self) -> Valkey:
+        return Valkey(self._config.valkey_url, limit=self._may_wait)
+
+    def _may_wait(self) -> float:
+        """Asked before each wait for Valkey, so several of them in a row are no missing pulse."""
+        self._shared_state.pulse = time.monotonic_ns()
+        return self._lease.wait_limit()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _close(self, end: WorkerExit) -> None:
+        self._log.info("session_ending", code=int(end.code), reason=end.reason)
+        replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on: nothing has closed
+        if not replaced:
+            self._shared_state.state = WorkerActivity.Draining
+        if self._entry.serving is not None:
+            self._entry.serving.close()
+        if not replaced:
+            self._send_buffer.tell(WorkerEventKind.CLOSED, end.reason)
+        until = time.monotonic() + _LAST_WORDS
+        while not self._send_buffer.flush() and time.monotonic() < until:
+            self._shared_state.pulse = time.monotonic_ns()
+            time.sleep(min(0.1, self._send_buffer.left() or 0.0))
+        if len(self._send_buffer):
+            self._log.error("last_words_lost", count=len(self._send_buffer))

@@ -1,0 +1,195 @@
+"""One account's place among the user's broker connections.
+
+Opens sealed credentials: the one place where a user's secrets become readable (invariant *sealed*).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from worker_runtime.brokers.port import Broker, ConnectionKey
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerMaintenance,
+    BrokerUnreachable,
+    Fenced,
+    InvalidSeal,
+    LeaseLost,
+    LoginLimited,
+    LoginRejected,
+    MalformedMessage,
+)
+from worker_runtime.protocol.messages import Credentials, SealedAccount, decode
+from worker_runtime.protocol.sealing import unseal
+
+#: Errors of a login that say nothing against this process: it is tried again, however long that takes.
+_BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
+#: Seconds between two tries: at most about 100 an hour, of the 1,000 logins that a person has in a day.
+_FIRST_WAIT = 2.0
+_LONGEST_WAIT = 60.0
+#: Seconds between two tries to list the orders of a live session.
+_FIRST_LISTING_WAIT = 0.2
+_LONGEST_LISTING_WAIT = 5.0
+#: Seconds between two tries to get a ping's budget.
+_FIRST_PING_WAIT = 0.5
+_LONGEST_PING_WAIT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedAccount:
+    """One account with its credentials in clear."""
+
+    key: ConnectionKey
+    version: int
+    credentials: Credentials = field(repr=False)
+
+    @classmethod
+    def of(cls, sealed: SealedAccount, credentials: Credentials) -> OpenedAccount:
+        key = ConnectionKey(sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id)
+        return cls(key, sealed.version, credentials)
+
+
+class AccountSession:
+    """With a live broker session, or without one and the reason for that."""
+
+    def __init__(self, account: OpenedAccount) -> None:
+        self.account = account
+        self.broker: Broker | None = None
+        self.used_at = time.monotonic()
+        #: A call ended without a clear answer: ping before the next use.
+        self.suspect = False
+        #: The broker refused these credentials: trying again could get the person banned.
+        self.refused: LoginRejected | None = None
+        #: What the last try to log in failed with.
+        self.error: BerthError | None = None
+        #: Tries in a row that failed with something else than a broker that cannot be reached.
+        self.failures = 0
+        #: Whether this process has had a session of this account.
+        self.was_open = False
+        #: Why there is no session.
+        self.lost_because = ""
+        #: The broker's orders were taken in since the login: requests may be executed.
+        self.listed = False
+        #: Code of the error with which the last listing failed.
+        self.listing_error = ""
+        self._failing_since: float | None = None
+        self._backoff = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+        self._listing = Backoff(_FIRST_LISTING_WAIT, _LONGEST_LISTING_WAIT)
+        self._pinging = Backoff(_FIRST_PING_WAIT, _LONGEST_PING_WAIT)
+
+    @property
+    def name(self) -> str:
+        return self.account.key.account_id
+
+    @property
+    def away(self) -> bool:
+        """The broker cannot be reached, or takes no further login for now."""
+        return isinstance(self.error, _BROKER_AWAY)
+
+    @property
+    def limited(self) -> bool:
+        """A login before its time would only count against the limit again."""
+        return isinstance(self.error, LoginLimited) and not self._backoff.due()
+
+    def wait(self) -> float:
+        """Seconds until the next try to log in."""
+        return self._backoff.left()
+
+    def ping_wait(self) -> float:
+        """Seconds until it may be pinged, after a try for which there was no budget."""
+        return self._pinging.left()
+
+    def pinged(self) -> None:
+        self._pinging.reset()
+
+    def ping_postponed(self) -> None:
+        self._pinging.failed()
+
+    def listing_wait(self) -> float:
+        """Seconds until the next try to list the orders."""
+        return self._listing.left()
+
+    def listing_succeeded(self) -> None:
+        self.listed = True
+        self._listing.reset()
+
+    def listing_failed(self, code: str) -> None:
+        self.listing_error = code
+        self._listing.failed()
+
+    def failing_for(self) -> float:
+        """Seconds since the first of the tries in a row that the broker did not answer, or not sensibly."""
+        return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+
+    def lost(self, reason: str) -> Broker | None:
+        """There is no session from now on; returns the one there was, for its end. Tries count anew."""
+        broker, self.broker = self.broker, None
+        self.suspect = False
+        self.error = None
+        self.failures = 0
+        self._failing_since = None
+        self.lost_because = reason
+        return broker
+
+    def opened(self, broker: Broker) -> None:
+        """A login succeeded."""
+        self.broker = broker
+        self.listed = False
+        self._listing.reset()
+        self.error = None
+        self.failures = 0
+        self._failing_since = None
+        self.was_open = True
+        self.used_at = time.monotonic()
+        self._backoff.reset()
+
+    def failed(self, error: BerthError) -> None:
+        """A login failed."""
+        self.error = error
+        if isinstance(error, LoginRejected):
+            self.refused = error
+            return
+        self._backoff.failed()
+        if not self.away:
+            self.failures += 1
+        unreachable = isinstance(error, BrokerUnreachable) and not isinstance(error, BrokerMaintenance)
+        if self.away and not unreachable:
+            self._failing_since = None  # a limit, maintenance, our own lease: no fault of this process
+        elif self._failing_since is None:
+            self._failing_since = time.monotonic()
+
+
+class CredentialOpener:
+    """Holds the session's private key."""
+
+    def __init__(self, private_key: X25519PrivateKey, board: SharedState, worker_id: str) -> None:
+        self._private_key = private_key
+        self._shared_state = board
+        self._worker_id = worker_id
+
+    def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:
+        """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be opened."""
+        return [self._open_one(one, claim_id) for one in sealed]
+
+    def _open_one(self, sealed: SealedAccount, claim_id: str) -> OpenedAccount:
+        clear = unseal(
+            sealed.sealed,
+            self._private_key,
+            user_id=self._shared_state.user_id,
+            account_id=sealed.account_id,
+            epoch=self._shared_state.epoch,
+            claim_id=claim_id,
+            worker_id=self._worker_id,
+        )
+        try:
+            credentials: Credentials = decode(clear, Credentials)
+        except MalformedMessage:
+            # Without the cause: its text comes from what was sealed.
+            raise InvalidSeal("what was sealed is no set of credentials") from None
+        return OpenedAccount.of(sealed, credentials)

@@ -1,0 +1,158 @@
+"""Calls of the broker on behalf of a request: allowed until when, and what their failures mean.
+
+Lease and deadline are checked in this thread right before the call (invariant *one-owner*).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from worker_runtime.brokers.port import Broker, ConnectionKey
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerMaintenance,
+    BrokerUnreachable,
+    DeadlineExceeded,
+    Fenced,
+    LeaseLost,
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    OutcomeUnknown,
+    RateLimited,
+    SessionDown,
+)
+from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.rate_limiter import CallKind, RateLimiter
+
+#: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).
+_NOT_DONE = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
+#: Those that say nothing against the session: another login would only make it worse.
+_KEEP_SESSION = (OrderRejected, RateLimited)
+
+#: Seconds.
+_PAUSE = 0.1
+
+T = TypeVar("T")
+
+
+class BrokerCalls:
+    """One user's way to the brokers."""
+
+    def __init__(
+        self,
+        connections: BrokerSessions,
+        budget: RateLimiter,
+        *,
+        lease: Lease,
+        board: SharedState,
+        broker_timeout: float,
+        log: Log,
+    ) -> None:
+        self._connections = connections
+        self._budget = budget
+        self._lease = lease
+        self._shared_state = board
+        self._broker_timeout = broker_timeout
+        self._log = log
+
+    def ready(self, account_id: str, piece: QueueItem, *, listed: bool = True) -> Broker:
+        """A live session of the account; raises if there is none until the request's deadline. Nothing has
+        been sent then."""
+        self.time_left(piece)
+        return self._connections.ready(
+            account_id, _seconds_to_deadline(piece), at_most=self._broker_timeout, listed=listed
+        )
+
+    def has_other_session(self, account_id: str) -> bool:
+        """Whether another account of the user has a session."""
+        return self._connections.has_other_session(account_id)
+
+    def remaining(self, piece: QueueItem) -> float:
+        """Seconds until the request's deadline."""
+        return _seconds_to_deadline(piece)
+
+    def key_of(self, account_id: str) -> ConnectionKey:
+        return self._connections.key_of(account_id)
+
+    def time_left(self, piece: QueueItem) -> float:
+        """Seconds that a broker call may take now; raises if it must not be made."""
+        if self._shared_state.fenced:
+            raise Fenced
+        lease = self._lease.usable()
+        if lease <= 0:
+            raise LeaseLost
+        remaining = _seconds_to_deadline(piece)
+        if remaining <= 0:
+            raise DeadlineExceeded
+        return min(remaining, lease, self._broker_timeout)
+
+    @property
+    def grant_is_fresh(self) -> bool:
+        """Whether what `spend_budget` granted last may still be sent."""
+        return self._budget.granted
+
+    def pause(self, piece: QueueItem) -> None:
+        """A moment until a look is worth another one; raises if no call may be made any more."""
+        wait = min(_PAUSE, self.time_left(piece))
+        with self._shared_state.busy(wait):
+            time.sleep(wait)
+
+    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+        """Waits until the person's budget has room for a call; raises `RateLimited` if it has none in time,
+        `Uncounted` if nobody knows, and whatever forbids the call meanwhile."""
+
+        def patience() -> float:
+            self.time_left(piece)
+            return _seconds_to_deadline(piece)
+
+        self._budget.spend(self._connections.account_of(account_id), what, patience)
+
+    def change(self, account_id: str, piece: QueueItem, call: Callable[[float], T]) -> T:
+        """Makes a call that changes something at the broker, once, with the seconds that it may take.
+
+        Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` says that it had none.
+        """
+        timeout = self.time_left(piece)
+        try:
+            with self._shared_state.busy(timeout):
+                return call(timeout)
+        except _NOT_DONE as error:
+            if not isinstance(error, _KEEP_SESSION):
+                self._connections.invalidate(account_id, error.code)
+            raise
+        except Exception as error:  # timeout, lost connection, a fault in the adapter: nobody knows
+            self._connections.suspect(account_id)
+            if isinstance(error, OutcomeUnknown):
+                raise
+            if not isinstance(error, BerthError):
+                self._log.crash("broker_call_crashed", error)
+            raise OutcomeUnknown(f"the call ended with {type(error).__name__}") from None
+
+    def ask(self, account_id: str, piece: QueueItem, call: Callable[[float], T]) -> T:
+        """Makes a call that changes nothing; raises the broker's error."""
+        self.spend_budget(account_id, CallKind.QUERY, piece)
+        timeout = self.time_left(piece)
+        try:
+            with self._shared_state.busy(timeout):
+                return call(timeout)
+        except BerthError as error:
+            if not isinstance(error, RateLimited):  # a ping would be one call more
+                self._connections.suspect(account_id)
+            raise
+        except Exception as error:  # a fault in the adapter
+            self._connections.suspect(account_id)
+            self._log.crash("broker_call_crashed", error)
+            raise BrokerUnreachable(f"the call ended with {type(error).__name__}") from None
+
+
+def _seconds_to_deadline(piece: QueueItem) -> float:
+    """Seconds until the request's deadline."""
+    return (piece.deadline_ns - time.monotonic_ns()) / SECOND

@@ -1,0 +1,377 @@
+"""The user's broker connections, kept under their `ConnectionKey` (requirement C1).
+
+Everything here runs in the session's main thread, so that the lease is checked in the thread that calls.
+No call may outlast the lease less its margin, and each says on the board how long it may take.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from threading import Thread
+
+from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerError,
+    BrokerUnreachable,
+    LeaseLost,
+    LoginLimited,
+    LoginRejected,
+    RateLimited,
+    UnknownAccount,
+)
+from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount
+from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.rate_limiter import CallKind, RateLimiter, WaitLimit
+
+#: Seconds that a health ping may take.
+PING_TIMEOUT = 5.0
+#: Seconds that one listing of orders and positions may take.
+LISTING_TIMEOUT = 5.0
+
+
+class BrokerSessions:
+    """Opens, checks, rebuilds and closes the broker sessions of one user. Timeouts in seconds."""
+
+    def __init__(
+        self,
+        load_factory: Callable[[], BrokerFactory],
+        *,
+        client: str,
+        lease: Lease,
+        board: SharedState,
+        health: HealthMonitor,
+        budget: RateLimiter,
+        on_order: Callable[[ConnectionKey, OrderChanged], None],
+        reconcile: Callable[[ConnectionKey, Broker, float], None],
+        log: Log,
+    ) -> None:
+        self._load_factory = load_factory
+        self._client = client
+        self._lease = lease
+        self._shared_state = board
+        self._health = health
+        self._budget = budget
+        self._on_order = on_order
+        self._reconcile = reconcile
+        self._log = log
+        self._account_sessions: dict[str, AccountSession] = {}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are credentials: a fresh session has none until the orchestrator sends them."""
+        return bool(self._account_sessions)
+
+    def serves(self, account_id: str) -> bool:
+        """Whether this account has a session, with its orders listed."""
+        place = self._account_sessions.get(account_id)
+        return place is not None and place.broker is not None and place.listed
+
+    def has_other_session(self, account_id: str) -> bool:
+        """Whether another account has a session."""
+        return any(place.broker is not None for place in self.places() if place.name != account_id)
+
+    def refused(self, account_id: str) -> bool:
+        """Whether the broker refused this account's login: it is not tried again."""
+        place = self._account_sessions.get(account_id)
+        return place is not None and place.refused is not None
+
+    def places(self) -> Collection[AccountSession]:
+        return self._account_sessions.values()
+
+    def trading(self) -> list[OpenedAccount]:
+        """The accounts whose next order needs nothing but room within the broker's limits."""
+        return [
+            place.account
+            for place in self.places()
+            if place.broker is not None and place.listed and not place.suspect
+        ]
+
+    def load(self, accounts: Iterable[OpenedAccount]) -> None:
+        """Takes over the accounts of a claim, unconnected."""
+        self._account_sessions = {account.key.account_id: AccountSession(account) for account in accounts}
+
+    def versions(self) -> dict[str, int]:
+        """Version of the credentials in use, by account."""
+        return {name: place.account.version for name, place in self._account_sessions.items()}
+
+    def connect_all(self, timeout: float) -> None:
+        """Logs in wherever there is no session yet; the first error ends the attempt. A listing that fails
+        does not: it is tried again before the first request."""
+        until = time.monotonic() + timeout
+        for place in self._account_sessions.values():
+            if place.broker is None:
+                place.opened(self._login(place.account, until - time.monotonic()))
+                self._list(place, until - time.monotonic())
+
+    def ready(
+        self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
+    ) -> Broker:
+        """A live session of this account, rebuilt first if need be, with its orders listed if `listed`.
+
+        Waits up to `timeout` for room within the broker's limits; a login takes `at_most` then. Raises
+        `UnknownAccount`, `LeaseLost`, `RateLimited`, or the login's error: nothing has been sent then.
+        """
+        place = self._account_sessions.get(account_id)
+        if place is None:
+            raise UnknownAccount
+        until = time.monotonic() + timeout
+        self.notice(place)
+        if place.suspect:
+            self.ping(place, until - time.monotonic())
+        if place.broker is None:
+            self.rebuild(place, until - time.monotonic(), at_most)
+        if listed:
+            self._await_listing(place, until, at_most)
+        if place.broker is None:
+            raise BrokerUnreachable
+        place.used_at = time.monotonic()
+        return place.broker
+
+    def relist(self, place: AccountSession, timeout: float) -> BerthError | None:
+        """Another try to list the orders of a live session; returns what it failed with."""
+        error = self._list(place, timeout)
+        self._health.look(self.places(), place.name)
+        return error
+
+    def account_of(self, account_id: str) -> OpenedAccount:
+        return self._account_sessions[account_id].account
+
+    def key_of(self, account_id: str) -> ConnectionKey:
+        return self._account_sessions[account_id].account.key
+
+    def keep(self) -> None:
+        """Renews the leases of the person's connections, when due."""
+        self._budget.run_due([place.account for place in self.places() if place.broker is not None])
+
+    def suspect(self, account_id: str) -> None:
+        """Marks a session whose last call had no clear answer: it is pinged before it is used again."""
+        self._account_sessions[account_id].suspect = True
+
+    def invalidate(self, account_id: str, reason: str) -> None:
+        """Closes a session that the broker has ended: the next need rebuilds it (requirement C2)."""
+        self._drop(self._account_sessions[account_id], reason)
+
+    def notice(self, place: AccountSession) -> None:
+        """Drops a session of which its adapter knows already that it has ended."""
+        if place.broker is not None and not place.broker.alive():
+            self._drop(place, "the broker ended the session")
+
+    def ping(self, place: AccountSession, timeout: float) -> None:
+        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
+        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+            return
+        until = time.monotonic() + timeout
+        self._budget.spend(place.account, CallKind.QUERY, self._patience(timeout))
+        limit = min(until - time.monotonic(), PING_TIMEOUT, self._lease.usable())
+        if limit <= 0:
+            return
+        try:
+            with self._shared_state.busy(limit):
+                place.broker.ping(limit)
+        except Exception as error:  # whatever it is: the session is not to be trusted
+            self._drop(place, type(error).__name__)
+            return
+        place.suspect = False
+        place.used_at = time.monotonic()
+
+    def rebuild(self, place: AccountSession, timeout: float, at_most: float = math.inf) -> None:
+        """One login of at most `at_most` seconds, after the wait for its budget. Raises its error, or at once
+        the last one where another try would do harm."""
+        if place.refused is not None:
+            raise place.refused
+        if place.limited and place.error is not None:
+            raise LoginLimited(place.error.detail, retry_after=place.wait())
+        until = time.monotonic() + timeout
+        try:
+            place.opened(self._login(place.account, timeout, at_most))
+            self._list(place, min(until - time.monotonic(), at_most))
+        except BerthError as error:
+            place.failed(error)
+            raise
+        finally:
+            self._health.look(self.places(), place.name)
+
+    def state(self) -> WorkerActivity:
+        """`Active` unless an account that could have a session is without one."""
+        missing = [place for place in self.places() if place.broker is None]
+        whole = all(place.refused for place in missing) and len(missing) < len(self._account_sessions)
+        return WorkerActivity.Active if whole else WorkerActivity.Reconnecting
+
+    def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:
+        """New credentials: each is proven by a login before the old session is closed.
+
+        Only accounts whose version changed are touched, and those without a session. After an error the old
+        session of that account stays as it was; the first error is raised when all have been tried.
+
+        To a fresh session all accounts are new, and the worker goes on with those that it can have: an error
+        is raised if it is a passing one (it is tried again), or if there is no session at all.
+        """
+        until = time.monotonic() + timeout
+        errors: list[BerthError] = []
+        tried: set[str] = set()
+        fresh = not self._account_sessions
+        if fresh:  # whatever becomes of the logins, these are its accounts
+            self.load(accounts)
+            accounts = ()
+        for account in accounts:
+            tried.add(account.key.account_id)
+            try:
+                self._renew(account, until - time.monotonic())
+            except BerthError as error:
+                errors.append(error)
+        for place in self.places():
+            if place.broker is None and place.name not in tried:
+                try:
+                    self.rebuild(place, until - time.monotonic())
+                except BerthError as error:
+                    errors.append(error)
+        self._health.look(self.places(), "new credentials")
+        if fresh:
+            passing = [error for error in errors if error.retryable]
+            some = any(place.broker for place in self.places())
+            errors = passing or ([] if some else errors)
+        if errors:
+            raise errors[0]
+
+    def close_all(self) -> None:
+        """Closes every session; the board says so when none is left open.
+
+        All at once: a broker that does not answer costs a second, and the lease's margin is the same for
+        one account and for ten.
+        """
+        closing: list[Thread] = []
+        closed: list[OpenedAccount] = []
+        for place in self._account_sessions.values():
+            if (broker := place.lost("closed")) is not None:
+                closed.append(place.account)
+                closing.append(Thread(target=self._close, args=(broker,), daemon=True))
+                closing[-1].start()
+        for thread in closing:
+            thread.join()
+        self._shared_state.broker_open = 0
+        self._budget.disconnected(closed)
+
+    def _renew(self, account: OpenedAccount, timeout: float) -> None:
+        name = account.key.account_id
+        old = self._account_sessions.get(name)
+        if old is not None and old.account.version == account.version:
+            return
+        new = AccountSession(account)
+        until = time.monotonic() + timeout
+        try:
+            new.opened(self._login(account, timeout))
+        except LoginRejected:
+            raise
+        except BerthError as error:
+            if old is not None and old.broker is None:  # nothing to keep: the newer ones are tried again
+                new.failed(error)
+                self._account_sessions[name] = new
+            raise
+        if old is not None and old.broker is not None:
+            self._end(old.broker, old.account)
+        self._account_sessions[name] = new
+        self._list(new, until - time.monotonic())
+
+    def _login(self, account: OpenedAccount, timeout: float, at_most: float = math.inf) -> Broker:
+        if self._lease.usable() <= 0:
+            raise LeaseLost
+        if timeout <= 0:
+            raise BrokerUnreachable("no time was left to connect")
+        until = time.monotonic() + timeout
+        self._budget.connect(account, self._patience(timeout))
+        limit = min(until - time.monotonic(), self._lease.usable(), at_most)
+        if limit <= 0:
+            self._budget.disconnected([account])
+            raise LoginLimited("no time was left to connect after the wait for the budget")
+        key = account.key
+        broker: Broker | None = None
+        self._shared_state.broker_open = 1  # before the attempt: it may succeed on the broker's side alone
+        try:
+            with self._shared_state.busy(limit):
+                broker = self._load_factory()(key, self._client, lambda change: self._on_order(key, change))
+                broker.login(account.credentials, limit)
+        except BerthError:
+            self._end(broker, account)
+            raise
+        except Exception as error:  # an adapter's surprise must not end the session
+            self._end(broker, account)
+            self._log.crash("login_crashed", error)
+            raise BrokerError(f"the adapter failed with {type(error).__name__}") from None
+        return broker
+
+    def _await_listing(self, place: AccountSession, until: float, at_most: float) -> None:
+        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed; raises
+        `BrokerUnreachable` then, `RateLimited` at once if there is no room in time: another question would
+        only make it worse."""
+        last_try = min(until, time.monotonic() + at_most)
+        while place.broker is not None and not place.listed:
+            left = last_try - time.monotonic()
+            if left <= 0:
+                raise BrokerUnreachable(f"the orders at the broker are not known yet: {place.listing_error}")
+            wait = min(left, place.listing_wait())
+            if wait > 0:
+                with self._shared_state.busy(wait):
+                    time.sleep(wait)
+            if place.suspect:
+                self.ping(place, until - time.monotonic())
+            error = self.relist(place, until - time.monotonic())
+            if isinstance(error, RateLimited):
+                raise error
+
+    def _list(self, place: AccountSession, timeout: float) -> BerthError | None:
+        """One listing; what it fails with is kept, logged and returned. Only a ping says that a session is
+        dead."""
+        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+            return None
+        until = time.monotonic() + timeout
+        try:
+            self._budget.spend(place.account, CallKind.QUERY, self._patience(timeout), cost=2)
+        except BerthError as error:
+            self._log.warning("listing_postponed", account=place.name, code=error.code)
+            place.listing_failed(error.code)
+            return error
+        limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
+        if limit <= 0:  # the budget took it all
+            return None
+        try:
+            with self._shared_state.busy(limit):
+                self._reconcile(place.account.key, place.broker, limit)
+        except Exception as error:  # an adapter's surprise must not end the session
+            code = error.code if isinstance(error, BerthError) else type(error).__name__
+            self._log.warning("listing_failed", account=place.name, code=code)
+            place.listing_failed(code)
+            place.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
+            return error if isinstance(error, BerthError) else None
+        place.listing_succeeded()
+        return None
+
+    def _drop(self, place: AccountSession, reason: str) -> None:
+        broker = place.lost(reason)
+        if broker is not None:
+            self._end(broker, place.account)
+            self._log.warning("broker_session_lost", account=place.name, reason=reason)
+            self._health.look(self.places())
+
+    def _patience(self, seconds: float) -> WaitLimit:
+        """How long a call may wait for its budget, from now on, as long as the lease is being renewed."""
+        until = time.monotonic() + seconds
+        return lambda: until - time.monotonic() if self._lease.usable() > 0 else 0.0
+
+    def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
+        self._close(broker)
+        self._budget.disconnected([account])
+
+    def _close(self, broker: Broker | None) -> None:
+        if broker is None:
+            return
+        try:
+            broker.close()
+        except Exception as error:  # the port forbids it; the other sessions must be closed all the same
+            self._log.crash("close_crashed", error)

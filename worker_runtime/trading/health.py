@@ -1,0 +1,115 @@
+"""How the whole worker is, told once at each change, and shown in the metadata.
+
+A user has one worker and perhaps several accounts. The workflow wants to know of the worker; which account it
+was stands in the detail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import IntEnum
+
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol import errors
+from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.trading.account_session import AccountSession
+
+
+class HealthCondition(IntEnum):
+    """Of all accounts together."""
+
+    NEW = 0  # not yet connected, or a fresh session without credentials
+    WELL = 1
+    RECONNECTING = 2
+    DEGRADED = 3
+
+
+#: Codes by their number on the board; the first stands for all others.
+_ERROR_CODES = (
+    errors.BrokerError.code,
+    errors.BrokerUnreachable.code,
+    errors.LoginLimited.code,
+    errors.LoginRejected.code,
+    errors.LeaseLost.code,
+    errors.SessionDown.code,
+    errors.BrokerMaintenance.code,
+    errors.RateLimited.code,
+)
+_NO_ERROR = -1
+
+
+class HealthMonitor:
+    """Looks at all connections after each change of one, and tells what that means for the worker."""
+
+    def __init__(self, board: SharedState, tell: Callable[[WorkerEventKind, str], None]) -> None:
+        self._shared_state = board
+        self._tell = tell
+        self._show(HealthCondition.NEW)
+        board.accounts = board.accounts_connected = 0
+
+    def look(self, places: Collection[AccountSession], detail: str = "") -> None:
+        """Tells the change that follows from how the connections stand. `detail` goes with CONNECTED."""
+        missing = [place for place in places if place.broker is None]
+        waiting = [place for place in missing if place.refused is None]
+        unlisted = [place for place in places if place.broker is not None and not place.listed]
+        self._shared_state.accounts = len(places)
+        self._shared_state.accounts_connected = len(places) - len(missing)
+        some = len(missing) < len(places)
+        # Beside others that are well, one that never was (in this process) is tried again like one away.
+        away = [place for place in waiting if place.away or (some and place.error and not place.was_open)]
+        if away:
+            code = away[0].error.code if away[0].error else ""
+            self._degraded(f"{away[0].name}: {code}", code)
+        elif waiting:
+            self._reconnecting(f"{waiting[0].name}: {waiting[0].lost_because}")
+        elif unlisted:
+            self._degraded(f"{unlisted[0].name}: its orders cannot be listed", unlisted[0].listing_error)
+        elif some:
+            refused = ", ".join(place.name for place in missing)
+            detail = f"without {refused}: {errors.LoginRejected.code}" if refused else detail
+            self._well(detail, refused=bool(refused))
+
+    def parked(self) -> None:
+        """All broker sessions were closed, because the lease is about to end."""
+        self._shared_state.accounts_connected = 0
+        code = errors.LeaseLost.code
+        if self._condition is HealthCondition.NEW:
+            return
+        self._degraded("the lease was not renewed in time", code)
+
+    @property
+    def _condition(self) -> HealthCondition:
+        return HealthCondition(self._shared_state.condition)
+
+    def _well(self, detail: str, *, refused: bool) -> None:
+        told = self._condition is HealthCondition.WELL
+        self._show(HealthCondition.WELL, errors.LoginRejected.code if refused else "")
+        if not told:
+            self._tell(WorkerEventKind.CONNECTED, detail)
+
+    def _reconnecting(self, detail: str) -> None:
+        if self._condition is HealthCondition.WELL:
+            self._show(HealthCondition.RECONNECTING)
+            self._tell(WorkerEventKind.RECONNECTING, detail)
+
+    def _degraded(self, detail: str, code: str) -> None:
+        told = self._condition is HealthCondition.DEGRADED
+        self._show(HealthCondition.DEGRADED, code)
+        if not told:
+            self._tell(WorkerEventKind.DEGRADED, detail)
+
+    def _show(self, condition: HealthCondition, code: str = "") -> None:
+        self._shared_state.trouble = (
+            _NO_ERROR if not code else _ERROR_CODES.index(code) if code in _ERROR_CODES else 0
+        )
+        self._shared_state.condition = condition
+
+
+def health_text(board: SharedState) -> str:
+    """For the metadata: `well`, `connecting`, `reconnecting` or `degraded: CODE`."""
+    condition, trouble = HealthCondition(board.condition), board.trouble
+    if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(_ERROR_CODES):
+        return f"degraded: {_ERROR_CODES[trouble]}"
+    if condition is HealthCondition.NEW:
+        return "waiting for credentials" if board.connected else "connecting"
+    return condition.name.lower()

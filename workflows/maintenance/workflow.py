@@ -1,0 +1,66 @@
+"""One pass of maintenance: a look at all workers, then a child for each hundred anomalies.
+
+A Schedule starts it every minute. What it decides by stands in `activities/maintenance/anomalies.py` and
+`outage_guard.py`: an anomaly counts when two passes have seen the same one in quiet times, and what cleans
+it up looks afresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from temporalio import workflow
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from workflows import names
+    from workflows.maintenance import messages as mm
+
+from workflows import calls
+from workflows.calls import cause
+
+
+@workflow.defn(name=names.MAINTENANCE)
+class MaintenanceWorkflow:
+    @workflow.run
+    async def run(self, given: mm.MaintenanceInput) -> mm.Maintained:
+        scanned = await calls.scan_fleet(mm.ScanFleet())
+        if not scanned.number:
+            return mm.Maintained(scanned=scanned, outcomes={})
+        abreast = asyncio.Semaphore(given.abreast)
+
+        async def clean(first: int) -> dict[str, int]:
+            count = min(given.batch, scanned.confirmed - first)
+            batch = mm.Batch(number=scanned.number, first=first, count=count)
+            async with abreast:
+                try:
+                    cleaned = await workflow.execute_child_workflow(
+                        MaintenanceBatchWorkflow.run,
+                        batch,
+                        id=f"{workflow.info().workflow_id}-{first}",
+                        static_summary=f"clean up {count} anomalies",
+                    )
+                except FailureError as error:  # the next pass finds them again
+                    workflow.logger.warning("anomalies_left", extra={"reason": cause(error)})
+                    return {"failed": count}
+            return cleaned.outcomes
+
+        firsts = range(0, scanned.confirmed, given.batch)
+        outcomes = _sum_outcomes(await asyncio.gather(*(clean(first) for first in firsts)))
+        await calls.finish_pass(mm.FinishPass(number=scanned.number, outcomes=outcomes))
+        return mm.Maintained(scanned=scanned, outcomes=outcomes)
+
+
+@workflow.defn(name=names.MAINTENANCE_BATCH)
+class MaintenanceBatchWorkflow:
+    @workflow.run
+    async def run(self, batch: mm.Batch) -> mm.Cleaned:
+        return await calls.clean_up(batch)
+
+
+def _sum_outcomes(parts: list[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.items():
+            total[name] = total.get(name, 0) + count
+    return total

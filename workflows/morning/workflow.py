@@ -1,0 +1,171 @@
+"""The morning: users who traded on recent days get their workers ahead of the bell, so that nobody waits.
+
+A Schedule starts it on weekdays; on a holiday it ends at once and says so. The work of a day is one workflow,
+`morning-{day}`: a second start on the same day does nothing. Logins are spread over a window, at a limited
+rate and so many at a time; the brokers' own limits are kept by the workers. Who fails is tried once more, and
+stops nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.exceptions import ChildWorkflowError, FailureError, WorkflowAlreadyStartedError
+
+with workflow.unsafe.imports_passed_through():
+    from temporalio.common import WorkflowIDReusePolicy
+
+    from workflows import names
+    from workflows.morning import messages as mo
+
+from workflows import calls
+from workflows.calls import cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class MorningProgress:
+    """What is done of one morning. Times are Unix seconds."""
+
+    day: str
+    users: int
+    since: float
+    #: When the first user is due, and how many seconds lie between two.
+    begins_at: float
+    pause: float
+    #: Users whose turn has come.
+    begun: int = 0
+    after: str = ""
+    connected: int = 0
+    #: Code → users.
+    codes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def planned(cls, plan: mo.MorningPlan, given: mo.MorningInput, now: float) -> MorningProgress:
+        """Spread over the window before the bell; over what is left of it when it has begun."""
+        begins_at = max(now, plan.bell - given.window)
+        left = max(plan.bell - begins_at, 0.0)
+        pause = max(left / plan.users if plan.users else 0.0, 1.0 / given.rate)
+        return cls(day=plan.day, users=plan.users, since=plan.since, begins_at=begins_at, pause=pause)
+
+    @property
+    def due(self) -> float:
+        """When the next user's turn comes."""
+        return self.begins_at + self.begun * self.pause
+
+    def began(self, user_id: str) -> MorningProgress:
+        return replace(self, begun=self.begun + 1, after=user_id)
+
+    def ended(self, outcomes: Sequence[mo.Connected]) -> MorningProgress:
+        codes = dict(self.codes)
+        for one in outcomes:
+            if not one.ok:
+                codes[one.code] = codes.get(one.code, 0) + 1
+        return replace(self, connected=self.connected + sum(one.ok for one in outcomes), codes=codes)
+
+    def result(self, now: float) -> mo.MorningResult:
+        return mo.MorningResult(
+            day=self.day,
+            users=self.begun,
+            connected=self.connected,
+            failed=sum(self.codes.values()),
+            codes=self.codes,
+            ended_at=now,
+        )
+
+
+@workflow.defn(name=names.MORNING)
+class MorningWorkflow:
+    @workflow.run
+    async def run(self, given: mo.MorningInput) -> mo.MorningResult:
+        if given.carried is not None:
+            known = {
+                name: value
+                for name, value in given.carried.items()
+                if name in MorningProgress.__dataclass_fields__
+            }
+            return await self._connect(given, MorningProgress(**known))
+        plan = await calls.plan_morning(mo.PlanMorning(day=given.day, days=given.days))
+        if plan.reason:
+            workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")
+            return mo.MorningResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
+        if not given.day:
+            return await self._run_named_by_day(given, plan.day)
+        return await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
+
+    async def _run_named_by_day(self, given: mo.MorningInput, day: str) -> mo.MorningResult:
+        """The work as a workflow named by the day, unless that runs or ran already."""
+        try:
+            return await workflow.execute_child_workflow(
+                MorningWorkflow.run,
+                replace(given, day=day),
+                id=names.morning_id(day),
+                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+                # Whoever ends the one that the clock started does not end the morning.
+                parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+                static_summary=f"connects the users of recent days ahead of the bell of {day}",
+            )
+        except (WorkflowAlreadyStartedError, ChildWorkflowError) as error:
+            if isinstance(error, ChildWorkflowError) and not isinstance(
+                error.cause, WorkflowAlreadyStartedError
+            ):
+                raise
+            return mo.MorningResult(
+                day=day, reason="this day's morning has begun already", ended_at=workflow.time()
+            )
+
+    async def _connect(self, given: mo.MorningInput, progress: MorningProgress) -> mo.MorningResult:
+        """One page of users, then the next in a new run."""
+        users = await calls.recent_users(
+            mo.RecentUsers(since=progress.since, after=progress.after, limit=given.page)
+        )
+        if not users:
+            self._show(progress)
+            return progress.result(workflow.time())
+        abreast = asyncio.Semaphore(given.abreast)
+        tasks = []
+        for user_id in users:
+            self._show(progress)
+            wait = progress.due - workflow.time()
+            if wait > 0:
+                await workflow.sleep(wait, summary="until the next user's turn")
+            progress = progress.began(user_id)
+            # Whoever waits here is late; the rest of the spread moves with him.
+            await abreast.acquire()
+            tasks.append(asyncio.create_task(self._one(user_id, abreast)))
+        outcomes = dict(zip(users, await asyncio.gather(*tasks), strict=True))
+        for user_id in [user for user, one in outcomes.items() if not one.ok and one.retryable]:
+            await workflow.sleep(1.0 / given.rate, summary="until the next second try")
+            await abreast.acquire()
+            outcomes[user_id] = await self._one(user_id, abreast)
+        progress = progress.ended(list(outcomes.values()))
+        self._show(progress)
+        self._continue_as_new(given, progress)
+
+    async def _one(self, user_id: str, abreast: asyncio.Semaphore) -> mo.Connected:
+        try:
+            return await calls.connect_user(mo.ConnectUser(user_id=user_id))
+        except FailureError as error:  # no orchestrator, or it took too long
+            code, _, detail = cause(error).partition(": ")
+            return mo.Connected(ok=False, code=code, detail=detail, retryable=True)
+        finally:
+            abreast.release()
+
+    def _show(self, progress: MorningProgress) -> None:
+        failed = sum(progress.codes.values())
+        text = f"### {progress.begun} of {progress.users} users had their turn"
+        text += f"\n\n{progress.connected} connected, {failed} failed in the pages that are done"
+        if progress.codes:
+            text += ": " + ", ".join(f"{count} {code}" for code, count in sorted(progress.codes.items()))
+        workflow.set_current_details(text)
+
+    def _continue_as_new(self, given: mo.MorningInput, progress: MorningProgress) -> NoReturn:
+        carried: dict[str, Any] = asdict(progress)
+        workflow.continue_as_new(
+            replace(given, carried=carried),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )

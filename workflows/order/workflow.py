@@ -1,0 +1,138 @@
+"""The workflow of one order that was not final soon, `order-{order_id}`: follows it until it is (O4).
+
+It changes nothing at the broker. It looks: at PostgreSQL, where events have settled most orders by then, and
+at the broker's own list, in growing pauses. What leads nowhere is put on the list for a person. It is started
+by the sweeper, again and again until the order is final, so that its end is never the end of the matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.common import SearchAttributeKey
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from workflows import names
+    from workflows.order import messages as om
+    from workflows.order.state import FollowedOrder, OrderStep
+
+from workflows import calls
+from workflows.calls import cause
+
+_USER = SearchAttributeKey.for_keyword(names.SA_USER)
+_STATE = SearchAttributeKey.for_keyword(names.SA_STATE)
+
+
+@workflow.defn(name=names.ORDER)
+class OrderWorkflow:
+    @workflow.init
+    def __init__(self, given: om.FollowOrder) -> None:
+        self._given = given
+        self._follow = FollowedOrder.carried(given.carried) if given.carried else FollowedOrder()
+        self._wake = False
+        self._renew = False
+        self._shown = ""
+
+    @workflow.run
+    async def run(self, given: om.FollowOrder) -> str:
+        """Returns the state in which it left the order."""
+        while True:
+            self._wake = False
+            await self._look()
+            step = self._follow.step(workflow.time(), given.day_end)
+            if step == OrderStep.SETTLE:
+                await self._settle()
+                continue
+            await self._tell()
+            self._show()
+            if self._follow.step(workflow.time(), given.day_end) == OrderStep.END:
+                await workflow.wait_condition(workflow.all_handlers_finished)
+                return self._follow.state
+            if self._renew or workflow.info().is_continue_as_new_suggested():
+                self._continue_as_new()
+            await self._wait()
+
+    @workflow.signal(name="recheck")
+    def recheck(self, *payload: Any) -> None:
+        """A person wants to know now. What a signal carries is not looked at."""
+        self._follow = self._follow.rechecked()
+        self._wake = True
+
+    @workflow.signal(name="renew")
+    def renew(self, *payload: Any) -> None:
+        """Goes on in a new run, after a release."""
+        self._renew = self._wake = True
+
+    @workflow.query(name="view")
+    def view(self) -> om.FollowView:
+        follow = self._follow
+        return om.FollowView(
+            order_id=self._given.order_id,
+            state=follow.state,
+            standing=follow.standing,
+            looks=follow.looks,
+            attention=follow.attention,
+            story=follow.story,
+        )
+
+    async def _look(self) -> None:
+        request = om.VerifyOrder(
+            order_id=self._given.order_id, user_id=self._given.user_id, look=self._follow.looks
+        )
+        try:
+            seen = await calls.verify_order(request)
+        except FailureError as error:
+            seen = om.Verified(standing=om.OrderStanding.UNASKED, code="NOT_VERIFIED", detail=cause(error))
+        self._follow = self._follow.saw(seen, workflow.time(), self._given.settings)
+
+    async def _settle(self) -> None:
+        """After it the next look finds the order final, or what was learned of it meanwhile."""
+        with contextlib.suppress(FailureError):
+            await calls.settle_absent(
+                om.SettleAbsent(
+                    order_id=self._given.order_id,
+                    reason=self._follow.whole_story("never reached the broker: complete listings lack it"),
+                )
+            )
+        self._follow = replace(self._follow, missing=0)
+
+    async def _tell(self) -> None:
+        follow = self._follow
+        if follow.step(workflow.time(), self._given.day_end) == OrderStep.END:
+            return
+        concern = follow.concern(workflow.time(), self._given.day_end, self._given.settings)
+        if not concern or concern == follow.attention:
+            return
+        request = om.DemandAttention(order_id=self._given.order_id, reason=follow.whole_story(concern))
+        with contextlib.suppress(FailureError):  # the next look tells it again
+            await calls.demand_attention(request)
+            self._follow = self._follow.told(concern)
+
+    async def _wait(self) -> None:
+        pause = self._follow.pause(workflow.time(), self._given.day_end, self._given.settings)
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: self._wake, timeout=pause, timeout_summary="until the next look at the order"
+            )
+
+    def _show(self) -> None:
+        follow = self._follow
+        text = f"### {follow.state}\n\nAt the broker: {follow.standing}."
+        if follow.attention:
+            text += f"\n\n**A person has to look at it**: {follow.attention}"
+        if text != self._shown:
+            shown = "needs_attention" if follow.attention else follow.state
+            workflow.upsert_search_attributes([_USER.value_set(self._given.user_id), _STATE.value_set(shown)])
+            workflow.set_current_details(text)
+            self._shown = text
+
+    def _continue_as_new(self) -> NoReturn:
+        workflow.continue_as_new(
+            replace(self._given, carried=asdict(self._follow)),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )

@@ -1,0 +1,79 @@
+"""What goes into and out of the statements' workflow and activities; the rules are those of `messages.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsInput:
+    """One day: each user with an address is sent a statement."""
+
+    #: Like `2026-11-23`; empty: the last day in Taiwan whose orders have ended. Then the work is done by a
+    #: child named by the day.
+    day: str = ""
+    #: Users a second, in the long run.
+    rate: float = 5.0
+    #: Users of one page.
+    page: int = 100
+    #: Pages of one run, before it continues as new: 16 events each.
+    pages: int = 100
+    #: Set by continue-as-new only: `workflows.reports.workflow.Progress` as a plain dict.
+    carried: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStatements:
+    """Activity `plan_statements`."""
+
+    #: Empty: the last one that has ended.
+    day: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsPlan:
+    day: str
+    #: Why there is nothing to do for this day; empty: there is.
+    reason: str = ""
+    #: Users with an address.
+    users: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnqueueStatements:
+    """Activity `enqueue_statements`: the next users in order of their ids, spread by the rate."""
+
+    day: str
+    after: str
+    limit: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsPage:
+    #: 0: there are no more.
+    users: int = 0
+    #: The last of them.
+    after: str = ""
+    #: Jobs that were put on their queues, and those that were there before.
+    enqueued: int = 0
+    known: int = 0
+    #: Users with more orders than one job can carry: they are told so.
+    too_many: int = 0
+    #: Jobs that no runner would take, because of the address.
+    refused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsResult:
+    day: str
+    #: Why nothing was done; empty: it was.
+    reason: str = ""
+    users: int = 0
+    enqueued: int = 0
+    known: int = 0
+    too_many: int = 0
+    refused: int = 0
+    #: Unix seconds of the end.
+    ended_at: float = 0.0

@@ -1,0 +1,130 @@
+"""The daily statements: one job for each user with an address, when the day's orders have ended.
+
+A Schedule starts it every day; for a day without trading it ends at once and says so. The work of a day is
+one workflow, `statements-{day}`: a second start for the same day does nothing. Users come page by page, as
+many in the long run as the rate says; their jobs have a key of user and day, so a page that is repeated
+sends nothing twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from temporalio import workflow
+from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
+
+with workflow.unsafe.imports_passed_through():
+    from temporalio.common import WorkflowIDReusePolicy
+
+    from workflows import names
+    from workflows.reports import messages as sm
+
+from workflows import calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsProgress:
+    """What is done of one day."""
+
+    day: str
+    #: Users with an address, when it began.
+    of: int
+    users: int = 0
+    after: str = ""
+    enqueued: int = 0
+    known: int = 0
+    too_many: int = 0
+    refused: int = 0
+
+    def went_on(self, page: sm.StatementsPage) -> StatementsProgress:
+        return replace(
+            self,
+            users=self.users + page.users,
+            after=page.after or self.after,
+            enqueued=self.enqueued + page.enqueued,
+            known=self.known + page.known,
+            too_many=self.too_many + page.too_many,
+            refused=self.refused + page.refused,
+        )
+
+    def result(self, now: float) -> sm.StatementsResult:
+        return sm.StatementsResult(
+            day=self.day,
+            users=self.users,
+            enqueued=self.enqueued,
+            known=self.known,
+            too_many=self.too_many,
+            refused=self.refused,
+            ended_at=now,
+        )
+
+
+@workflow.defn(name=names.STATEMENTS)
+class StatementsWorkflow:
+    @workflow.run
+    async def run(self, given: sm.StatementsInput) -> sm.StatementsResult:
+        if given.carried is not None:
+            known = {
+                name: value
+                for name, value in given.carried.items()
+                if name in StatementsProgress.__dataclass_fields__
+            }
+            return await self._send(given, StatementsProgress(**known))
+        plan = await calls.plan_statements(sm.PlanStatements(day=given.day))
+        if plan.reason:
+            workflow.set_current_details(f"### Nothing to do for {plan.day}\n\n{plan.reason}")
+            return sm.StatementsResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
+        if not given.day:
+            return await self._run_named_by_day(given, plan.day)
+        return await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
+
+    async def _run_named_by_day(self, given: sm.StatementsInput, day: str) -> sm.StatementsResult:
+        """The work as a workflow named by the day, unless that runs or ran already."""
+        try:
+            return await workflow.execute_child_workflow(
+                StatementsWorkflow.run,
+                replace(given, day=day),
+                id=names.statements_id(day),
+                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+                # Whoever ends the one that the clock started does not end the day's.
+                parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+                static_summary=f"sends the statements of {day}",
+            )
+        except (WorkflowAlreadyStartedError, ChildWorkflowError) as error:
+            if isinstance(error, ChildWorkflowError) and not isinstance(
+                error.cause, WorkflowAlreadyStartedError
+            ):
+                raise
+            return sm.StatementsResult(
+                day=day, reason="the statements of this day have begun already", ended_at=workflow.time()
+            )
+
+    async def _send(self, given: sm.StatementsInput, progress: StatementsProgress) -> sm.StatementsResult:
+        """Some pages, then the next ones in a new run."""
+        for _ in range(given.pages):
+            self._show(progress)
+            page = await calls.enqueue_statements(
+                sm.EnqueueStatements(
+                    day=progress.day, after=progress.after, limit=given.page, rate=given.rate
+                )
+            )
+            progress = progress.went_on(page)
+            if page.users < given.page:
+                self._show(progress)
+                return progress.result(workflow.time())
+            await workflow.sleep(page.users / given.rate, summary="until the next page's turn")
+        workflow.continue_as_new(
+            replace(given, carried=asdict(progress)),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )
+
+    def _show(self, progress: StatementsProgress) -> None:
+        text = f"### {progress.users} of {progress.of} users\n\n{progress.enqueued} jobs enqueued"
+        if progress.known:
+            text += f", {progress.known} were there already"
+        if progress.too_many:
+            text += f", {progress.too_many} users had more orders than a statement can hold"
+        if progress.refused:
+            text += f", {progress.refused} jobs were refused"
+        workflow.set_current_details(text)

@@ -1,0 +1,162 @@
+"""A rollout as plain data: what a look at the pool means, and what is to be done.
+
+The rules: free workers of other versions are ended only as far as there are more free workers than the pool
+wants (make before break), so a rollout never takes a claim its worker. A version whose workers never become
+ready is put back by itself. No Temporal here; times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workflows.rollout.messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
+
+P = RolloutPhase
+
+#: The phases in which free workers are replaced, each with the one that follows.
+_REPLACING = {P.REPLACING: P.MOVING, P.ROLLING_BACK: P.MOVING_BACK}
+_MOVING = {P.MOVING: P.DONE, P.MOVING_BACK: P.ROLLED_BACK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStep:
+    """What follows from one look."""
+
+    #: Free workers of other versions to end now.
+    retire: int = 0
+    #: Users are to be asked to move.
+    move: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutState:
+    """Goes from run to run: a field may be added with a default."""
+
+    pool: str
+    release: Release
+    began_at: float
+    #: Until when users may stay where they are.
+    deadline: float
+    phase: RolloutPhase = RolloutPhase.REPLACING
+    #: What the pool had before; known since the first look.
+    before: Release = field(default_factory=Release)
+    known: bool = False
+    surge: int = 0
+    retired: int = 0
+    asked: int = 0
+    new: int = 0
+    old: int = 0
+    users: int = 0
+    wanted: int = 0
+    reason: str = ""
+    held: str = ""
+    #: The version on trial showed itself to be bad, and was not only taken back by somebody.
+    condemned: bool = False
+    #: Since when nobody is left to move and nobody was served yet (Unix seconds); 0: that is not so.
+    unproven_since: float = 0.0
+
+    @classmethod
+    def begun(cls, given: RolloutInput, now: float) -> RolloutState:
+        return cls(
+            pool=given.pool, release=given.release, began_at=now, deadline=now + given.deadline, surge=1
+        )
+
+    @property
+    def target(self) -> Release:
+        """What new workers are to be."""
+        return self.before if self.going_back else self.release
+
+    @property
+    def going_back(self) -> bool:
+        return self.phase in (P.ROLLING_BACK, P.MOVING_BACK, P.ROLLED_BACK)
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def rolled_back(self, reason: str, *, condemned: bool = False) -> RolloutState:
+        """The version before is put back; once, and not when the rollout has ended."""
+        if self.ended or self.going_back:
+            return self
+        return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
+
+    def looked(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+        """The state after a look, and what is to be done. The first look comes before any change."""
+        state = replace(
+            self,
+            new=look.new,
+            old=look.old,
+            users=look.users,
+            wanted=look.wanted,
+            held=_held_reason(look),
+        )
+        if not self.known:  # a look that changed nothing, so that a repeat of it sees the same
+            return replace(state, before=look.before, known=True), RolloutStep()
+        if not state.going_back and look.never_ready >= given.failures:
+            why = f"{look.never_ready} times in a row no worker became ready: {look.last_failure}"
+            return state.rolled_back(why[:300], condemned=True), RolloutStep()
+        if not state.going_back and look.failed >= given.failures:
+            why = f"{look.failed} users in a row got a worker that did not serve them"
+            return state.rolled_back(why, condemned=True), RolloutStep()
+        if state.phase in _REPLACING:
+            return state._replacing(look, given)
+        if state.phase in _MOVING:
+            return state._moving(look, given)
+        return state, RolloutStep()
+
+    def _replacing(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+        # Nothing is proven by a pool whose old workers were all claimed: one of the new must be ready.
+        if not look.old and (look.new or not look.wanted):
+            return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(look.users))
+        spare = max(look.new + look.old - look.wanted, 0)
+        retire = min(look.old, spare, given.batch)
+        if look.wanted:  # as many new ones must be there, or the next claims would find a cold pool
+            retire = min(retire, look.new)
+        left = look.old - retire
+        state = replace(self, surge=min(given.batch, left) or int(not look.new))
+        return state, RolloutStep(retire=retire)
+
+    def _moving(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+        if look.old:  # launched before the pool knew, and ready since
+            back = P.ROLLING_BACK if self.going_back else P.REPLACING
+            return replace(self, phase=back)._replacing(look, given)
+        if look.users:
+            return self, RolloutStep(move=True)
+        since = self.unproven_since or look.at
+        unproven = look.at and look.wanted and not look.served and not self.going_back
+        if unproven and look.at - since < given.proof:
+            held = self.held or "no user was served by the new version yet"
+            return replace(self, unproven_since=since, asked=0, held=held), RolloutStep()
+        return replace(self, phase=_MOVING[self.phase], asked=0), RolloutStep()
+
+    def has_retired(self, count: int) -> RolloutState:
+        return replace(self, retired=self.retired + count)
+
+    # --- showing and carrying -------------------------------------------------------------------------
+
+    def view(self) -> RolloutView:
+        known = {name: getattr(self, name) for name in RolloutView.__dataclass_fields__ if name != "phase"}
+        return RolloutView(phase=str(self.phase), **known)
+
+    @classmethod
+    def from_carried(cls, carried: Mapping[str, Any]) -> RolloutState:
+        """From a plain dict; fields that this release does not know are dropped."""
+        known = {name: value for name, value in carried.items() if name in cls.__dataclass_fields__}
+        for name in ("release", "before"):
+            known[name] = Release(**known[name])
+        known["phase"] = RolloutPhase(known["phase"])
+        return cls(**known)
+
+
+def _held_reason(look: ReleaseLook) -> str:
+    if look.failed:
+        return f"{look.failed} users in a row got a worker that did not serve them"
+    if look.mode != "running":
+        return f"the pool is {look.mode}: nothing is launched"
+    if look.last_failure and look.never_ready:
+        return look.last_failure
+    return ""

@@ -1,0 +1,174 @@
+"""One rollout of a pool, `rollout-{pool}`: brings free workers and users to a version, or goes back.
+
+It looks at the pool every few seconds and does what `rollout_state.py` says. The pool itself launches: it is
+given the version and a surge, and this workflow ends the free workers of other versions as new ones become
+ready. Users move when they are quiet, by their own workflow. Whoever starts a second rollout of a pool waits
+for the end of the first, or aborts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.common import SearchAttributeKey
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from workflows import names
+    from workflows.entity import read_payload
+    from workflows.rollout import messages as rm
+    from workflows.rollout.state import RolloutState, RolloutStep
+
+from workflows import calls
+from workflows.calls import cause
+
+#: Characters of a reason that somebody gives.
+REASON_MAX = 200
+
+_POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
+
+
+@workflow.defn(name=names.ROLLOUT)
+class RolloutWorkflow:
+    @workflow.init
+    def __init__(self, given: rm.RolloutInput) -> None:
+        self._given = given
+        if given.carried is None:
+            self._state = RolloutState.begun(given, workflow.time())
+        else:
+            self._state = RolloutState.from_carried(given.carried)
+        #: Why an operator ends it; empty: nobody does.
+        self._abort = ""
+        self._renew = False
+        #: Why the last look failed; empty: it did not.
+        self._blind = ""
+
+    @workflow.run
+    async def run(self, given: rm.RolloutInput) -> rm.RolloutView:
+        workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
+        if given.carried is None:
+            await self._tell("begins", given.reason)
+        while not self._state.ended:
+            before = self._state
+            await self._round()
+            self._show()
+            if self._state.going_back and not before.going_back:
+                workflow.logger.error(
+                    "rollout_rolled_back", extra={"pool": given.pool, "reason": self._state.reason}
+                )
+                await self._tell("is rolled back", self._state.reason)
+            elif self._renew or workflow.info().is_continue_as_new_suggested():
+                self._continue_as_new()
+            elif self._state.phase == before.phase:
+                await self._wait()
+        await self._tell(f"ends: {self._state.phase}", self._state.reason)
+        return self._state.view()
+
+    # --- what others ask ------------------------------------------------------------------------------
+
+    @workflow.signal(name="abort")
+    def abort(self, *payload: Any) -> None:
+        """Carries an `AbortRollout`: what the pool had before is put back."""
+        request = read_payload("abort", payload, rm.AbortRollout)
+        if request is not None:
+            self._abort = request.reason[:REASON_MAX] or "an operator aborted it"
+
+    @workflow.signal(name="renew")
+    def renew(self, *payload: Any) -> None:
+        """Goes on in a new run, after a release of the orchestrator."""
+        self._renew = True
+
+    @workflow.query(name="view")
+    def view(self) -> rm.RolloutView:
+        view = self._state.view()
+        return replace(view, held=self._blind) if self._blind else view
+
+    # --- one look after the other ---------------------------------------------------------------------
+
+    async def _round(self) -> None:
+        if self._abort:
+            self._state, self._abort = self._state.rolled_back(self._abort), ""
+        state = self._state
+        request = rm.LookAtRelease(
+            pool=state.pool,
+            release=state.target,
+            surge=state.surge,
+            change=state.known,
+            trial=state.release if state.known else None,
+            before=state.before if state.known else None,
+            since=state.began_at,
+            condemned=state.condemned,
+        )
+        try:
+            look = await calls.look_at_release(request)
+            self._state, step = state.looked(look, self._given)
+            self._blind = ""
+            await self._do(step)
+        except FailureError as error:  # nothing is known: nothing is changed
+            self._blind = cause(error)
+
+    async def _do(self, step: RolloutStep) -> None:
+        state = self._state
+        if step.retire:
+            count = await calls.retire_workers(
+                rm.RetireWorkers(pool=state.pool, version=state.target.version, count=step.retire)
+            )
+            self._state = self._state.has_retired(count)
+        if step.move:
+            asked = await calls.ask_to_move(
+                rm.AskToMove(
+                    pool=state.pool,
+                    version=state.target.version,
+                    deadline=state.deadline,
+                    quiet=self._given.quiet,
+                )
+            )
+            self._state = replace(self._state, asked=asked)
+
+    async def _wait(self) -> None:
+        moving = self._state.phase in (rm.RolloutPhase.MOVING, rm.RolloutPhase.MOVING_BACK)
+        pause = self._given.moving_pause if moving else self._given.pause
+        with contextlib.suppress(asyncio.TimeoutError):
+            await workflow.wait_condition(
+                lambda: bool(self._abort) or self._renew,
+                timeout=pause,
+                timeout_summary="until the next look at the pool",
+            )
+
+    # --- telling --------------------------------------------------------------------------------------
+
+    async def _tell(self, event: str, reason: str) -> None:
+        request = rm.TellRollout(
+            pool=self._state.pool,
+            rollout=workflow.info().first_execution_run_id,
+            event=event,
+            release=self._state.target,
+            actor=self._given.actor,
+            reason=reason,
+        )
+        with contextlib.suppress(FailureError):  # after an hour; the history holds it
+            await calls.tell_rollout(request)
+
+    def _show(self) -> None:
+        view = self.view()
+        text = (
+            f"### {view.phase} · version {view.release.version or 'of the settings'}\n\n"
+            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions are left; "
+            f"{view.users} users are on other versions"
+        )
+        if view.reason:
+            text += f"\n\n**Rolled back**: {view.reason}"
+        if view.held:
+            text += f"\n\n**Waits**: {view.held}"
+        workflow.set_current_details(text)
+
+    def _continue_as_new(self) -> NoReturn:
+        workflow.continue_as_new(
+            replace(self._given, carried=asdict(self._state)),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )

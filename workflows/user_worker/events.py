@@ -1,0 +1,75 @@
+"""What an event of the worker's stream means for its user's life: plain data in, plain data out.
+
+Events come at least once, late, and from workers of the past. Only the present worker is heard, under its
+epoch, each event once, in the order of its sequence: all else changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from worker_runtime.protocol.messages import WorkerEventKind
+from workflows.user_worker.messages import WorkerEventSignal, WorkerState
+from workflows.user_worker.state import UserWorkerState
+
+#: Characters of a worker's own words that are kept.
+DETAIL_MAX = 200
+
+K = WorkerEventKind
+S = WorkerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventEffect:
+    """The state after an event, and what the workflow has to do beside."""
+
+    state: UserWorkerState
+    #: Look at the worker: its mark, its owner key, its task.
+    check: bool = False
+    #: The worker cannot get its broker back, for this reason: end it.
+    given_up: str = ""
+    #: What is being connected is of no use any more: end it and claim another.
+    lost: bool = False
+
+
+def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) -> EventEffect:
+    """What `event` means at `now` (Unix seconds)."""
+    if not _is_news(state, event):
+        return EventEffect(state=state)
+    heard = replace(state, sequence=event.sequence)
+    # A worker's clock may be wrong: it is never believed to be ahead.
+    at = event.at if 0.0 < event.at <= now else now
+    detail = event.detail[:DETAIL_MAX]
+    if state.serving:
+        return _apply_in_service(heard, event.kind, detail, at, now)
+    if state.state in (S.CLAIMED, S.CONNECTING):
+        # The first session of this claim is gone, and with it the credentials that were sealed to it.
+        return EventEffect(state=heard, lost=event.kind in (K.SESSION_REPLACED, K.FAILED))
+    return EventEffect(state=heard)
+
+
+def _is_news(state: UserWorkerState, event: WorkerEventSignal) -> bool:
+    worker = state.worker
+    if worker is None or (worker.worker_id, worker.epoch) != (event.worker_id, event.epoch):
+        return False
+    return event.sequence > state.sequence
+
+
+def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float, now: float) -> EventEffect:
+    match kind:
+        case K.RECONNECTING | K.DEGRADED:
+            why = detail or ("broker session lost" if kind == K.RECONNECTING else "broker unreachable")
+            left = state.reconnecting(why, now) if state.state == S.ACTIVE else replace(state, reason=why)
+            return EventEffect(state=left.degraded(why, at))
+        case K.CONNECTED if state.state == S.RECONNECTING:
+            return EventEffect(state=state.reconnected(now))
+        case K.SESSION_REPLACED:
+            why = f"session replaced: {detail}" if detail else "session replaced"
+            return EventEffect(state=state.session_replaced(why, now))
+        case K.FAILED:
+            why = detail or "BROKER_ERROR: the worker could not get its broker back"
+            return EventEffect(state=state.degraded(why, at), given_up=why)
+        case K.OWNER_MISSING | K.FENCED:
+            return EventEffect(state=state, check=True)  # the check puts a missing owner key back
+        case _:  # CLOSED: the end of the task is told by the launcher; other kinds are of a later release
+            return EventEffect(state=state)

@@ -1,0 +1,294 @@
+"""What the steps of a user's workflow share: the present state, what cuts a step short, and the stop.
+
+`ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none ever leaves the workflow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError, FailureError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from worker_runtime.protocol import errors
+    from worker_runtime.protocol.launch import ExitCode
+    from worker_runtime.protocol.messages import Failure
+    from workflows import names
+    from workflows.user_worker import messages as m
+    from workflows.user_worker.display import attribute_changes, details
+    from workflows.user_worker.events import apply_event
+    from workflows.user_worker.state import UserWorkerState
+    from workflows.worker_pool import messages as pm
+
+from workflows import calls
+from workflows.calls import cause
+from workflows.user_worker.timeline import Timeline
+
+#: Longest pause, in seconds, between two tries to have a worker's end confirmed.
+STOP_PAUSE_MAX = 60.0
+#: Ended workers and early events remembered, so that what comes before the claim's answer is not lost.
+EARLY_EVENTS_MAX = 16
+
+T = TypeVar("T")
+
+
+class ClaimWorkerGone(Exception):
+    """This claim's worker is dead, lost or unusable: confirm its end, then take a new claim id."""
+
+
+class WorkOutdated(Exception):
+    """What the step waits for will not come any more: begin it anew."""
+
+
+class StartFailed(Exception):
+    """The start is over, and its callers hear why."""
+
+    def __init__(self, code: str, detail: str, *, retryable: bool) -> None:
+        super().__init__(detail)
+        self.failure = Failure(code=code or errors.BerthError.code, detail=detail, retryable=retryable)
+
+
+class SharedFuture(Generic[T]):
+    """One thing that several callers wait for together."""
+
+    def __init__(self) -> None:
+        self._result: T | None = None
+        self._failure: Failure | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self._result is not None or self._failure is not None
+
+    def succeed(self, result: T) -> None:
+        self._result = result
+
+    def fail(self, failure: Failure) -> None:
+        self._failure = failure
+
+    async def result(self) -> T:
+        """Waits; raises `ApplicationError` of the failure's code."""
+        await workflow.wait_condition(lambda: self.settled)
+        if self._result is not None:
+            return self._result
+        failure = self._failure or Failure.of(errors.BerthError())
+        raise ApplicationError(failure.detail, type=failure.code, non_retryable=not failure.retryable)
+
+
+class WorkerLifecycle:
+    """One user's worker as the workflow sees it now, and what others want of it."""
+
+    def __init__(self, state: UserWorkerState, timeline: Timeline) -> None:
+        self._state = state
+        self.timeline = timeline
+        #: Reason of a shutdown that was asked for and has not begun; empty: none.
+        self.shutdown = ""
+        #: The start that callers of `ensure_active` share.
+        self.start: SharedFuture[m.ActiveWorker] | None = None
+        #: The reload of credentials that was asked for and has not begun, and who asked first.
+        self.reload: SharedFuture[m.ReloadResult] | None = None
+        self.reload_cause = ""
+        #: Somebody saw something that only a look at the worker can settle.
+        self.suspect = False
+        #: The watcher saw the mark expire, under this generation of Valkey; empty: it did not.
+        self.unmarked = ""
+        #: Why the worker cannot get its broker back, as it said itself; empty: it did not.
+        self.given_up = ""
+        #: Times in a row that nobody could give a fresh session its credentials.
+        self.restore_failures = 0
+        #: The end that is to be confirmed is one to count, whoever asks for it in the end.
+        self._crashed = False
+        self._ended: dict[str, int | None] = {}
+        self._early: list[m.WorkerEventSignal] = []
+        self._shown: UserWorkerState | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> UserWorkerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: UserWorkerState) -> None:
+        """The only place where the state changes: so the timeline misses no transition."""
+        self.timeline.note(self._state, state)
+        self._state = state
+
+    def now(self) -> float:
+        return workflow.time()
+
+    # --- what others tell -----------------------------------------------------------------------------
+
+    def hear(self, event: m.WorkerEventSignal) -> None:
+        """Takes an event of a worker in, or keeps it until the claim has told which worker it got."""
+        if self.state.worker is None and self.state.state == m.WorkerState.CLAIMED:
+            self._early = [*self._early[-EARLY_EVENTS_MAX + 1 :], event]
+            return
+        result = apply_event(self.state, event, self.now())
+        self.state = result.state
+        self.suspect = self.suspect or result.check
+        self.given_up = self.given_up or result.given_up
+        if result.lost:
+            self.worker_ended(event.worker_id, None)
+
+    def assigned(self, worker: m.WorkerRef) -> None:
+        """The claim found its worker, who may have told something already."""
+        self.state = self.state.assigned(worker)
+        early, self._early = self._early, []
+        for event in early:
+            self.hear(event)
+
+    def worker_ended(self, worker_id: str, exit_code: int | None) -> None:
+        self._ended[worker_id] = exit_code
+        while len(self._ended) > EARLY_EVENTS_MAX:
+            del self._ended[next(iter(self._ended))]
+
+    # --- what cuts a step short -----------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """The launcher reported the end of the present worker; reports of others do not matter."""
+        return self.state.worker is not None and self.state.worker.worker_id in self._ended
+
+    @property
+    def doomed(self) -> bool:
+        """The present worker has ended, or is about to: no caller may count on it."""
+        return self.lost or bool(self.given_up)
+
+    @property
+    def broker_failed(self) -> str:
+        """Why the present worker ends or ended without its broker; empty: it does not."""
+        worker = self.state.worker
+        if not self.given_up and worker and self._ended.get(worker.worker_id) == ExitCode.BROKER_FAILED:
+            return f"{errors.BrokerError.code}: the worker could not get its broker back"
+        return self.given_up
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.shutdown) or self.doomed
+
+    def _raise_interruption(self) -> None:
+        if self.shutdown:
+            raise StartFailed(errors.Draining.code, errors.Draining.title(), retryable=True)
+        if self.lost:
+            raise ClaimWorkerGone("the worker ended")
+        if self.given_up:
+            raise ClaimWorkerGone(self.given_up)
+
+    async def unless_interrupted(self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False) -> T:
+        """The result of `work`; raises `StartFailed` on a shutdown, `ClaimWorkerGone` when the worker ends.
+
+        And `WorkOutdated` when the work has become useless.
+        """
+        task = asyncio.ensure_future(work)
+        await workflow.wait_condition(lambda: task.done() or self.interrupted or outdated())
+        if not task.done():
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.cancel()
+            self._raise_interruption()
+            raise WorkOutdated
+        return await task
+
+    async def pause(self, seconds: float, summary: str) -> None:
+        """Waits; raises as `unless_interrupted` does."""
+        workflow.set_current_details(details(self.state))
+        try:
+            await workflow.wait_condition(lambda: self.interrupted, timeout=seconds, timeout_summary=summary)
+        except TimeoutError:
+            return
+        self._raise_interruption()
+
+    def note_cancellation(self, error: FailureError) -> None:
+        """A workflow cancelled while it awaits an activity hears of it by that one's failure alone."""
+        if is_cancelled_exception(error):
+            self.shutdown = self.shutdown or "cancelled"
+
+    # --- callers who wait -------------------------------------------------------------------------------
+
+    def answer(self) -> m.ActiveWorker:
+        state = self.state
+        assert state.worker is not None  # noqa: S101 — Active has a worker
+        return m.ActiveWorker(
+            worker=state.worker,
+            state=str(state.state),
+            claimed_at=state.claimed_at,
+            connected_at=state.connected_at,
+        )
+
+    def start_succeeded(self) -> None:
+        if self.start:
+            self.start.succeed(self.answer())
+        self.start = None
+
+    def start_failed(self, failure: Failure) -> None:
+        if self.start:
+            self.start.fail(failure)
+        self.start = None
+
+    # --- the end of a worker ----------------------------------------------------------------------------
+
+    async def confirm_stop(self, reason: str, *, grace: float, crashed: bool = False) -> int:
+        """Returns more than 0 if orders or jobs are still queued, when the launcher has confirmed the end.
+
+        It asks until it knows: without that, no other worker may connect (one-owner). `crashed` has the
+        end counted for the backoff of later starts.
+        """
+        state, pause = self.state, 1.0
+        self._crashed = crashed = crashed or self._crashed
+        if state.worker is None and not state.claim_id:
+            return 0
+        unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
+        request = m.StopWorker(
+            user_id=state.user_id,
+            worker=state.worker or unknown,
+            reason=reason,
+            grace=grace,
+            crashed=crashed,
+        )
+        while True:
+            try:
+                stopped = await calls.stop_worker(request)
+                break
+            except FailureError as error:
+                self.note_cancellation(error)
+                why = f"the end of the worker is not confirmed: {cause(error)}"
+                self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
+                self.state = self.state.noted(why).postponed(self.now() + pause)
+                self.show()
+                await workflow.sleep(pause, summary="until the launcher is asked again")
+                pause = min(pause * 2, STOP_PAUSE_MAX)
+        self.state = self.state.stopped().noted("")
+        self.suspect, self.unmarked, self.given_up, self._crashed = False, "", "", False
+        return stopped.waiting
+
+    # --- telling ----------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Current details, search attributes and timeline, as far as they changed."""
+        self.timeline.flush()
+        if self.state == self._shown:
+            return
+        changes = attribute_changes(self.state, self._shown)
+        if changes:
+            workflow.upsert_search_attributes(changes)
+        workflow.set_current_details(details(self.state))
+        self._shown = self.state
+
+    def signal_pool(self, worker: m.WorkerRef) -> None:
+        """Signals the pool that a worker left it; the user waits for nothing of this."""
+        task = asyncio.create_task(self._signal_pool(worker))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _signal_pool(self, worker: m.WorkerRef) -> None:
+        pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
+        try:
+            await pool.signal("claimed", pm.Claimed(worker_id=worker.worker_id))
+        except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
+            workflow.logger.warning("pool_not_told", extra={"reason": str(error)})
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way that a closing run would cut off."""
+        return not self._telling

@@ -1,0 +1,339 @@
+"""What goes into and out of workflows and activities: one frozen dataclass each.
+
+New fields get defaults, so that histories and messages of the last release still fit. Durations are
+seconds, times are Unix seconds. Never a credential.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class WorkerState(StrEnum):
+    """Requirement W2. Processing and HealthCheck are the worker's own and stand in its metadata."""
+
+    POOL_IDLE = "PoolIdle"
+    CLAIMED = "Claimed"
+    CONNECTING = "Connecting"
+    ACTIVE = "Active"
+    RECONNECTING = "Reconnecting"
+    FAILED = "Failed"
+    IDLE_TIMEOUT = "IdleTimeout"
+    DRAINING = "Draining"
+    PARKED = "Parked"
+    TERMINATED = "Terminated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRef:
+    """One worker and its assignment to one user."""
+
+    worker_id: str
+    task_id: str
+    epoch: int
+    claim_id: str
+    pool: str
+    version: str = ""
+    #: Taken from the pool (True) or launched while the user waited.
+    warm: bool = True
+    #: Hexadecimal; proven at the claim to be the worker's own. A credential reload is sealed to it.
+    public_key: str = ""
+
+
+# --- UserWorkerWorkflow ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerSettings:
+    """Durations that the API's settings give to a user's workflow."""
+
+    idle_timeout: float = 1800.0
+    connect_attempts: int = 3
+    connect_timeout: float = 20.0
+    claim_timeout: float = 30.0
+    drain_timeout: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerInput:
+    user_id: str
+    pool: str = "default"
+    settings: UserWorkerSettings = field(default_factory=UserWorkerSettings)
+    #: The run writes its transitions to the timeline. Runs that the first release began do not: their
+    #: histories lack the activity. A field costs nothing, `workflow.patched` two events a run.
+    timeline: bool = False
+    #: Set by continue-as-new only: `workflows.user_worker.state.UserWorkerState` as a plain dict.
+    carried: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsureActive:
+    """Update `ensure_active`: returns when the worker is Active, or fails with a reason."""
+
+    request_id: str = ""
+    #: The caller saw no mark: an Active state is checked before it is believed.
+    mark_missing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveWorker:
+    """Answer of `ensure_active`."""
+
+    worker: WorkerRef
+    state: str
+    claimed_at: float
+    connected_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShutdownRequest:
+    """Signal `shutdown`. All fields have defaults, so that a plain signal needs no payload."""
+
+    reason: str = "requested"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLostSignal:
+    """Signal `worker_lost`: the launcher saw this task end."""
+
+    task_id: str
+    worker_id: str
+    exit_code: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEventSignal:
+    """Signal `worker_event`: what the worker told on its stream."""
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    kind: str
+    at: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerUnmarked:
+    """Signal `worker_unmarked`: the watcher saw this worker's mark expire while those of others stood.
+
+    It is acted on only under the same generation of Valkey: a flushed server is no proof of death (M2).
+    """
+
+    worker_id: str
+    epoch: int
+    generation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveWhenQuiet:
+    """Signal `move_when_quiet`: the user's worker is to make room for one of another version."""
+
+    #: The worker that is meant: a later one is left alone.
+    worker_id: str
+    #: What its successor will be; it only tells why.
+    version: str
+    #: Unix seconds at which it moves, quiet or not.
+    deadline: float
+    #: Seconds without an order or a control message that count as quiet.
+    quiet: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examine:
+    """Signal `examine`: maintenance saw something odd about this worker: a look should settle it."""
+
+    worker_id: str
+    epoch: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One change of state in the life of a user's worker, as the timeline keeps it."""
+
+    #: Grows by one within all runs of one chain; unique together with `RecordTimeline.chain`.
+    number: int
+    #: Unix seconds.
+    at: float
+    before: str
+    after: str
+    reason: str = ""
+    worker_id: str = ""
+    epoch: int = 0
+    #: Unix seconds until which the new state may last; None for the last state.
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordTimeline:
+    """Activity `record_timeline`: writes transitions to PostgreSQL; a repeat writes none twice."""
+
+    user_id: str
+    #: The first run's id of this chain of runs.
+    chain: str
+    transitions: tuple[Transition, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerView:
+    """Answer of the query `view`."""
+
+    user_id: str
+    state: str
+    since: float
+    worker: WorkerRef | None
+    attempts: int
+    reason: str
+    next_step: str
+    deadline: float | None
+    #: What is last known of the broker connections: "well", or "degraded: …" with the reason.
+    health: str = ""
+    #: Unix seconds of that knowledge.
+    health_at: float = 0.0
+    #: Crashes and failed broker sessions within the window that backoff and parking count.
+    crashes: int = 0
+    #: Unix seconds of the last known order or control message.
+    last_activity: float = 0.0
+    #: What an operator should know of the last reload of credentials; empty: it went well.
+    note: str = ""
+
+
+# --- activities of a user worker --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimRequest:
+    """Activity `claim_worker`: assignment row, pool claim, owner key, sealed credentials, first reply.
+
+    Safe to run twice: everything in it is idempotent by `claim_id`.
+    """
+
+    user_id: str
+    pool: str
+    claim_id: str
+    connect_timeout: float
+    #: How long to wait for the worker's first reply before the answer is `connecting`.
+    reply_wait: float = 1.5
+    #: The first claim of a run: if the user's workers crashed of late, the answer is `back_off`, once.
+    heed_crashes: bool = False
+    #: Versions of the workers that failed earlier claims of this start, the last one last.
+    failed: tuple[str, ...] = ()
+
+
+class ClaimStatus(StrEnum):
+    ACTIVE = "active"  # connected within `reply_wait`
+    CONNECTING = "connecting"  # claimed, no reply yet: wait with `await_connected`
+    FAILED = "failed"  # the worker replied with a failure
+    EMPTY = "empty"  # no ready worker in the pool: launch one
+    GONE = "gone"  # this claim's worker is dead or was released: take a new claim id
+    BACK_OFF = "back_off"  # nothing was claimed: `ClaimResult.crashes` tells why
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimResult:
+    status: str
+    worker: WorkerRef | None = None
+    claimed_at: float = 0.0
+    connected_at: float = 0.0
+    failure_code: str = ""
+    failure_detail: str = ""
+    retryable: bool = True
+    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off`).
+    crashes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchForClaim:
+    """Activity `launch_for_claim`: cold path, a worker reserved for this claim.
+
+    Returns `Launched` when it is ready.
+    """
+
+    user_id: str
+    pool: str
+    claim_id: str
+    timeout: float = 30.0
+    #: As in `ClaimRequest`.
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    worker_id: str
+    task_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectRequest:
+    """Activities `await_connected` (attempt 1: only wait) and `connect_again` (later attempts)."""
+
+    user_id: str
+    worker: WorkerRef
+    attempt: int
+    timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopWorker:
+    """Activity `stop_worker`: shutdown message, then the launcher; returns when the task has ended."""
+
+    user_id: str
+    worker: WorkerRef
+    reason: str
+    #: Seconds that the worker gets to finish by itself; 0: stop at once.
+    grace: float = 10.0
+    #: It died in service, or could not get its broker back: counted for backoff and parking.
+    crashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Answer of `stop_worker`: the task has ended."""
+
+    #: Orders that still wait in the user's queue, and whether jobs do: not zero if another worker is needed.
+    waiting: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckWorker:
+    """Activity `check_worker`: is this worker alive, and when was it last used?"""
+
+    user_id: str
+    worker: WorkerRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHealth:
+    #: The mark is there and carries this worker's epoch.
+    marked: bool
+    #: The launcher still lists the task; None if the launcher did not answer.
+    running: bool | None
+    #: Unix seconds of the last order or control message; 0 if unknown.
+    last_activity: float = 0.0
+    #: Valkey's generation at this look.
+    generation: str = ""
+    #: What the worker says of itself (a `worker_runtime` state such as `Active` or `Reconnecting`).
+    worker_state: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadRequest:
+    """Activity `reload_credentials`."""
+
+    user_id: str
+    worker: WorkerRef
+    reload_id: str
+    timeout: float = 20.0
+    #: Who or what asked, for the audit trail: "signal", "update", "session replaced".
+    cause: str = "signal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadResult:
+    ok: bool
+    failure_code: str = ""
+    failure_detail: str = ""

@@ -1,0 +1,168 @@
+"""How a user gets a connected worker: claim or launch, then log in, with bounded tries for each."""
+
+from __future__ import annotations
+
+from temporalio import workflow
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from worker_runtime.protocol import errors
+    from workflows.user_worker import messages as m
+    from workflows.user_worker.state import LAUNCH_TIMEOUT
+
+from workflows import calls
+from workflows.calls import cause, failure_type
+from workflows.user_worker.lifecycle import ClaimWorkerGone, StartFailed, WorkerLifecycle
+
+#: Claim ids tried for one start, each after its worker turned out dead or unusable.
+CLAIM_TRIES = 3
+
+S = m.WorkerState
+
+
+class CrashedTooOften(Exception):
+    """The user's workers crashed so often that a person has to look."""
+
+
+class _StartHeldBack(Exception):
+    """Workers of the user's earlier runs crashed of late: nothing was claimed yet."""
+
+
+async def start_worker(life: WorkerLifecycle) -> None:
+    """Ends with the user Active; raises `StartFailed`, then a worker may be left to be stopped.
+
+    And `CrashedTooOften`, when no worker is left.
+    """
+    why, tries = "", 0
+    failed: tuple[str, ...] = ()
+    while tries < CLAIM_TRIES:
+        life.state = life.state.claimed(str(workflow.uuid4()), life.now())
+        try:
+            result = await _connect(life, await _claim(life, failed))
+        except _StartHeldBack:
+            await _wait_out_backoff(life)
+            continue
+        except ClaimWorkerGone as gone:
+            why, now = str(gone), life.now()
+            if life.state.worker is not None and life.state.worker.version:
+                failed = (*failed, life.state.worker.version)
+            # It died over its login, and the next one may as well: counted like a death in service, or a
+            # library that crashes there would cost three logins an order, for ever.
+            crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED)
+            life.state = life.state.crashed(why, now) if crashed else life.state.failed(why, now)
+            life.show()
+            await life.confirm_stop(why, grace=0.0, crashed=crashed)
+            if life.shutdown:
+                break
+            if crashed:
+                await _wait_out_backoff(life)
+            tries += 1
+            continue
+        now = life.now()
+        life.state = life.state.active(result.claimed_at or now, result.connected_at or now, now)
+        return
+    raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True)
+
+
+async def _wait_out_backoff(life: WorkerLifecycle) -> None:
+    """Waits as long after the last crash as the run in which it happened would have."""
+    if life.state.crashes_too_often:
+        raise CrashedTooOften
+    left = life.state.retry_at - life.now()
+    if left > 0:
+        life.show()
+        await life.pause(left, "until a user whose workers crashed starts again")
+
+
+async def _claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResult:
+    """A worker for the present claim id: from the pool, or launched."""
+    state = life.state
+    result = await _try_claim(life, failed)
+    if result.status == m.ClaimStatus.EMPTY:
+        life.show()
+        launch = m.LaunchForClaim(
+            user_id=state.user_id,
+            pool=state.pool,
+            claim_id=state.claim_id,
+            timeout=LAUNCH_TIMEOUT,
+            failed=failed,
+        )
+        try:
+            await life.unless_interrupted(calls.launch_for_claim(launch))
+        except FailureError as error:
+            if failure_type(error) == errors.PoolExhausted.code:
+                why = cause(error).partition(": ")[2]
+                raise StartFailed(errors.PoolExhausted.code, why, retryable=True) from error
+            raise ClaimWorkerGone(f"launch: {cause(error)}") from error
+        result = await _try_claim(life, failed)
+    if result.worker is not None:
+        life.assigned(result.worker)
+        if result.worker.warm:
+            life.signal_pool(result.worker)
+    if result.status in (m.ClaimStatus.EMPTY, m.ClaimStatus.GONE):
+        raise ClaimWorkerGone(result.failure_detail or "the claimed worker is gone")
+    return result
+
+
+async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResult:
+    state = life.state
+    request = m.ClaimRequest(
+        user_id=state.user_id,
+        pool=state.pool,
+        claim_id=state.claim_id,
+        connect_timeout=state.settings.connect_timeout,
+        heed_crashes=not state.heeded,
+        failed=failed,
+    )
+    try:
+        result = await calls.claim_worker(request, state.settings.claim_timeout)
+    except FailureError as error:
+        life.note_cancellation(error)
+        why = f"claim: {cause(error)}"
+        raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
+    life.state = life.state.answered()
+    if result.status == m.ClaimStatus.BACK_OFF:
+        life.state = life.state.backs_off(result.crashes, life.now())
+        raise _StartHeldBack
+    return result
+
+
+async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResult:
+    """Waits for the login, and repeats one that may succeed (W5)."""
+    attempt = 1
+    life.state = life.state.connecting(attempt, life.now())
+    try:
+        if result.status == m.ClaimStatus.CONNECTING:
+            life.show()
+            result = await life.unless_interrupted(calls.await_connected(_connect_request(life, attempt)))
+        while result.status != m.ClaimStatus.ACTIVE:
+            if result.status == m.ClaimStatus.GONE:
+                raise ClaimWorkerGone(result.failure_detail or "the worker went away while it connected")
+            if not result.retryable or attempt >= life.state.settings.connect_attempts:
+                raise StartFailed(result.failure_code, result.failure_detail, retryable=result.retryable)
+            await _wait_between_logins(life, result, attempt)
+            attempt += 1
+            life.state = life.state.connecting(attempt, life.now())
+            life.show()
+            result = await life.unless_interrupted(calls.connect_again(_connect_request(life, attempt)))
+    except FailureError as error:
+        raise ClaimWorkerGone(f"connect: {cause(error)}") from error
+    return result
+
+
+async def _wait_between_logins(life: WorkerLifecycle, result: m.ClaimResult, attempt: int) -> None:
+    """1, 2, 4 … s between two logins."""
+    backoff = float(2 ** (attempt - 1))
+    why = f"{result.failure_code}: {result.failure_detail}"
+    life.state = life.state.failed(why, life.now(), backoff=backoff)
+    life.show()
+    await life.pause(backoff, "until the next broker login")
+
+
+def _connect_request(life: WorkerLifecycle, attempt: int) -> m.ConnectRequest:
+    state = life.state
+    if state.worker is None:
+        raise ClaimWorkerGone("the claim has no worker")
+    return m.ConnectRequest(
+        user_id=state.user_id, worker=state.worker, attempt=attempt, timeout=state.settings.connect_timeout
+    )

@@ -1,0 +1,386 @@
+"""The life of one user's worker as plain data: what may follow what, and until when.
+
+No Temporal here: the workflow asks this class what a change means and shows the result. Times are Unix
+seconds, durations are seconds. Requirement W2 is the table `ALLOWED`; the invariant *deadline-everywhere*
+is `deadline_of`, which knows one for every state but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from workflows.user_worker.messages import UserWorkerSettings, UserWorkerView, WorkerRef, WorkerState
+
+#: Seconds a launched worker may take until it is ready; a process takes under 1 s, an ECS task on a warm
+#: host 5 to 20 s.
+LAUNCH_TIMEOUT = 30.0
+#: Seconds after the end of an activity's own time until its state counts as stuck.
+MARGIN = 5.0
+#: Seconds that a launcher may take to kill what did not end by itself.
+STOP_TIMEOUT = 20.0
+#: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
+PARKED_TIMEOUT = 24 * 3600.0
+#: Crashes within CRASH_WINDOW seconds after which a user is parked (requirement of issue 2).
+CRASH_LIMIT = 5
+CRASH_WINDOW = 600.0
+#: Seconds until the next look at a serving worker of which nothing certain is known.
+LOOK_AGAIN = 1200.0
+#: Looks at most within any two idle timeouts. A look is a timer and an activity: with an idle timeout of
+#: 30 min that is 6 actions an hour at the most (cheap-at-rest), whenever the user's orders come. A worker
+#: used every 16 min would else be looked at every 16 min (7.5 actions an hour).
+LOOKS = 3
+#: Shortest pause in seconds between two looks at a worker that is to move.
+MOVE_PAUSE = 5.0
+#: Times that a fresh session process is given its credentials before it counts as dead.
+RELOAD_TRIES = 3
+
+S = WorkerState
+
+#: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
+ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
+    S.POOL_IDLE: frozenset({S.CLAIMED, S.DRAINING}),
+    S.CLAIMED: frozenset({S.CONNECTING, S.FAILED, S.DRAINING}),
+    S.CONNECTING: frozenset({S.ACTIVE, S.FAILED, S.DRAINING}),
+    S.FAILED: frozenset({S.FAILED, S.CLAIMED, S.CONNECTING, S.PARKED, S.DRAINING}),
+    S.ACTIVE: frozenset({S.RECONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
+    S.RECONNECTING: frozenset({S.ACTIVE, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
+    S.IDLE_TIMEOUT: frozenset({S.DRAINING}),
+    S.DRAINING: frozenset({S.DRAINING, S.TERMINATED, S.POOL_IDLE}),
+    S.PARKED: frozenset({S.POOL_IDLE, S.DRAINING}),
+    S.TERMINATED: frozenset(),
+}
+
+NEXT_STEP: dict[WorkerState, str] = {
+    S.POOL_IDLE: "waits for someone to need a worker",
+    S.CLAIMED: "gets a worker from the pool, or launches one",
+    S.CONNECTING: "waits for the worker's broker login",
+    S.FAILED: "tries again, or gives up",
+    S.ACTIVE: "ends when idle",
+    S.RECONNECTING: "waits for the worker to get its broker back",
+    S.IDLE_TIMEOUT: "ends the worker",
+    S.DRAINING: "waits until the worker has stopped",
+    S.PARKED: "waits for the signal `resume`",
+    S.TERMINATED: "nothing: the next order starts a new run",
+}
+
+
+class IllegalTransition(ValueError):
+    """A change of state that requirement W2 does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerState:
+    """One moment in the life of one user's worker. Every method returns the next moment."""
+
+    user_id: str
+    pool: str
+    settings: UserWorkerSettings
+    state: WorkerState = WorkerState.POOL_IDLE
+    since: float = 0.0
+    deadline: float | None = None
+    #: The worker that belongs to the user, or did and is not yet confirmed to have stopped.
+    worker: WorkerRef | None = None
+    #: The claim under way or fulfilled.
+    claim_id: str = ""
+    #: Connects tried with the present worker.
+    attempts: int = 0
+    claimed_at: float = 0.0
+    connected_at: float = 0.0
+    last_activity: float = 0.0
+    #: Number of the worker's last event that was taken in.
+    sequence: int = 0
+    #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
+    crashes: tuple[float, ...] = ()
+    #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
+    heeded: bool = False
+    #: Times of the last looks at the serving worker.
+    looks: tuple[float, ...] = ()
+    #: Until when nothing is tried, after a failure; 0: no such pause.
+    retry_at: float = 0.0
+    #: What is last known of the broker connections: "well", or "degraded: …".
+    health: str = ""
+    health_at: float = 0.0
+    #: Session processes that replaced a dead one in the present worker.
+    replacements: int = 0
+    #: The last of them waits for its credentials.
+    needs_credentials: bool = False
+    #: Times that it was given them and did not answer.
+    unanswered: int = 0
+    #: When the next look decides whether the worker is quiet enough to be replaced by one of another version;
+    #: 0: nobody wants that. Then by when, and after how many seconds without use.
+    move_at: float = 0.0
+    move_by: float = 0.0
+    move_quiet: float = 0.0
+    #: What an operator should know of the last reload of credentials; empty: it went well.
+    note: str = ""
+    reason: str = ""
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        """The worker is connected, or was and is getting its broker back by itself."""
+        return self.state in (S.ACTIVE, S.RECONNECTING)
+
+    @property
+    def draining(self) -> bool:
+        return self.state in (S.IDLE_TIMEOUT, S.DRAINING, S.TERMINATED)
+
+    @property
+    def ended(self) -> bool:
+        return self.state == S.TERMINATED
+
+    @property
+    def next_step(self) -> str:
+        """What happens next, in plain words."""
+        if self.needs_credentials:
+            return "gives the replaced session its credentials"
+        if self.state == S.FAILED and self.worker is not None and self.health:  # it was in service
+            return "waits until the launcher confirms the worker's end, then gets another"
+        if self.state == S.FAILED and self.retry_at:
+            return "tries again after a pause"
+        if self.state == S.RECONNECTING and self.health.startswith("degraded"):
+            return "waits for the worker, which tries the broker again by itself"
+        return NEXT_STEP[self.state]
+
+    def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
+        """When `state`, entered now, is over at the latest; `extra` seconds are a wait within it."""
+        own = self.settings
+        spans: dict[WorkerState, float | None] = {
+            S.POOL_IDLE: own.claim_timeout,
+            # A claim, a launch, and the claim of what was launched.
+            S.CLAIMED: own.claim_timeout + LAUNCH_TIMEOUT + MARGIN,
+            S.CONNECTING: own.connect_timeout + MARGIN,
+            S.FAILED: STOP_TIMEOUT + MARGIN,
+            S.ACTIVE: own.idle_timeout,
+            S.RECONNECTING: own.connect_timeout * own.connect_attempts,
+            S.IDLE_TIMEOUT: own.drain_timeout,
+            S.DRAINING: own.drain_timeout + STOP_TIMEOUT + MARGIN,
+            S.PARKED: PARKED_TIMEOUT,
+            S.TERMINATED: None,
+        }
+        span = spans[state]
+        return None if span is None else now + span + extra
+
+    def crash_backoff(self) -> float:
+        """Seconds before a crashed worker is replaced: at once the first time, then 1, 2, 4 …"""
+        return 0.0 if len(self.crashes) < 2 else float(2 ** (len(self.crashes) - 2))
+
+    @property
+    def crashes_too_often(self) -> bool:
+        return len(self.crashes) >= CRASH_LIMIT
+
+    # --- changes -----------------------------------------------------------------------------------
+
+    def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
+        if state not in ALLOWED[self.state]:
+            raise IllegalTransition(f"{self.state} → {state}")
+        deadline = self.deadline_of(state, now, extra)
+        retry_at = now + extra if extra else 0.0
+        return replace(self, state=state, since=now, deadline=deadline, retry_at=retry_at, **changes)
+
+    def opened(self, now: float) -> UserWorkerState:
+        """The first moment of a run."""
+        return replace(self, since=now, deadline=self.deadline_of(self.state, now))
+
+    def claimed(self, claim_id: str, now: float) -> UserWorkerState:
+        """A claim begins. The user's last worker must have been confirmed to have stopped."""
+        if self.worker is not None:
+            raise IllegalTransition("a claim while another worker may still run (one-owner)")
+        return self._to(
+            S.CLAIMED,
+            now,
+            claim_id=claim_id,
+            attempts=0,
+            claimed_at=0.0,
+            sequence=0,
+            looks=(),
+            health="",
+            health_at=0.0,
+            replacements=0,
+            needs_credentials=False,
+            unanswered=0,
+            move_at=0.0,
+            note="",
+        )
+
+    def answered(self) -> UserWorkerState:
+        """The first claim was answered: the crashes of earlier runs are known."""
+        return replace(self, heeded=True)
+
+    def assigned(self, worker: WorkerRef) -> UserWorkerState:
+        """The claim found its worker."""
+        if self.worker is not None and self.worker.claim_id != worker.claim_id:
+            raise IllegalTransition("two workers for one user (one-owner)")
+        return replace(self, worker=worker)
+
+    def stopped(self) -> UserWorkerState:
+        """The worker is confirmed to have stopped."""
+        if self.serving:
+            raise IllegalTransition("a worker in service is not stopped: it fails or drains first")
+        return replace(self, worker=None)
+
+    def connecting(self, attempt: int, now: float) -> UserWorkerState:
+        return self._to(S.CONNECTING, now, attempts=attempt)
+
+    def active(self, claimed_at: float, connected_at: float, now: float) -> UserWorkerState:
+        if self.worker is None:
+            raise IllegalTransition("Active without a worker")
+        return self._to(
+            S.ACTIVE,
+            now,
+            claimed_at=claimed_at,
+            connected_at=connected_at,
+            last_activity=now,
+            reason="",
+            health="well",
+            health_at=now,
+        )
+
+    def degraded(self, why: str, at: float) -> UserWorkerState:
+        """Known at `at`: not all broker connections are well."""
+        return replace(self, health=f"degraded: {why}", health_at=at)
+
+    def reconnecting(self, reason: str, now: float) -> UserWorkerState:
+        return self._to(S.RECONNECTING, now, reason=reason)
+
+    def reconnected(self, now: float) -> UserWorkerState:
+        """All connections are well again. That is no use of the worker: its idle time goes on."""
+        back = self._to(S.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
+        deadline = max(self.last_activity + self.settings.idle_timeout, now)
+        return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
+
+    def session_replaced(self, reason: str, now: float) -> UserWorkerState:
+        """A fresh session process stands in the serving worker, without credentials."""
+        waiting = self if self.state == S.RECONNECTING else self.reconnecting(reason, now)
+        return replace(
+            waiting.degraded(reason, now),
+            reason=reason,
+            replacements=self.replacements + 1,
+            needs_credentials=True,
+            unanswered=0,
+        )
+
+    def not_answered(self) -> UserWorkerState:
+        """The fresh session process did not take its credentials."""
+        return replace(self, unanswered=self.unanswered + 1)
+
+    def provided(self) -> UserWorkerState:
+        """The fresh session process has its credentials, and goes on by itself."""
+        return replace(self, needs_credentials=False, unanswered=0)
+
+    def noted(self, note: str) -> UserWorkerState:
+        return replace(self, note=note)
+
+    def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
+        """A claim, a launch or a connect failed, or the worker died."""
+        return self._to(S.FAILED, now, reason=reason, extra=backoff)
+
+    def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
+        """With these crashes beside the known ones, and without those that are too old."""
+        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
+        return replace(self, crashes=tuple(recent))
+
+    def crashed(self, reason: str, now: float) -> UserWorkerState:
+        """The worker died while it was in service."""
+        counted = self._counting((now,), now)
+        return counted.failed(reason, now, backoff=counted.crash_backoff())
+
+    def gave_up(self, reason: str, now: float) -> UserWorkerState:
+        """The worker cannot get its broker back: it ends, and counts like a crash."""
+        return self._counting((now,), now).drains(reason, now)
+
+    def backs_off(self, crashes: Sequence[float], now: float) -> UserWorkerState:
+        """Workers of earlier runs crashed, as PostgreSQL tells: this start waits as theirs would have."""
+        counted = self._counting(crashes, now)
+        last = max(counted.crashes, default=now)
+        left = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
+        return counted.failed(f"{len(counted.crashes)} recent crashes", now, backoff=left)
+
+    def parked(self, now: float) -> UserWorkerState:
+        return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min")
+
+    def resumed(self, now: float) -> UserWorkerState:
+        """An operator found the cause. The run stays until PostgreSQL has forgotten the crashes, too: a new
+        one would ask it, and be parked again."""
+        again = self._to(S.POOL_IDLE, now, crashes=(), heeded=True, reason="")
+        return replace(again, deadline=now + CRASH_WINDOW)
+
+    def idle(self, now: float) -> UserWorkerState:
+        return self._to(S.IDLE_TIMEOUT, now, reason="idle")
+
+    def heard(self, sequence: int) -> UserWorkerState:
+        return replace(self, sequence=sequence)
+
+    def used(self, at: float, now: float) -> UserWorkerState:
+        """A look found that the worker was last used at `at`: its idle time counts from there."""
+        return replace(self, last_activity=at).looked(at + self.settings.idle_timeout, now)
+
+    def looked(self, wanted: float, now: float) -> UserWorkerState:
+        """A look is over; the next is at `wanted`, or later when that would be one too many (`LOOKS`)."""
+        window = 2 * self.settings.idle_timeout
+        looks = (*(at for at in self.looks if now - at < window), now)[-LOOKS:]
+        earliest = looks[0] + window if len(looks) == LOOKS else now
+        return replace(self, looks=looks, deadline=max(wanted, earliest))
+
+    def postponed(self, until: float) -> UserWorkerState:
+        """What is under way takes until `until`."""
+        return replace(self, deadline=until)
+
+    def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:
+        """The worker is to go when nobody has used it for `quiet` seconds, at the latest at `by`."""
+        at = min(max(self.last_activity + quiet, now), max(by, now))
+        return replace(self, move_at=at, move_by=by, move_quiet=quiet)
+
+    def move_later(self, at: float, now: float) -> UserWorkerState:
+        """It is not quiet yet: another look at `at`, but not at once, and not after the last moment."""
+        return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
+
+    def drains(self, reason: str, now: float) -> UserWorkerState:
+        return self._to(S.DRAINING, now, reason=reason)
+
+    def reopened(self, now: float, reason: str = "work is waiting") -> UserWorkerState:
+        """Orders were left in the queue while the worker ended, or it only moves: another one is needed."""
+        return self._to(S.POOL_IDLE, now, reason=reason)
+
+    def terminated(self, now: float) -> UserWorkerState:
+        if self.worker is not None:
+            raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
+        return self._to(S.TERMINATED, now)
+
+    # --- showing and carrying ----------------------------------------------------------------------
+
+    def view(self) -> UserWorkerView:
+        return UserWorkerView(
+            user_id=self.user_id,
+            state=str(self.state),
+            since=self.since,
+            worker=self.worker,
+            attempts=self.attempts,
+            reason=self.reason,
+            next_step=self.next_step,
+            deadline=self.deadline,
+            health=self.health,
+            health_at=self.health_at,
+            crashes=len(self.crashes),
+            last_activity=self.last_activity,
+            note=self.note,
+        )
+
+    def carried(self) -> dict[str, Any]:
+        """As a plain dict for continue-as-new."""
+        return asdict(self)
+
+    @classmethod
+    def from_carried(cls, carried: dict[str, Any], settings: UserWorkerSettings) -> UserWorkerState:
+        """What `carried` made; fields that this release does not know are dropped."""
+        known = {name: value for name, value in carried.items() if name in cls.__dataclass_fields__}
+        worker = known.get("worker")
+        known["worker"] = WorkerRef(**worker) if worker else None
+        known["state"] = WorkerState(known["state"])
+        for name in ("crashes", "looks"):
+            known[name] = tuple(known.get(name, ()))
+        known["settings"] = settings
+        return cls(**known)

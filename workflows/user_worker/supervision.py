@@ -1,0 +1,220 @@
+"""The care of a worker in service: looks at it, and credentials for its session.
+
+Each function ends with a `WorkerDecision`: what has to follow is done by the workflow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from temporalio import workflow
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from worker_runtime.protocol import errors
+    from workflows.user_worker import messages as m
+    from workflows.user_worker.state import LOOK_AGAIN, RELOAD_TRIES
+
+from workflows import calls
+from workflows.calls import cause
+from workflows.user_worker.lifecycle import (
+    ClaimWorkerGone,
+    SharedFuture,
+    StartFailed,
+    WorkerLifecycle,
+    WorkOutdated,
+)
+
+#: Longest pause, in seconds, between two tries to give a fresh session its credentials.
+RESTORE_PAUSE_MAX = 60.0
+
+S = m.WorkerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerDecision:
+    """What must happen to the worker; all fields empty: it stays."""
+
+    #: It is dead or useless, for this reason: another one takes its place.
+    replace: str = ""
+    #: It cannot get its broker back, for this reason: it ends, and so does the run.
+    give_up: str = ""
+    #: Nobody used it for the idle timeout.
+    idle: bool = False
+    #: It makes room for one of another version, and this is a good moment.
+    move: bool = False
+
+
+KEEP = WorkerDecision()
+
+
+async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
+    """Somebody saw no mark, or the worker lost its owner key.
+
+    A running worker keeps its user, unless the watcher saw its mark expire while those of others stood, and
+    under the same generation of Valkey it is still missing: then it is cut off or frozen, and useless
+    whether the launcher still lists it or not. A look that fails changes nothing (no-healthy-kill).
+    """
+    unmarked, life.unmarked = life.unmarked, ""
+    life.suspect = False
+    health = await _read_health(life)
+    if not life.state.serving:
+        return KEEP
+    if health is not None and health.running is False:
+        return WorkerDecision(replace="the worker was gone")
+    if health is not None and not health.marked and unmarked and health.generation == unmarked:
+        return WorkerDecision(replace="the worker's mark expired")
+    if not life.doomed:
+        life.start_succeeded()
+    return KEEP
+
+
+async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
+    """The deadline of a serving worker: idle long enough to end, or used since?"""
+    health = await _read_health(life)
+    state, now = life.state, life.now()
+    if not state.serving:
+        return KEEP
+    last = max(state.last_activity, health.last_activity if health else 0.0)
+    if health is None or (not health.marked and health.running is not False):
+        life.state = state.looked(now + LOOK_AGAIN, now)
+    elif last + state.settings.idle_timeout <= now:
+        return WorkerDecision(idle=True)
+    elif health.running is False:
+        return WorkerDecision(replace="the worker was gone")
+    elif state.state == S.RECONNECTING and health.worker_state == S.ACTIVE:
+        life.state = state.reconnected(now).used(last, now)  # its event was lost, with Valkey's memory
+    elif state.state == S.RECONNECTING:
+        idle = last + state.settings.idle_timeout
+        life.state = state.looked(min(now + LOOK_AGAIN, idle), now)
+    else:
+        life.state = state.used(last, now)
+    return KEEP
+
+
+async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
+    """The worker is to be replaced by one of another version: is it quiet now, or is it time anyway?"""
+    health = await _read_health(life)
+    state, now = life.state, life.now()
+    if not state.serving or not state.move_at:
+        return KEEP
+    if now >= state.move_by:
+        return WorkerDecision(move=True)
+    if health is None or not health.marked:
+        life.state = state.move_later(now + state.move_quiet, now)
+        return KEEP
+    last = max(state.last_activity, health.last_activity)
+    if state.state == S.ACTIVE and last + state.move_quiet <= now:
+        return WorkerDecision(move=True)
+    life.state = state.move_later(last + state.move_quiet, now)
+    return KEEP
+
+
+async def _read_health(life: WorkerLifecycle) -> m.WorkerHealth | None:
+    """None when nobody could say."""
+    state = life.state
+    if state.worker is None:
+        return None
+    try:
+        return await calls.check_worker(m.CheckWorker(user_id=state.user_id, worker=state.worker))
+    except FailureError as error:
+        life.note_cancellation(error)
+        return None
+
+
+async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
+    """One try to give a fresh session process its credentials; before it returns, a pause if it failed.
+
+    A worker that does not answer is replaced after some tries. When the activity fails (PostgreSQL or
+    Valkey is away), it is tried for as long as that lasts: nobody is stopped for it (no-healthy-kill).
+    """
+    number = life.state.replacements
+    life.state = life.state.postponed(life.now() + life.state.settings.connect_timeout + 10.0)
+    life.show()
+    try:
+        result = await _reload(life, "session replaced", outdated=lambda: life.state.replacements != number)
+    except (ClaimWorkerGone, StartFailed, WorkOutdated):
+        return KEEP  # the next step sees why
+    except FailureError as error:
+        life.restore_failures += 1
+        life.state = life.state.noted(f"credentials not given: {cause(error)}")
+        await _pause_restore(life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX))
+        return KEEP
+    life.restore_failures = 0
+    return await _decide_restored(life, result)
+
+
+async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> WorkerDecision:
+    """What the fresh session's answer means."""
+    state, why = life.state, f"{result.failure_code}: {result.failure_detail}"
+    error = errors.from_code(result.failure_code)
+    if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
+        return KEEP
+    if result.ok:
+        life.state = state.reconnected(life.now()).noted("")
+    elif error.retryable and isinstance(error, errors.BrokerError):
+        life.state = state.provided().degraded(why, life.now())  # it goes on by itself and tells CONNECTED
+    elif error.retryable or isinstance(error, errors.InvalidSeal):  # sealed to the key of its predecessor
+        life.state = state.not_answered().noted(f"credentials not given: {why}")
+        if life.state.unanswered >= RELOAD_TRIES:
+            return WorkerDecision(replace="the replaced session did not take its credentials")
+        await _pause_restore(life, float(life.state.unanswered))
+    else:
+        return WorkerDecision(give_up=why)
+    return KEEP
+
+
+async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
+    """Waits, but not when something more urgent comes."""
+    number = life.state.replacements
+
+    def urgent() -> bool:
+        moved = not life.state.needs_credentials or life.state.replacements != number
+        return bool(moved or life.suspect or life.unmarked or life.interrupted)
+
+    life.state = life.state.postponed(life.now() + seconds)
+    life.show()
+    try:
+        await workflow.wait_condition(
+            urgent, timeout=seconds, timeout_summary="until the session is given its credentials again"
+        )
+    except TimeoutError:
+        return
+
+
+async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResult]) -> None:
+    """New credentials for the running worker, as somebody asked. Refused ones leave the old session up."""
+    cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
+    if not life.state.serving or life.state.worker is None:
+        ticket.succeed(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
+        return
+    code = errors.WorkerUnavailable.code
+    try:
+        result = await _reload(life, cause_of_it)
+    except asyncio.CancelledError:  # or those who wait would keep the run from closing, for ever
+        ticket.succeed(m.ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
+        raise
+    except (FailureError, ClaimWorkerGone, StartFailed) as error:
+        why = cause(error) if isinstance(error, FailureError) else str(error)
+        result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
+    refused = f"credentials refused: {result.failure_code}: {result.failure_detail}"
+    life.state = life.state.noted("" if result.ok else refused)
+    ticket.succeed(result)
+
+
+async def _reload(
+    life: WorkerLifecycle, why: str, outdated: Callable[[], bool] = lambda: False
+) -> m.ReloadResult:
+    state = life.state
+    if state.worker is None:
+        raise ClaimWorkerGone("no worker")
+    request = m.ReloadRequest(
+        user_id=state.user_id,
+        worker=state.worker,
+        reload_id=str(workflow.uuid4()),
+        timeout=state.settings.connect_timeout,
+        cause=why,
+    )
+    return await life.unless_interrupted(calls.reload_credentials(request), outdated)

@@ -1,0 +1,349 @@
+"""The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's lifecycle.
+
+Handlers only note what is wanted; `run` does one thing after the other (requirement W3). What a state
+means and what may follow it stands in `user_worker_state.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from worker_runtime.protocol import errors
+    from worker_runtime.protocol.messages import Failure
+    from workflows import names
+    from workflows.entity import is_empty_payload, read_payload
+    from workflows.user_worker import messages as m
+    from workflows.user_worker.state import UserWorkerState
+
+from workflows.user_worker.lifecycle import SharedFuture, StartFailed, WorkerLifecycle
+from workflows.user_worker.startup import CrashedTooOften, start_worker
+from workflows.user_worker.supervision import (
+    WorkerDecision,
+    check_deadline,
+    check_quiet,
+    check_suspect,
+    restore_credentials,
+    serve_reload,
+)
+from workflows.user_worker.timeline import Timeline
+
+#: Characters of a reason that somebody gives.
+REASON_MAX = 200
+#: Why a worker ends that a rollout replaces: its user gets another one at once.
+MOVES = "moves to another version"
+
+S = m.WorkerState
+
+
+@workflow.defn(name=names.USER_WORKER)
+class UserWorkerWorkflow:
+    @workflow.init
+    def __init__(self, given: m.UserWorkerInput) -> None:
+        if given.carried is None:
+            fresh = UserWorkerState(user_id=given.user_id, pool=given.pool, settings=given.settings)
+            self._life = WorkerLifecycle(
+                fresh.opened(workflow.time()), Timeline(given.user_id, written=given.timeline)
+            )
+        else:
+            carried = UserWorkerState.from_carried(given.carried, given.settings)
+            self._life = WorkerLifecycle(
+                carried, Timeline(given.user_id, given.carried.get("timeline"), written=given.timeline)
+            )
+        self._resume = False
+        self._renew = False
+
+    @workflow.run
+    async def run(self, given: m.UserWorkerInput) -> None:
+        life = self._life
+        while not life.state.ended:
+            try:
+                if not self._something_to_do():
+                    life.show()
+                    await self._sleep()
+                await self._step()
+            except asyncio.CancelledError:  # `temporal workflow cancel`: the worker must not be left alone
+                life.shutdown = "cancelled"
+        life.show()
+        while not self._may_close():
+            with contextlib.suppress(asyncio.CancelledError):  # it is ending already
+                await workflow.wait_condition(self._may_close)
+
+    def _may_close(self) -> bool:
+        """Nobody waits for an answer, and the timeline is written, or its hour is over."""
+        return workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
+
+    # --- what others ask ------------------------------------------------------------------------------
+
+    @workflow.update(name="ensure_active")
+    async def ensure_active(self, request: m.EnsureActive) -> m.ActiveWorker:
+        """Returns when the worker is Active. Callers at the same time share one start.
+
+        Fails with an `ApplicationError` whose type is the reason's code.
+        """
+        life = self._life
+        if life.state.serving and not life.doomed:
+            if not request.mark_missing:
+                return life.answer()
+            life.suspect = True
+        life.start = life.start or SharedFuture()
+        return await life.start.result()
+
+    @ensure_active.validator
+    def _may_ensure_active(self, request: m.EnsureActive) -> None:
+        state = self._life.state
+        if state.draining or self._life.shutdown:
+            raise ApplicationError(errors.Draining.title(), type=errors.Draining.code)
+        if state.state == S.PARKED and not self._resume:
+            raise ApplicationError(
+                f"parked: {state.reason}; the signal `resume` lets it start again",
+                type=errors.Parked.code,
+                non_retryable=True,
+            )
+
+    @workflow.update(name="reload_credentials_now")
+    async def reload_credentials_now(self) -> m.ReloadResult:
+        """Like the signal `reload_credentials`, and answers when the worker has done it."""
+        if self._life.state.ended:  # nobody would serve the ticket any more
+            return m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
+        return await self._want_reload("update").result()
+
+    def _want_reload(self, cause: str) -> SharedFuture[m.ReloadResult]:
+        life = self._life
+        if life.reload is None:
+            life.reload, life.reload_cause = SharedFuture(), cause
+        return life.reload
+
+    @workflow.signal(name="reload_credentials")
+    def reload_credentials(self, *payload: Any) -> None:
+        if is_empty_payload("reload_credentials", payload):
+            self._want_reload("signal")
+
+    @workflow.signal(name="shutdown")
+    def shutdown(self, *payload: Any) -> None:
+        """Carries a `ShutdownRequest`, or nothing."""
+        given = payload not in ((), (None,))
+        request = read_payload("shutdown", payload, m.ShutdownRequest) if given else m.ShutdownRequest()
+        if request is not None:
+            self._life.shutdown = request.reason[:REASON_MAX] or "requested"
+
+    @workflow.signal(name="resume")
+    def resume(self, *payload: Any) -> None:
+        """Lets a parked user start again."""
+        if is_empty_payload("resume", payload):
+            self._resume = self._life.state.state == S.PARKED
+
+    @workflow.signal(name="renew")
+    def renew(self, *payload: Any) -> None:
+        """Goes on in a new run with the same worker: after a release, or to shorten the history."""
+        if is_empty_payload("renew", payload):
+            self._renew = True
+
+    @workflow.signal(name="worker_lost")
+    def worker_lost(self, *payload: Any) -> None:
+        """A `WorkerLost`: the launcher saw a worker end, this user's or another's."""
+        lost = read_payload("worker_lost", payload, m.WorkerLostSignal)
+        if lost is not None:
+            self._life.worker_ended(lost.worker_id, lost.exit_code)
+
+    @workflow.signal(name="worker_unmarked")
+    def worker_unmarked(self, *payload: Any) -> None:
+        """A `WorkerUnmarked`: the watcher saw a worker's mark expire."""
+        unmarked, life = read_payload("worker_unmarked", payload, m.WorkerUnmarked), self._life
+        worker = life.state.worker
+        if unmarked is None or worker is None or not life.state.serving:
+            return
+        if (worker.worker_id, worker.epoch) == (unmarked.worker_id, unmarked.epoch):
+            life.unmarked = unmarked.generation
+
+    @workflow.signal(name="move_when_quiet")
+    def move_when_quiet(self, *payload: Any) -> None:
+        """A `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
+        asked, life = read_payload("move_when_quiet", payload, m.MoveWhenQuiet), self._life
+        worker = life.state.worker
+        if asked and worker and life.state.serving and worker.worker_id == asked.worker_id:
+            life.state = life.state.to_move(asked.quiet, asked.deadline, life.now())
+
+    @workflow.signal(name="examine")
+    def examine(self, *payload: Any) -> None:
+        """An `Examine`: maintenance found something odd about a worker."""
+        asked, worker = read_payload("examine", payload, m.Examine), self._life.state.worker
+        if asked is None or worker is None or not self._life.state.serving:
+            return
+        if (worker.worker_id, worker.epoch) == (asked.worker_id, asked.epoch):
+            self._life.suspect = True
+
+    @workflow.signal(name="worker_event")
+    def worker_event(self, *payload: Any) -> None:
+        """A `WorkerEventSignal`: what a worker told on its stream."""
+        event = read_payload("worker_event", payload, m.WorkerEventSignal)
+        if event is not None:
+            self._life.hear(event)
+
+    @workflow.query(name="view")
+    def view(self) -> m.UserWorkerView:
+        return self._life.state.view()
+
+    # --- one thing after the other --------------------------------------------------------------------
+
+    def _something_to_do(self) -> bool:
+        life = self._life
+        state = life.state
+        urgent = life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
+        return bool(
+            life.shutdown
+            or (state.serving and urgent)
+            or (state.state == S.POOL_IDLE and life.start)
+            or (state.state == S.PARKED and self._resume)
+            or life.reload
+            or self._may_renew()
+        )
+
+    def _may_renew(self) -> bool:
+        """A quiet moment to continue as new, when that is due."""
+        life = self._life
+        due = self._renew or workflow.info().is_continue_as_new_suggested()
+        check_quiet = life.state.serving or life.state.state == S.PARKED
+        return due and check_quiet and life.settled and workflow.all_handlers_finished()
+
+    async def _sleep(self) -> None:
+        before = self._life.state
+        until = before.deadline
+        if before.serving and before.move_at and until is not None:
+            until = min(until, before.move_at)
+        left = None if until is None else max(until - self._life.now(), 0.0)
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: self._something_to_do() or self._life.state is not before,
+                timeout=left,
+                timeout_summary=f"deadline of {before.state}",
+            )
+
+    async def _step(self) -> None:
+        life, state = self._life, self._life.state
+        if life.shutdown:
+            await self._drain(life.shutdown, reopen=state.serving)
+        elif state.serving and life.broker_failed:
+            await self._follow(WorkerDecision(give_up=life.broker_failed))
+        elif state.serving and life.lost:
+            await self._replace("the worker ended")
+        elif state.serving and (life.suspect or life.unmarked):
+            await self._follow(await check_suspect(life))
+        elif state.serving and state.needs_credentials:
+            await self._follow(await restore_credentials(life))
+        elif state.serving and 0.0 < state.move_at <= life.now():
+            await self._follow(await check_quiet(life))
+        elif state.state == S.PARKED and self._resume:
+            self._resume = False
+            life.state = state.resumed(life.now())
+        elif state.state == S.POOL_IDLE and life.start:
+            await self._begin()
+        elif life.reload:
+            await serve_reload(life, life.reload)
+        elif self._may_renew():
+            self._continue_as_new()
+        elif state.deadline is not None and life.now() >= state.deadline:
+            if state.serving:
+                await self._follow(await check_deadline(life))
+            else:
+                await self._drain(f"nobody came while {state.state}", reopen=False)
+
+    async def _follow(self, verdict: WorkerDecision) -> None:
+        life = self._life
+        if verdict.replace:
+            await self._replace(verdict.replace)
+        elif verdict.give_up:
+            await self._give_up(verdict.give_up)
+        elif verdict.idle:
+            life.state = life.state.idle(life.now())
+            await self._drain("idle", reopen=True)
+        elif verdict.move:
+            await self._drain(MOVES, reopen=True)
+
+    async def _begin(self) -> None:
+        """Starts a worker; when that fails for good, the run ends."""
+        life = self._life
+        try:
+            await start_worker(life)
+        except CrashedTooOften:
+            self._park()
+        except StartFailed as failed:
+            failure = failed.failure
+            life.state = life.state.failed(f"{failure.code}: {failure.detail}", life.now())
+            life.start_failed(failure)
+            await self._drain(life.shutdown or failure.code, reopen=False)
+        else:
+            life.suspect = False
+            life.start_succeeded()
+
+    async def _replace(self, reason: str) -> None:
+        """A new worker for one that died in service. Its end is confirmed first (one-owner)."""
+        life = self._life
+        life.state = life.state.crashed(reason, life.now())
+        life.show()
+        await life.confirm_stop(reason, grace=0.0, crashed=True)
+        if life.state.crashes_too_often:
+            self._park()
+            return
+        backoff = life.state.crash_backoff()
+        if backoff:
+            # Only a shutdown cuts this short, and the next step takes care of it.
+            with contextlib.suppress(StartFailed):
+                await life.pause(backoff, "until the crashed worker is replaced")
+        if not life.shutdown:
+            await self._begin()
+
+    def _park(self) -> None:
+        life = self._life
+        life.state = life.state.parked(life.now())
+        life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
+
+    async def _give_up(self, reason: str) -> None:
+        """Ends the worker and the run: the broker cannot be had. The next order starts anew."""
+        life = self._life
+        code, _, detail = reason.partition(": ")
+        error = errors.from_code(code, detail)
+        life.start_failed(Failure(code=code, detail=detail or reason, retryable=error.retryable))
+        life.state = life.state.gave_up(reason, life.now())
+        await self._end(reason, crashed=True)
+
+    async def _drain(self, reason: str, *, reopen: bool) -> None:
+        """Ends the worker, then the run; with `reopen`, orders and jobs still queued get another worker."""
+        life = self._life
+        life.shutdown = ""
+        life.state = life.state.drains(reason, life.now())
+        life.start_failed(Failure.of(errors.Draining()))
+        await self._end(reason, reopen=reopen)
+
+    async def _end(self, reason: str, *, reopen: bool = False, crashed: bool = False) -> None:
+        life = self._life
+        life.show()
+        waiting = await life.confirm_stop(reason, grace=life.state.settings.drain_timeout, crashed=crashed)
+        life.shutdown = ""
+        if reopen and (waiting or reason == MOVES):
+            life.state = life.state.reopened(life.now(), reason if not waiting else "work is waiting")
+            life.start = life.start or SharedFuture()
+            return
+        life.state = life.state.terminated(life.now())
+        if life.reload:
+            await serve_reload(life, life.reload)
+
+    def _continue_as_new(self) -> NoReturn:
+        state = self._life.state
+        carried = {**state.carried(), "timeline": self._life.timeline.carried()}
+        workflow.continue_as_new(
+            m.UserWorkerInput(
+                user_id=state.user_id,
+                pool=state.pool,
+                settings=state.settings,
+                timeline=True,
+                carried=carried,
+            ),
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )

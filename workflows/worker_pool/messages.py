@@ -1,0 +1,185 @@
+"""What goes into and out of a pool's workflow and its activities; the rules are those of `messages.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from workflows.rollout.messages import Release
+from workflows.worker_pool.policy import PoolPolicy
+
+#: Type of a launch's failure: the worker was launched, and ended or hung before it was ready. The pool counts
+#: these: an image that never becomes ready is not launched for ever.
+NEVER_READY = "NEVER_READY"
+#: First detail of a launch's failure: no worker of this token runs, or will.
+NOTHING_RUNS = "nothing runs"
+#: Type of a failed `set_policy`: somebody else changed the pool meanwhile.
+POOL_CHANGED = "POOL_CHANGED"
+
+
+class PoolMode(StrEnum):
+    RUNNING = "running"
+    #: Nothing is launched, and nobody leaves but by a claim.
+    PAUSED = "paused"
+    #: Free workers are stopped, and nothing is launched.
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolInput:
+    pool: str = "default"
+    target: int = 4
+    #: None in runs that an earlier release began: the target is all there is.
+    policy: PoolPolicy | None = None
+    #: The policy that the settings gave last. It is taken over when the settings change, and only then.
+    configured: PoolPolicy | None = None
+    #: Grows with every change of the policy.
+    revision: int = 0
+    #: A launch whose outcome is unknown is settled under its own token, and launches that fail together count
+    #: as one failure. Runs of earlier releases did neither; a field costs nothing, `workflow.patched` two
+    #: events a run.
+    exact: bool = False
+    #: Counts by a regular activity. Runs of earlier releases used a local one: when its workflow task takes
+    #: more than its 10 s, on a host without CPU, signals that come meanwhile stand before the count in the
+    #: history, and after it in what the run did. No replay gets through that.
+    counts_apart: bool = False
+    #: Longest time between two looks at the pool when nothing is signalled.
+    check_period: float = 60.0
+    launch_timeout: float = 30.0
+    #: Set by continue-as-new only.
+    carried: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claimed:
+    """Signal `claimed`: a worker left the pool."""
+
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetTarget:
+    """Update `set_target`: the rest of the policy stays."""
+
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetPolicy:
+    """Update `set_policy`; fails with `POOL_POLICY_INVALID` or `POOL_CHANGED`."""
+
+    policy: PoolPolicy
+    #: The revision that the caller has seen; None: whatever it is.
+    revision: int | None = None
+    #: It comes from the settings, not from an operator.
+    from_settings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetRelease:
+    """Update `set_release`: what new workers are, and how many more than wanted are kept ready."""
+
+    release: Release
+    surge: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGone:
+    """Signal `worker_gone` of a pool: the launcher saw a worker end that belonged to no user."""
+
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountPool:
+    """Activity `count_pool`."""
+
+    pool: str
+    #: Tokens of the launches under way: their workers are left out of the count.
+    launching: tuple[str, ...] = ()
+    launch_timeout: float = 30.0
+    #: For windows and demand; None: neither is looked at.
+    policy: PoolPolicy | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowNow:
+    """The window of a policy that holds now."""
+
+    #: Empty: none holds.
+    name: str = ""
+    #: Unix seconds at which another one holds, or none any more; None: not within two weeks.
+    until: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCount:
+    #: Ready workers (alive and free).
+    ready: int
+    #: Launched, not ready yet, not older than the launch timeout.
+    starting: int
+    #: Workers of the pool that belong to users, or were launched for one.
+    in_use: int = 0
+    #: Claims within the policy's last minutes; None: not asked for, or not known.
+    claims: int | None = None
+    window: WindowNow = field(default_factory=WindowNow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPoolWorker:
+    """Activity `launch_pool_worker`; `token` makes a repeat return the same task."""
+
+    pool: str
+    token: str
+    timeout: float = 30.0
+    #: The outcome of an earlier launch under this token is not known: its worker may have a user by now.
+    again: bool = False
+    #: What it is to be.
+    release: Release = field(default_factory=Release)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPoolWorkers:
+    """Activity `shrink_pool`: takes this many free workers out of the pool and stops them."""
+
+    pool: str
+    count: int
+    #: Makes a repeat stop the same workers.
+    token: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolView:
+    """Answer of the pool's query `view`, and of its updates."""
+
+    pool: str
+    target: int
+    ready: int
+    starting: int
+    launches: int
+    failures: int
+    last_failure: str
+    paused: bool = False
+    mode: str = PoolMode.RUNNING
+    #: How many free workers there should be now, why, and when that changes by itself (Unix seconds).
+    wanted: int = 0
+    reasons: tuple[str, ...] = ()
+    changes_at: float | None = None
+    in_use: int = 0
+    claims: int = 0
+    #: Rounds of launches that failed in a row; and whether refilling stopped because none became ready.
+    failing: int = 0
+    circuit_open: bool = False
+    #: Unix seconds before which nothing is launched; None: at any time.
+    next_launch: float | None = None
+    policy: PoolPolicy | None = None
+    configured: PoolPolicy | None = None
+    revision: int = 0
+    #: What new workers are to be, and how many more than wanted are kept ready while a rollout runs.
+    release: Release = field(default_factory=Release)
+    surge: int = 0
+    #: Rounds in a row after which no worker became ready.
+    never_ready: int = 0
+    #: The last release of which a worker became ready; None: none did since this was first written down.
+    good: Release | None = None

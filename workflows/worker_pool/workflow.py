@@ -1,0 +1,330 @@
+"""The workflow of one pool, `worker-pool-{name}`: keeps exactly so many workers ready (exact-pool).
+
+It launches when a claim took one, when a launch or a worker ended, when a window begins or ends, and looks
+every `check_period`. A count leaves out the workers of launches under way, so that nobody is counted twice or
+not at all: what may be launched is what is wanted less the ready, the starting and the launches under way,
+never more. A launch whose outcome is not known stays under way until it is settled, under its own token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.common import SearchAttributeKey
+from temporalio.exceptions import ApplicationError, FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from workflows import names
+    from workflows.rollout.messages import Release
+    from workflows.worker_pool import messages as pm
+    from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
+    from workflows.worker_pool.sizing import PoolSizing, SizingInput, size_pool
+    from workflows.worker_pool.state import BACKOFF_MAX, TELL_AFTER, PoolState, pool_details, pool_view
+
+from workflows import calls
+from workflows.calls import cause
+
+#: Free workers that one call stops at the most: each may take its grace of some seconds.
+SHRINK_MAX = 50
+#: Events of a run from which on it goes on in a new one, at a moment without launches under way.
+LONG = 500
+_POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
+
+
+@workflow.defn(name=names.WORKER_POOL)
+class WorkerPoolWorkflow:
+    @workflow.init
+    def __init__(self, given: pm.PoolInput) -> None:
+        self._given = given
+        carried: dict[str, Any] = dict(given.carried or {})
+        known = {name: value for name, value in carried.items() if name in PoolState.__dataclass_fields__}
+        for name in ("reasons", "unsettled"):  # lists, once they were JSON
+            known[name] = tuple(known.get(name, ()))
+        if known.get("good_release"):
+            known["good_release"] = tuple(known["good_release"])
+        self._state = PoolState(**known)
+        self._policy = given.policy or PoolPolicy(target=carried.get("target", given.target))
+        self._configured = given.configured
+        self._revision = given.revision
+        self._in_flight: dict[str, asyncio.Task[None]] = {}
+        self._changed = True
+        #: The policy changed since the last look: what is too much goes at once.
+        self._resized = False
+        #: Looks in a row that could not count.
+        self._uncounted = 0
+        self._renew = False
+        self._shown = ""
+
+    @workflow.run
+    async def run(self, given: pm.PoolInput) -> None:
+        workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
+        while True:
+            self._changed = False
+            await self._look()
+            self._show()
+            if self._due_to_renew():
+                await workflow.wait_condition(
+                    lambda: not self._in_flight and workflow.all_handlers_finished()
+                )
+                self._continue_as_new()
+            with contextlib.suppress(TimeoutError):
+                await workflow.wait_condition(
+                    lambda: self._changed,
+                    timeout=self._nap(),
+                    timeout_summary="until the next look at the pool",
+                )
+
+    # --- what others ask ------------------------------------------------------------------------------
+    # What a signal carries is not looked at: the pool counts for itself.
+
+    @workflow.signal(name="claimed")
+    def claimed(self, *payload: Any) -> None:
+        self._changed = True
+
+    @workflow.signal(name="worker_gone")
+    def worker_gone(self, *payload: Any) -> None:
+        self._changed = True
+
+    @workflow.signal(name="renew")
+    def renew(self, *payload: Any) -> None:
+        """Goes on in a new run, after a release."""
+        self._renew = self._changed = True
+
+    @workflow.update(name="set_target")
+    def set_target(self, wanted: pm.SetTarget) -> pm.PoolView:
+        return self._resize(replace(self._policy, target=wanted.target))
+
+    @set_target.validator
+    def _check_target(self, wanted: pm.SetTarget) -> None:
+        _refuse_invalid(replace(self._policy, target=wanted.target))
+
+    @workflow.update(name="set_policy")
+    def set_policy(self, wanted: pm.SetPolicy) -> pm.PoolView:
+        if wanted.from_settings:
+            self._configured = wanted.policy
+        return self._resize(wanted.policy)
+
+    @set_policy.validator
+    def _check_policy(self, wanted: pm.SetPolicy) -> None:
+        _refuse_invalid(wanted.policy)
+        if wanted.revision not in (None, self._revision):
+            raise ApplicationError(
+                f"the policy was changed meanwhile: it is revision {self._revision}, not {wanted.revision}",
+                type=pm.POOL_CHANGED,
+                non_retryable=True,
+            )
+
+    def _resize(self, policy: PoolPolicy) -> pm.PoolView:
+        self._policy = policy
+        self._revision += 1
+        self._state = self._state.hopeful()
+        self._resized = self._changed = True
+        return self.view()
+
+    @workflow.update(name="set_release")
+    def set_release(self, wanted: pm.SetRelease) -> pm.PoolView:
+        self._state = self._state.released(wanted.release, wanted.surge)
+        self._changed = True
+        return self.view()
+
+    @workflow.update(name="pause")
+    def pause(self) -> pm.PoolView:
+        self._state = replace(self._state, paused=True, draining=False)
+        return self.view()
+
+    @workflow.update(name="drain")
+    def drain(self) -> pm.PoolView:
+        self._state = replace(self._state, paused=False, draining=True)
+        self._changed = True
+        return self.view()
+
+    @workflow.update(name="resume")
+    def resume(self) -> pm.PoolView:
+        """Also tries again at once when launches failed."""
+        self._state = replace(self._state.hopeful(), paused=False, draining=False)
+        self._changed = True
+        return self.view()
+
+    @workflow.query(name="view")
+    def view(self) -> pm.PoolView:
+        return pool_view(
+            self._given.pool,
+            self._state,
+            self._policy,
+            in_flight=len(self._in_flight),
+            configured=self._configured,
+            revision=self._revision,
+        )
+
+    # --- one look after the other ---------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        # Those under way when the count began, not now: one that ended since is in neither number.
+        under_way = (*self._in_flight, *self._state.unsettled)
+        busy, resized, self._resized = bool(self._in_flight), self._resized, False
+        request = pm.CountPool(
+            pool=self._given.pool,
+            launching=under_way,
+            launch_timeout=self._given.launch_timeout,
+            policy=self._policy,
+        )
+        try:
+            count = await calls.count_pool(request, local=not self._given.counts_apart)
+        except FailureError as error:  # nothing is known: nothing is launched
+            self._uncounted += 1
+            self._resized = self._resized or resized
+            self._state = replace(self._state, last_failure=f"count: {cause(error)}")
+            return
+        self._uncounted = 0
+        self._state = self._state.counted(count, self._sized(count))
+        if self._state.paused:
+            return
+        gap = self._state.gap(len(under_way))
+        if gap < 0:
+            if not busy:
+                await self._too_many(-gap, at_once=resized)
+            return
+        self._state = replace(self._state, surplus_since=None)
+        wanted = gap + len(self._state.unsettled)
+        for _ in range(min(wanted, self._state.allowance(len(self._in_flight), workflow.time()))):
+            self._launch()
+
+    def _sized(self, count: pm.PoolCount) -> PoolSizing:
+        claims = self._state.claims if count.claims is None else count.claims
+        return size_pool(self._policy, SizingInput(in_use=count.in_use, claims=claims, window=count.window))
+
+    def _token(self) -> str:
+        """The same in a replay, and never used again: the first run's id stays over continue-as-new."""
+        number = self._state.number
+        self._state = replace(self._state, number=number + 1)
+        return f"{self._given.pool}-{workflow.info().first_execution_run_id}-{number}"
+
+    def _launch(self) -> None:
+        unsettled = self._state.unsettled
+        token = unsettled[0] if unsettled else self._token()
+        self._state = replace(self._state, unsettled=unsettled[1:])
+        self._in_flight[token] = asyncio.create_task(self._launch_one(token, again=bool(unsettled)))
+
+    async def _launch_one(self, token: str, *, again: bool) -> None:
+        request = pm.LaunchPoolWorker(
+            pool=self._given.pool,
+            token=token,
+            timeout=self._given.launch_timeout,
+            again=again,
+            release=self._state.release,
+        )
+        seen = self._state.failing if self._given.exact else None
+        try:
+            await calls.launch_pool_worker(request)
+            self._recovered(request.release)
+        except FailureError as error:
+            self._failed(token, error, seen)
+        finally:
+            del self._in_flight[token]
+            # Another look: claims during the launch may have left a gap.
+            self._changed = True
+
+    def _recovered(self, release: Release) -> None:
+        if self._state.told:
+            workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
+        self._state = self._state.launched(release)
+
+    def _failed(self, token: str, error: FailureError, seen: int | None) -> None:
+        """One event for an episode, and one when refilling stops: not one for each failure."""
+        why, before = cause(error), self._state
+        kind = why.partition(":")[0]
+        state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
+        if self._given.exact and not _nothing_runs(error):
+            state = replace(state, unsettled=(*state.unsettled, token))
+        told = {"pool": self._given.pool, "rounds": state.failing, "reason": why}
+        if state.circuit_open and not before.circuit_open:
+            workflow.logger.error("pool_refilling_stopped", extra=told)
+            state = replace(state, told=True)
+        elif state.failing >= TELL_AFTER and not before.told:
+            workflow.logger.warning("pool_launches_fail", extra=told)
+            state = replace(state, told=True)
+        self._state = state
+
+    async def _too_many(self, surplus: int, *, at_once: bool) -> None:
+        state = self._state = self._state.surplus(workflow.time())
+        if state.unsettled:  # they may run or not: the next count sees
+            self._state = replace(state, unsettled=())
+            self._resized, self._changed = at_once, True
+            return
+        waited = workflow.time() - (state.surplus_since or 0.0)
+        if at_once or state.draining or waited >= self._policy.shrink_after:
+            count = min(surplus, state.ready)
+            await self._shrink(min(count, SHRINK_MAX) if self._given.exact else count)
+            if count > SHRINK_MAX:
+                self._resized, self._changed = at_once, True
+
+    async def _shrink(self, count: int) -> None:
+        if count <= 0:
+            return
+        try:
+            stopped = await calls.shrink_pool(
+                pm.StopPoolWorkers(pool=self._given.pool, count=count, token=self._token())
+            )
+            self._state = replace(self._state, ready=max(0, self._state.ready - stopped))
+        except FailureError as error:
+            self._state = replace(self._state, last_failure=f"shrink: {cause(error)}")
+
+    def _nap(self) -> float:
+        """Seconds until the next look when nothing is signalled."""
+        if self._uncounted:
+            return min(2.0 ** min(self._uncounted - 1, 10), BACKOFF_MAX, self._given.check_period)
+        return self._state.nap(
+            workflow.time(), in_flight=len(self._in_flight), period=self._given.check_period
+        )
+
+    def _due_to_renew(self) -> bool:
+        if self._renew or workflow.info().is_continue_as_new_suggested():
+            return True
+        # Sooner where it costs no wait: who takes the pool over from an orchestrator that died replays all of
+        # it before anything is refilled. 2,300 events took a starved host 13 s.
+        return not self._in_flight and workflow.info().get_current_history_length() >= LONG
+
+    def _show(self) -> None:
+        text = pool_details(self.view())
+        if text != self._shown:
+            workflow.set_current_details(text)
+            self._shown = text
+
+    def _continue_as_new(self) -> NoReturn:
+        given = replace(
+            self._given,
+            policy=self._policy,
+            configured=self._configured,
+            revision=self._revision,
+            exact=True,
+            counts_apart=True,
+            # The target is for the release before this one, in case it has to take over again.
+            carried={**asdict(self._state), "target": self._policy.target},
+        )
+        workflow.continue_as_new(
+            given,
+            # Else the new run would be pinned to the old one's version (docs/adr/0007).
+            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        )
+
+
+def _refuse_invalid(policy: PoolPolicy) -> None:
+    """Refuses an update before it is written into the history."""
+    try:
+        check_policy(policy)
+    except PoolPolicyInvalid as error:
+        raise ApplicationError(error.detail, type=error.code, non_retryable=True) from None
+
+
+def _nothing_runs(error: FailureError) -> bool:
+    """Whether the launch is known to have failed: no worker of its token runs."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ApplicationError) and pm.NOTHING_RUNS in found.details:
+            return True
+        found = found.__cause__
+    return False
