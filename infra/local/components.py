@@ -258,9 +258,7 @@ class WorkerContainers:
     def _ask(self, question: Callable[[DockerLauncher], Awaitable[R]]) -> R:
         own = self._settings
 
-        from infra.launchers.docker.launcher import (
-            DockerLauncher,  # loads aiohttp, which other stacks do without
-        )
+        from infra.launchers.docker.launcher import DockerLauncher
 
         async def asked() -> R:
             launcher = DockerLauncher(

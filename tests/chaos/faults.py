@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.lab.processes import WorkerProcesses, send_signal
-from tests.chaos.line import Line, WorkerLines
+from tests.chaos.line import LineTrouble, WorkerLines
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _killing(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], re
     return Fault(name, relogin, strike)
 
 
-def _line(line: Line) -> Fault:
+def _line(line: LineTrouble) -> Fault:
     def strike(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
@@ -58,8 +58,8 @@ FAULTS = (
     _stopping("stop supervisor and session", lambda found: (found.supervisor, found.session)),
     _stopping("stop all", lambda found: found.all),
     _stopping("stop zygote and session", lambda found: (found.zygote, found.session)),
-    _line(Line.CUT),
-    _line(Line.BLOCKED),
+    _line(LineTrouble.CUT),
+    _line(LineTrouble.BLOCKED),
     _killing("kill session", lambda found: (found.session,)),
     _killing("kill supervisor", lambda found: (found.supervisor,), relogin=False),
     _killing("kill zygote", lambda found: (found.zygote,)),

@@ -16,7 +16,7 @@ NOT_TAKEN = frozenset({"rejected", "expired"})
 
 
 @dataclass(frozen=True)
-class Told:
+class ToldOrder:
     """What the API said last about an order."""
 
     order_id: str
@@ -26,7 +26,7 @@ class Told:
 
 
 def violations(
-    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], told: Mapping[str, Told]
+    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], told: Mapping[str, ToldOrder]
 ) -> list[str]:
     """In sentences; none if all is well. Times are the exchange's own, in ms."""
     opened = sessions_in_order(sessions)
@@ -34,7 +34,7 @@ def violations(
     return [*overlapping_sessions(opened), *orders_of_old_epochs(opened, ledger), *_outcomes(ledger, told)]
 
 
-def _outcomes(orders: list[LedgerOrder], told: Mapping[str, Told]) -> list[str]:
+def _outcomes(orders: list[LedgerOrder], told: Mapping[str, ToldOrder]) -> list[str]:
     counted = Counter(order.client_note for order in orders)
     states = {order.client_note: order.state.value for order in orders}
     found = [f"order {name} arrived {count} times" for name, count in counted.items() if count > 1]

@@ -18,7 +18,7 @@ _CHUNK = 65536
 _NAMES = re.compile(rb"\b[pc]-[0-9a-f]{16}\b|\{(user[0-9a-z]+)\}")
 
 
-class Line(Enum):
+class LineTrouble(Enum):
     """What happens to a worker's connections."""
 
     BLOCKED = "blocked"
@@ -26,7 +26,7 @@ class Line(Enum):
 
 
 @dataclass(eq=False)
-class _Pair:
+class _WorkerPair:
     """One connection of a worker and its other half; `names` grows with what it asks."""
 
     near: asyncio.StreamWriter
@@ -48,15 +48,15 @@ class WorkerLines:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="worker-lines", daemon=True)
         self._ready = threading.Event()
-        self._troubled: dict[str, Line] = {}
-        self._pairs: set[_Pair] = set()
+        self._troubled: dict[str, LineTrouble] = {}
+        self._pairs: set[_WorkerPair] = set()
         self._changed = asyncio.Condition()
 
     @property
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}/0"
 
-    def trouble(self, line: Line, worker_id: str, user_id: str) -> None:
+    def trouble(self, line: LineTrouble, worker_id: str, user_id: str) -> None:
         """From now on this worker's connections are cut or blocked: those that it has, and new ones.
 
         A new connection that names the user alone passes: it may be the successor's.
@@ -97,7 +97,7 @@ class WorkerLines:
         except OSError:
             writer.transport.abort()
             return
-        pair = _Pair(writer, far_writer)
+        pair = _WorkerPair(writer, far_writer)
         self._pairs.add(pair)
         try:
             await asyncio.gather(
@@ -109,7 +109,7 @@ class WorkerLines:
             pair.abort()
 
     async def _pump(
-        self, pair: _Pair, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, asks: bool
+        self, pair: _WorkerPair, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, asks: bool
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
@@ -117,8 +117,8 @@ class WorkerLines:
                     found = _NAMES.finditer(data)
                     pair.names |= {(match[1] or match[0]).decode() for match in found}
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._state(pair) is not Line.BLOCKED)
-                if self._state(pair) is Line.CUT:
+                    await self._changed.wait_for(lambda: self._state(pair) is not LineTrouble.BLOCKED)
+                if self._state(pair) is LineTrouble.CUT:
                     break
                 writer.write(data)
         pair.abort()
@@ -128,13 +128,13 @@ class WorkerLines:
         async with self._changed:
             self._changed.notify_all()
 
-    def _trouble(self, line: Line, worker_id: str, user_id: str) -> None:
+    def _trouble(self, line: LineTrouble, worker_id: str, user_id: str) -> None:
         self._troubled[worker_id] = line
         for pair in list(self._pairs):
             if pair.names & {worker_id, user_id}:
                 pair.names.add(worker_id)
-                if line is Line.CUT:
+                if line is LineTrouble.CUT:
                     pair.abort()
 
-    def _state(self, pair: _Pair) -> Line | None:
+    def _state(self, pair: _WorkerPair) -> LineTrouble | None:
         return next((line for name, line in self._troubled.items() if name in pair.names), None)

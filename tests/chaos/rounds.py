@@ -21,7 +21,7 @@ RECOVERY = 60.0
 
 
 @dataclass(frozen=True)
-class Round:
+class FencingRound:
     """What one round showed."""
 
     fault: str
@@ -32,7 +32,7 @@ class Round:
     violations: tuple[str, ...]
 
 
-def play(chaos: ChaosHouse, fault: Fault, seed: int) -> Round:
+def play(chaos: ChaosHouse, fault: Fault, seed: int) -> FencingRound:
     """Raises AssertionError when the user is not served again, or an order gets no outcome."""
     house, chance = chaos.house, random.Random(seed)  # noqa: S311 - no secret
     trader = house.trader()
@@ -64,7 +64,7 @@ def play(chaos: ChaosHouse, fault: Fault, seed: int) -> Round:
     finally:
         stream.close()
     house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
-    done = Round(fault.name, trader.user_id, served - struck, len(told), tuple(judged))
+    done = FencingRound(fault.name, trader.user_id, served - struck, len(told), tuple(judged))
     logging.getLogger(__name__).info("%s", done)
     return done
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from tests.chaos.traps import Line, Program, Trap, When
+from tests.chaos.traps import KillTrap, Program, ServerLine, When
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, RESOLVE_OVERDUE, SPEND_BUDGET
 
@@ -62,10 +62,10 @@ class Mine:
 
 
 @dataclass(frozen=True)
-class Step:
+class KillStep:
     name: str
     way: Way
-    trap: Callable[[Mine], Trap]
+    trap: Callable[[Mine], KillTrap]
     quantity: int = 1
 
 
@@ -73,17 +73,17 @@ def _step(
     name: str,
     way: Way,
     program: Program,
-    line: Line,
+    line: ServerLine,
     when: When,
     *says: Callable[[Mine], tuple[bytes, ...]],
     hears: Callable[[Mine], tuple[bytes, ...]] = lambda mine: (),
     cut: str = "",
     quantity: int = 1,
-) -> Step:
-    def trap(mine: Mine) -> Trap:
-        return Trap(program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode())
+) -> KillStep:
+    def trap(mine: Mine) -> KillTrap:
+        return KillTrap(program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode())
 
-    return Step(f"{program.value}: {name}", way, trap, quantity)
+    return KillStep(f"{program.value}: {name}", way, trap, quantity)
 
 
 def _symbol(mine: Mine) -> tuple[bytes, ...]:
@@ -115,66 +115,72 @@ def _commit(mine: Mine) -> tuple[bytes, ...]:
 
 
 _API = (
-    _step("before its row", Way.PLACED, Program.API, Line.POSTGRES, When.BEFORE, _symbol),
-    _step("after its row", Way.PLACED, Program.API, Line.POSTGRES, When.AFTER, _symbol),
-    _step("before it is queued", Way.PLACED, Program.API, Line.VALKEY, When.BEFORE, _enqueue),
-    _step("after it is queued", Way.PLACED, Program.API, Line.VALKEY, When.AFTER, _enqueue),
+    _step("before its row", Way.PLACED, Program.API, ServerLine.POSTGRES, When.BEFORE, _symbol),
+    _step("after its row", Way.PLACED, Program.API, ServerLine.POSTGRES, When.AFTER, _symbol),
+    _step("before it is queued", Way.PLACED, Program.API, ServerLine.VALKEY, When.BEFORE, _enqueue),
+    _step("after it is queued", Way.PLACED, Program.API, ServerLine.VALKEY, When.AFTER, _enqueue),
     _step(
         "before it hears the answer",
-        *(Way.PLACED, Program.API, Line.VALKEY, When.AFTER),
+        *(Way.PLACED, Program.API, ServerLine.VALKEY, When.AFTER),
         hears=lambda mine: (b"message", b'"filled_quantity":%d' % _TOLD),
         quantity=_TOLD,
     ),
 )
 _SESSION = (
-    _step("before the pop", Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _script(POP.sha)),
+    _step("before the pop", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(POP.sha)),
     _step(
         "after the pop",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _script(POP.sha)),
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _script(POP.sha)),
         hears=_symbol,
     ),
     # Both are the first of their traders: while an unknown order is asked about, no room is asked for ahead.
     _step(
         "after the pop, before its budget",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _pop_and_budget),
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _pop_and_budget),
         cut=SPEND_BUDGET.sha,
     ),
     _step(
         "after its budget",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _pop_and_budget),
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _pop_and_budget),
         hears=_symbol,
     ),
-    _step("before the journal", Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _journal),
-    _step("after the journal", Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _journal),
-    _step("before the broker has it", Way.PLACED, Program.SESSION, Line.EXCHANGE, When.BEFORE, _symbol),
-    _step("after the broker has it", Way.PLACED, Program.SESSION, Line.EXCHANGE, When.AFTER, _symbol),
-    _step("before its events", Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _script(ANSWER.sha)),
+    _step("before the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _journal),
+    _step("after the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _journal),
+    _step("before the broker has it", Way.PLACED, Program.SESSION, ServerLine.EXCHANGE, When.BEFORE, _symbol),
+    _step("after the broker has it", Way.PLACED, Program.SESSION, ServerLine.EXCHANGE, When.AFTER, _symbol),
+    _step(
+        "before its events", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(ANSWER.sha)
+    ),
     _step(
         "after its events, before its answer",
-        *(Way.PLACED, Program.SESSION, Line.VALKEY, When.BEFORE, _script(ANSWER.sha)),
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(ANSWER.sha)),
         cut=ANSWER.sha,
     ),
-    _step("after its answer", Way.PLACED, Program.SESSION, Line.VALKEY, When.AFTER, _script(ANSWER.sha)),
+    _step(
+        "after its answer", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _script(ANSWER.sha)
+    ),
 )
 _RECORDER = (
     _step(
         "before it hears of a fill",
-        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.VALKEY, When.AFTER),
+        *(Way.FILLED_LATER, Program.ORCHESTRATOR, ServerLine.VALKEY, When.AFTER),
         hears=_filled,
     ),
     _step(
         "before a fill is written",
-        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.BEFORE, _filled),
+        *(Way.FILLED_LATER, Program.ORCHESTRATOR, ServerLine.POSTGRES, When.BEFORE, _filled),
     ),
     # That statement is its own transaction, unless the batch tells of workers, too.
     _step(
         "after a fill is written, before it is acknowledged",
-        *(Way.FILLED_LATER, Program.ORCHESTRATOR, Line.POSTGRES, When.AFTER, _filled),
+        *(Way.FILLED_LATER, Program.ORCHESTRATOR, ServerLine.POSTGRES, When.AFTER, _filled),
     ),
 )
 
 
-def _sweeper(name: str, way: Way, line: Line, when: When, *says: Callable[[Mine], tuple[bytes, ...]]) -> Step:
+def _sweeper(
+    name: str, way: Way, line: ServerLine, when: When, *says: Callable[[Mine], tuple[bytes, ...]]
+) -> KillStep:
     return _step(name, way, Program.ORCHESTRATOR, line, when, *says)
 
 
@@ -201,21 +207,21 @@ def _follow(mine: Mine) -> tuple[bytes, ...]:
 _SWEEPER = (
     _step(
         "after it took an order in hand",
-        *(Way.LEFT, Program.ORCHESTRATOR, Line.POSTGRES, When.AFTER),
+        *(Way.LEFT, Program.ORCHESTRATOR, ServerLine.POSTGRES, When.AFTER),
         hears=_symbol,
     ),
-    _sweeper("before it queues an order", Way.LEFT, Line.VALKEY, When.BEFORE, _enqueue),
-    _sweeper("after it queued an order", Way.LEFT, Line.VALKEY, When.AFTER, _enqueue),
-    _sweeper("before it notes the next look", Way.LEFT, Line.POSTGRES, When.BEFORE, _raw),
-    _sweeper("after it noted the next look", Way.LEFT, Line.POSTGRES, When.AFTER, _raw),
-    _sweeper("before it closes a late order's way", Way.LATE, Line.VALKEY, When.BEFORE, _overdue),
-    _sweeper("after it closed a late order's way", Way.LATE, Line.VALKEY, When.AFTER, _overdue),
-    _sweeper("before it writes the end", Way.LATE, Line.POSTGRES, When.BEFORE, _expired),
-    _sweeper("after it wrote the end", Way.LATE, Line.POSTGRES, When.AFTER, _expired, _commit),
-    _sweeper("before it writes unknown", Way.JOURNALED, Line.POSTGRES, When.BEFORE, _swept),
-    _sweeper("after it wrote unknown", Way.JOURNALED, Line.POSTGRES, When.AFTER, _swept, _commit),
-    _sweeper("before it starts the workflow", Way.JOURNALED, Line.TEMPORAL, When.BEFORE, _follow),
-    _sweeper("after it started the workflow", Way.JOURNALED, Line.TEMPORAL, When.AFTER, _follow),
+    _sweeper("before it queues an order", Way.LEFT, ServerLine.VALKEY, When.BEFORE, _enqueue),
+    _sweeper("after it queued an order", Way.LEFT, ServerLine.VALKEY, When.AFTER, _enqueue),
+    _sweeper("before it notes the next look", Way.LEFT, ServerLine.POSTGRES, When.BEFORE, _raw),
+    _sweeper("after it noted the next look", Way.LEFT, ServerLine.POSTGRES, When.AFTER, _raw),
+    _sweeper("before it closes a late order's way", Way.LATE, ServerLine.VALKEY, When.BEFORE, _overdue),
+    _sweeper("after it closed a late order's way", Way.LATE, ServerLine.VALKEY, When.AFTER, _overdue),
+    _sweeper("before it writes the end", Way.LATE, ServerLine.POSTGRES, When.BEFORE, _expired),
+    _sweeper("after it wrote the end", Way.LATE, ServerLine.POSTGRES, When.AFTER, _expired, _commit),
+    _sweeper("before it writes unknown", Way.JOURNALED, ServerLine.POSTGRES, When.BEFORE, _swept),
+    _sweeper("after it wrote unknown", Way.JOURNALED, ServerLine.POSTGRES, When.AFTER, _swept, _commit),
+    _sweeper("before it starts the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.BEFORE, _follow),
+    _sweeper("after it started the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.AFTER, _follow),
 )
 
 
@@ -235,7 +241,7 @@ def _answered(mine: Mine) -> tuple[bytes, ...]:
     return (ANSWER.sha.encode(), mine.name)
 
 
-def _changes(way: Way, noted: bytes) -> tuple[Step, ...]:
+def _changes(way: Way, noted: bytes) -> tuple[KillStep, ...]:
     """The way of a cancel or a change; `noted` is the action that the API puts into the audit trail first."""
     api, session = Program.API, Program.SESSION
 
@@ -243,29 +249,29 @@ def _changes(way: Way, noted: bytes) -> tuple[Step, ...]:
         return (noted, mine.name)
 
     def step(
-        name: str, program: Program, line: Line, when: When, *says: Callable[[Mine], tuple[bytes, ...]]
-    ) -> Step:
+        name: str, program: Program, line: ServerLine, when: When, *says: Callable[[Mine], tuple[bytes, ...]]
+    ) -> KillStep:
         return _step(f"{way.value}, {name}", way, program, line, when, *says)
 
     return (
-        step("before its note", api, Line.POSTGRES, When.BEFORE, row),
-        step("after its note", api, Line.POSTGRES, When.AFTER, row, _commit),
-        step("before it is queued", api, Line.VALKEY, When.BEFORE, _queued),
-        step("after it is queued", api, Line.VALKEY, When.AFTER, _queued),
+        step("before its note", api, ServerLine.POSTGRES, When.BEFORE, row),
+        step("after its note", api, ServerLine.POSTGRES, When.AFTER, row, _commit),
+        step("before it is queued", api, ServerLine.VALKEY, When.BEFORE, _queued),
+        step("after it is queued", api, ServerLine.VALKEY, When.AFTER, _queued),
         _step(
             f"{way.value}, before it hears the answer",
-            *(way, api, Line.VALKEY, When.AFTER),
+            *(way, api, ServerLine.VALKEY, When.AFTER),
             hears=lambda mine: (b"message", mine.name),
         ),
         _step(
             f"{way.value}, after the pop",
-            *(way, session, Line.VALKEY, When.AFTER, _script(POP.sha)),
+            *(way, session, ServerLine.VALKEY, When.AFTER, _script(POP.sha)),
             hears=_named,
         ),
-        step("before the broker has it", session, Line.EXCHANGE, When.BEFORE, _at_broker),
-        step("after the broker has it", session, Line.EXCHANGE, When.AFTER, _at_broker),
-        step("before its answer", session, Line.VALKEY, When.BEFORE, _answered),
-        step("after its answer", session, Line.VALKEY, When.AFTER, _answered),
+        step("before the broker has it", session, ServerLine.EXCHANGE, When.BEFORE, _at_broker),
+        step("after the broker has it", session, ServerLine.EXCHANGE, When.AFTER, _at_broker),
+        step("before its answer", session, ServerLine.VALKEY, When.BEFORE, _answered),
+        step("after its answer", session, ServerLine.VALKEY, When.AFTER, _answered),
     )
 
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import httpx
 
-from tests.chaos.judge import SETTLED, Told
+from tests.chaos.judge import SETTLED, ToldOrder
 from tests.e2e.conftest import PATIENCE, Trader, until
 
 #: Seconds; orders of one stream come this close to each other, unless an answer takes longer.
@@ -25,7 +25,7 @@ class OrderStream:
     trader: Trader
     pause: float = PAUSE
     #: Client order id → what the API said last; None while it said nothing.
-    told: dict[str, Told | None] = field(default_factory=dict)
+    told: dict[str, ToldOrder | None] = field(default_factory=dict)
     #: Of each order that was filled: when it was sent and when its answer came, monotonic seconds.
     fills: list[tuple[float, float]] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class OrderStream:
             self.place()
             self._stopping.wait(self.pause)
 
-    def place(self, client_order_id: str = "", wait: float = 20.0) -> Told | None:
+    def place(self, client_order_id: str = "", wait: float = 20.0) -> ToldOrder | None:
         """One order; the same id again is the same order."""
         name = client_order_id or uuid4().hex
         self.told.setdefault(name, None)
@@ -71,7 +71,7 @@ class OrderStream:
         if order is None:  # refused before it was an order: nothing may be at the broker
             self.told[name] = None
             return None
-        told = Told(order["id"], order["state"], order.get("code"), order.get("reason"))
+        told = ToldOrder(order["id"], order["state"], order.get("code"), order.get("reason"))
         self.told[name] = told
         if told.state == "filled":
             self.fills.append((began, time.monotonic()))
@@ -81,7 +81,7 @@ class OrderStream:
         """One of its own for each order: an order whose outcome is unknown blocks its symbol."""
         return f"S{list(self.told).index(name) + 1}"
 
-    def settle(self, patience: float = PATIENCE) -> dict[str, Told]:
+    def settle(self, patience: float = PATIENCE) -> dict[str, ToldOrder]:
         """Every order that was accepted, by client order id, once each has an outcome.
 
         An order that got no answer at all is asked for by its own id: a repeat places nothing new. Raises
@@ -92,7 +92,7 @@ class OrderStream:
                 until(lambda name=name: self._settled(name), f"outcome of {name}", patience)  # type: ignore[misc]
         return {name: told for name, told in self.told.items() if told is not None}
 
-    def _settled(self, name: str) -> Told | None:
+    def _settled(self, name: str) -> ToldOrder | None:
         told = self.told[name]
         if told is None:
             told = self.place(name, wait=5.0)
@@ -101,7 +101,7 @@ class OrderStream:
                 view = self._ask("GET", f"/v1/orders/{told.order_id}").json()
             except httpx.HTTPError:
                 return None
-            told = Told(told.order_id, view.get("state", ""), view.get("code"), view.get("reason"))
+            told = ToldOrder(told.order_id, view.get("state", ""), view.get("code"), view.get("reason"))
             self.told[name] = told
         return told if told is not None and told.state in SETTLED else None
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.chaos.conftest import ChaosHouse
 from tests.chaos.faults import by_turns
-from tests.chaos.rounds import Round, play
+from tests.chaos.rounds import FencingRound, play
 from tests.e2e.conftest import House, Trader, until
 
 ROUNDS = int(os.environ.get("BERTH_FENCING_ROUNDS", "11"))
@@ -57,9 +57,9 @@ def one_session(house: House, trader: Trader) -> bool:
     return len(house.open_sessions(trader)) == 1
 
 
-def report(rounds: list[Round]) -> str:
+def report(rounds: list[FencingRound]) -> str:
     """A line a fault: how often, orders, and the recovery times in seconds."""
-    by_fault: dict[str, list[Round]] = defaultdict(list)
+    by_fault: dict[str, list[FencingRound]] = defaultdict(list)
     for one in rounds:
         by_fault[one.fault].append(one)
     lines = []

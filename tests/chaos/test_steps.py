@@ -30,8 +30,8 @@ from infra.local.process import HOST, ServerFailed
 from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.market.calendar import TAIPEI
-from tests.chaos.steps import STEPS, Mine, Step, Way
-from tests.chaos.traps import Line, Trap, Traps
+from tests.chaos.steps import STEPS, KillStep, Mine, Way
+from tests.chaos.traps import KillTrap, ServerLine, Traps
 from tests.e2e.conftest import House, Trader, until
 from worker_runtime.protocol import keys
 
@@ -70,7 +70,7 @@ SHORT: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Scene:
+class StepScene:
     """What happened when one step's trap was set."""
 
     sprung: bool
@@ -80,7 +80,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Played:
-    scenes: dict[str, Scene]
+    scenes: dict[str, StepScene]
     books: books.Books
     verdict: OrderVerdict
 
@@ -123,22 +123,22 @@ class Play:
         self._house.start_until_active(trader)
         self._until_told(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
 
-    def _share(self, trader: Trader, number: int) -> dict[str, Scene]:
+    def _share(self, trader: Trader, number: int) -> dict[str, StepScene]:
         return {step.name: self._scene(trader, step) for step in STEPS[number::TRADERS]}
 
-    def _scene(self, trader: Trader, step: Step) -> Scene:
+    def _scene(self, trader: Trader, step: KillStep) -> StepScene:
         """Again with another order if the first one went another way: at the same time other traps kill the
         same processes, and then, for one, a sweeper queues what the API would have."""
         for attempt in range(ATTEMPTS):
             mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
             trap, order_id, placed = self._begin(trader, step, mine)
-            scene = Scene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
+            scene = StepScene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
             self._traps.disarm(trap)
             if scene.sprung:
                 break
         return scene
 
-    def _begin(self, trader: Trader, step: Step, mine: Mine) -> tuple[Trap, str, ClientOrder | None]:
+    def _begin(self, trader: Trader, step: KillStep, mine: Mine) -> tuple[KillTrap, str, ClientOrder | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
             placed = self._until_told(trader, mine.symbol, step.quantity)
@@ -150,7 +150,7 @@ class Play:
         trap, order_id = asyncio.run(self._left(trader, mine, step))
         return trap, str(order_id), None
 
-    def _filled_later(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, ClientOrder]:
+    def _filled_later(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, str, ClientOrder]:
         """Filled by hand once its trap is set, which needs the order's id; and what came before is written,
         which beside another order's fill would be taken for its own."""
         by_hand = Behaviour(fill=FillMode.MANUAL)
@@ -162,7 +162,7 @@ class Play:
         self._house.exchange(lambda admin: admin.fill(listed.broker_order_id))
         return trap, placed.order_id, placed
 
-    def _changed(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, str, ClientOrder]:
+    def _changed(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, str, ClientOrder]:
         """The trap is set once the order works; in the end its client takes it back in any case."""
         never = Behaviour(fill=FillMode.NEVER)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
@@ -221,7 +221,7 @@ class Play:
         until(told, f"answer to the order of {symbol}", 150.0)
         return placed
 
-    async def _left(self, trader: Trader, mine: Mine, step: Step) -> tuple[Trap, uuid.UUID]:
+    async def _left(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, uuid.UUID]:
         """A row of an order, as an API process leaves it that dies right after; no sweeper sees it before the
         trap is set."""
         with self._house.valkey() as client:
@@ -244,7 +244,7 @@ class Play:
             trading_day=now.astimezone(TAIPEI).date(),
         )
 
-        async def accepted(database: Database) -> tuple[Trap, uuid.UUID]:
+        async def accepted(database: Database) -> tuple[KillTrap, uuid.UUID]:
             async with database.session() as session:
                 order_id = (await orders.accept_order(session, new)).order.id
                 if step.way is Way.JOURNALED:
@@ -288,26 +288,26 @@ def _stack(folder: Path, traps: Traps) -> LocalStack:
         folder,
         pool_target=4,
         orchestrators=2,
-        valkey_url=f"redis://{near[Line.VALKEY]}/0",
-        temporal_address=near[Line.TEMPORAL],
-        exchange_address=near[Line.EXCHANGE],
-        database_url=f"postgresql+asyncpg://{PostgresServer.user}@{near[Line.POSTGRES]}/{DATABASE}",
+        valkey_url=f"redis://{near[ServerLine.VALKEY]}/0",
+        temporal_address=near[ServerLine.TEMPORAL],
+        exchange_address=near[ServerLine.EXCHANGE],
+        database_url=f"postgresql+asyncpg://{PostgresServer.user}@{near[ServerLine.POSTGRES]}/{DATABASE}",
         **SHORT,
     )
     listens = {"exchange_address": f"{HOST}:{stack.exchange.port}"}
     stack.exchange.settings = stack.exchange.settings.model_copy(update=listens)
     servers = {
-        Line.VALKEY: stack.valkey,
-        Line.POSTGRES: stack.postgres,
-        Line.TEMPORAL: stack.temporal,
-        Line.EXCHANGE: stack.exchange,
+        ServerLine.VALKEY: stack.valkey,
+        ServerLine.POSTGRES: stack.postgres,
+        ServerLine.TEMPORAL: stack.temporal,
+        ServerLine.EXCHANGE: stack.exchange,
     }
     traps.targets = {line: server.port for line, server in servers.items()}
     return stack
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
-def test_an_order_survives_a_kill_at_this_step(played: Played, step: Step) -> None:
+def test_an_order_survives_a_kill_at_this_step(played: Played, step: KillStep) -> None:
     scene = played.scenes[step.name]
     assert scene.sprung, f"nobody came to: {step.name}"
     assert scene.order_id

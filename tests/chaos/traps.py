@@ -29,7 +29,7 @@ _CHUNK = 1 << 20
 _GZIP = b"\x1f\x8b\x08"
 
 
-class Line(Enum):
+class ServerLine(Enum):
     """What the connection leads to."""
 
     VALKEY = "valkey"
@@ -54,7 +54,7 @@ class When(Enum):
 
 
 @dataclass(eq=False)
-class Trap:
+class KillTrap:
     """Springs once. `says`: what one message after the other on one connection has to contain; the last one
     springs it. `hears`: what the answer has to contain (with `AFTER`), or, without `says`, what is pushed.
 
@@ -62,7 +62,7 @@ class Trap:
     """
 
     program: Program
-    line: Line
+    line: ServerLine
     when: When
     says: tuple[tuple[bytes, ...], ...] = ()
     hears: tuple[bytes, ...] = ()
@@ -74,16 +74,16 @@ class Trap:
 
 
 @dataclass(eq=False)
-class _Pair:
+class _TrapPair:
     """One connection of a process and its other half."""
 
-    line: Line
+    line: ServerLine
     near: asyncio.StreamWriter
     far: asyncio.StreamWriter
     #: How many messages of a trap were seen here.
-    heard: dict[Trap, int] = field(default_factory=dict)
+    heard: dict[KillTrap, int] = field(default_factory=dict)
     #: The trap that springs with the next answer.
-    doomed: Trap | None = None
+    doomed: KillTrap | None = None
     program: Program | None = None
     pid: int = 0
 
@@ -96,20 +96,20 @@ class Traps:
     """Use it as a context manager. Runs in a thread of its own; its methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self.ports = {line: free_port() for line in Line}
+        self.ports = {line: free_port() for line in ServerLine}
         #: Ports of the real servers; to be set before the first process connects.
-        self.targets: dict[Line, int] = {}
+        self.targets: dict[ServerLine, int] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="traps", daemon=True)
         self._ready = threading.Event()
-        self._armed: list[Trap] = []
+        self._armed: list[KillTrap] = []
 
-    def arm(self, trap: Trap) -> Trap:
+    def arm(self, trap: KillTrap) -> KillTrap:
         """From now on it waits for its message."""
         self._armed.append(trap)
         return trap
 
-    def disarm(self, trap: Trap) -> None:
+    def disarm(self, trap: KillTrap) -> None:
         with contextlib.suppress(ValueError):
             self._armed.remove(trap)
 
@@ -129,7 +129,7 @@ class Traps:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        servers = [self._loop.run_until_complete(self._listen(line)) for line in Line]
+        servers = [self._loop.run_until_complete(self._listen(line)) for line in ServerLine]
         self._ready.set()
         self._loop.run_forever()
         for server in servers:
@@ -139,28 +139,30 @@ class Traps:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
 
-    async def _listen(self, line: Line) -> asyncio.Server:
+    async def _listen(self, line: ServerLine) -> asyncio.Server:
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._accepted(line, reader, writer)
 
         return await asyncio.start_server(accepted, HOST, self.ports[line])
 
-    async def _accepted(self, line: Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accepted(
+        self, line: ServerLine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(HOST, self.targets[line])
         except OSError:
             writer.transport.abort()
             return
-        pair = _Pair(line, writer, far_writer)
+        pair = _TrapPair(line, writer, far_writer)
         try:
             await asyncio.gather(self._asks(pair, reader), self._answers(pair, far_reader))
         finally:
             pair.abort()
 
-    async def _asks(self, pair: _Pair, reader: asyncio.StreamReader) -> None:
+    async def _asks(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                trap = self._met(pair, data + _unpacked(data) if pair.line is Line.TEMPORAL else data)
+                trap = self._met(pair, data + _unpacked(data) if pair.line is ServerLine.TEMPORAL else data)
                 if trap is not None and trap.when is When.BEFORE:
                     pair.far.write(_up_to(data, trap.cut))
                     await pair.far.drain()
@@ -171,7 +173,7 @@ class Traps:
                 await pair.far.drain()
         pair.abort()
 
-    async def _answers(self, pair: _Pair, reader: asyncio.StreamReader) -> None:
+    async def _answers(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
                 trap = self._fate(pair, data)
@@ -182,7 +184,7 @@ class Traps:
                 await pair.near.drain()
         pair.abort()
 
-    def _met(self, pair: _Pair, data: bytes) -> Trap | None:
+    def _met(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
         """The trap whose last message this is."""
         for trap in list(self._armed):
             if trap.line is not pair.line or not trap.says:
@@ -196,7 +198,7 @@ class Traps:
                 return trap
         return None
 
-    def _fate(self, pair: _Pair, data: bytes) -> Trap | None:
+    def _fate(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
         """The trap that this answer springs."""
         trap, pair.doomed = pair.doomed, None
         if trap is not None and trap in self._armed and all(word in data for word in trap.hears):
@@ -208,7 +210,7 @@ class Traps:
                 return pushed
         return None
 
-    def _spring(self, pair: _Pair, trap: Trap) -> None:
+    def _spring(self, pair: _TrapPair, trap: KillTrap) -> None:
         self.disarm(trap)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pair.pid, signal.SIGKILL)
@@ -234,7 +236,7 @@ def _up_to(data: bytes, word: bytes) -> bytes:
     return data[: data.rfind(b"\r\n*", 0, data.index(word)) + 2]
 
 
-def _program(pair: _Pair) -> Program | None:
+def _program(pair: _TrapPair) -> Program | None:
     """Of the process at the near end; looked up once a connection, and only when something matched."""
     if not pair.pid:
         _, port = pair.near.get_extra_info("peername")

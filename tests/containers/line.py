@@ -10,7 +10,7 @@ from infra import tasks
 from tests.contract.launchers.node_process import PATIENCE
 
 
-class Line:
+class DaemonLine:
     def __init__(self, path: Path, daemon: Path) -> None:
         self.path = path
         self._daemon = daemon

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.chaos.judge import Told, violations
+from tests.chaos.judge import ToldOrder, violations
 from tests.chaos.stream import OrderStream
 from tests.e2e.conftest import House
 
@@ -37,7 +37,7 @@ def restless_house() -> Iterator[House]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _trade(house: House, seed: int) -> tuple[int, list[str], list[Told]]:
+def _trade(house: House, seed: int) -> tuple[int, list[str], list[ToldOrder]]:
     """Orders of one user around the moment of the timeout; sessions it took, what is wrong, what was told."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     trader = house.trader()

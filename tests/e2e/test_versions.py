@@ -28,7 +28,7 @@ T = TypeVar("T")
 _builds = itertools.count(1)
 
 
-class Fleet:
+class VersionedFleet:
     """A running house whose orchestrators come and go."""
 
     def __init__(self, house: House) -> None:
@@ -114,12 +114,12 @@ def stack_with_versions() -> Iterator[House]:
 
 
 @pytest.fixture
-def fleet(stack_with_versions: House) -> Fleet:
-    return Fleet(stack_with_versions)
+def fleet(stack_with_versions: House) -> VersionedFleet:
+    return VersionedFleet(stack_with_versions)
 
 
 @pytest.fixture
-def old(fleet: Fleet) -> OrchestratorComponent:
+def old(fleet: VersionedFleet) -> OrchestratorComponent:
     """The only orchestrator; its version is current and has all workflows."""
     made = fleet.start()
     fleet.only(made)
@@ -129,7 +129,7 @@ def old(fleet: Fleet) -> OrchestratorComponent:
 
 
 def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """The usual upgrade on one machine: the old one is gone before the new one comes."""
     house = fleet.house
@@ -154,7 +154,7 @@ def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
 
 
 def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_the_new_one(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     house = fleet.house
     trader = house.trader()
@@ -181,7 +181,7 @@ def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_
 
 
 def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     new = fleet.start()
     fleet.wait_moved(new.settings.build_id)
@@ -192,7 +192,7 @@ def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
 
 
 def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """A step back: the orchestrators of the new version were all taken away."""
     trader = fleet.house.trader()
@@ -208,7 +208,7 @@ def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(
 
 
 def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     new = fleet.start(promote=False)
     assert fleet.current() == old.settings.build_id
@@ -225,7 +225,7 @@ def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(
 
 
 def test_an_orchestrator_that_stops_in_the_middle_of_a_claim_leaves_it_to_the_others(
-    fleet: Fleet, old: OrchestratorComponent
+    fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """Rolling restart: each build has two orchestrators, and each is stopped while users start."""
     house = fleet.house

@@ -25,7 +25,7 @@ REJECTED = m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECT
 
 
 @dataclass
-class Stage:
+class ReplayStage:
     """A server with fakes on it, and the user of one scene."""
 
     client: Client
@@ -48,20 +48,20 @@ class Stage:
         return await found.fetch_history()
 
 
-async def warm_then_idle(stage: Stage) -> WorkflowHistory:
+async def warm_then_idle(stage: ReplayStage) -> WorkflowHistory:
     await stage.ensure(idle_timeout=1.0)
     await stage.ended()
     return await stage.history()
 
 
-async def cold_then_shut_down(stage: Stage) -> WorkflowHistory:
+async def cold_then_shut_down(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.CONNECTING]
     await stage.ensure()
     await stage.shut_down()
     return await stage.history()
 
 
-async def second_login(stage: Stage) -> WorkflowHistory:
+async def second_login(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.claim_script = [m.ClaimStatus.FAILED]
     stage.fleet.connect_script = [UNREACHABLE]
     await stage.ensure()
@@ -69,7 +69,7 @@ async def second_login(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def rejected_login(stage: Stage) -> WorkflowHistory:
+async def rejected_login(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.claim_script = [m.ClaimStatus.FAILED]
     stage.fleet.connect_script = [REJECTED]
     try:
@@ -79,7 +79,7 @@ async def rejected_login(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def dead_worker_then_unconfirmed_stop(stage: Stage) -> WorkflowHistory:
+async def dead_worker_then_unconfirmed_stop(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.claim_script = [m.ClaimStatus.GONE]
     stage.fleet.stop_failures = 1
     try:
@@ -90,7 +90,7 @@ async def dead_worker_then_unconfirmed_stop(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def lost_while_connecting(stage: Stage) -> WorkflowHistory:
+async def lost_while_connecting(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.claim_script = [m.ClaimStatus.CONNECTING]
     stage.fleet.hold_connect.clear()
     call = asyncio.create_task(stage.ensure())
@@ -103,7 +103,7 @@ async def lost_while_connecting(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def crashes_reload_and_check(stage: Stage) -> WorkflowHistory:
+async def crashes_reload_and_check(stage: ReplayStage) -> WorkflowHistory:
     await stage.ensure()
     for number in (1, 2):
         lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}")
@@ -118,7 +118,7 @@ async def crashes_reload_and_check(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def session_replaced_then_broker_lost(stage: Stage) -> WorkflowHistory:
+async def session_replaced_then_broker_lost(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.reload_script = [SILENT, m.ReloadResult(ok=True)]
     await stage.ensure()
     await tell(stage.client, stage.user, "session_replaced", 3, "frozen")
@@ -131,7 +131,7 @@ async def session_replaced_then_broker_lost(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def mark_expired(stage: Stage) -> WorkflowHistory:
+async def mark_expired(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.health = [m.WorkerHealth(marked=False, running=True, generation="g1")]
     stage.fleet.stop_failures = 1
     await stage.ensure()
@@ -143,14 +143,14 @@ async def mark_expired(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def held_back_by_earlier_crashes(stage: Stage) -> WorkflowHistory:
+async def held_back_by_earlier_crashes(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.crashes = (time.time() - 1.0, time.time())
     await stage.ensure()
     await stage.shut_down()
     return await stage.history()
 
 
-async def parked_and_resumed(stage: Stage) -> WorkflowHistory:
+async def parked_and_resumed(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.crashes = tuple(time.time() - ago for ago in range(5))
     with contextlib.suppress(WorkflowUpdateFailedError):
         await stage.ensure()
@@ -162,14 +162,14 @@ async def parked_and_resumed(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def timeline_written_late(stage: Stage) -> WorkflowHistory:
+async def timeline_written_late(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.record_failures = 2
     await stage.ensure()
     await stage.shut_down()
     return await stage.history()
 
 
-async def garbage(stage: Stage) -> WorkflowHistory:
+async def garbage(stage: ReplayStage) -> WorkflowHistory:
     await stage.ensure()
     worker = handle(stage.client, stage.user)
     for name in ("reload_credentials", "worker_lost", "worker_event", "worker_unmarked", "renew", "resume"):
@@ -179,7 +179,7 @@ async def garbage(stage: Stage) -> WorkflowHistory:
     return await stage.history()
 
 
-async def renewed(stage: Stage) -> WorkflowHistory:
+async def renewed(stage: ReplayStage) -> WorkflowHistory:
     """The second run: what continue-as-new carried is in its first event."""
     await stage.ensure()
     worker = handle(stage.client, stage.user)
@@ -214,7 +214,7 @@ async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHi
     return history
 
 
-USER_SCENES: tuple[Callable[[Stage], Awaitable[WorkflowHistory]], ...] = (
+USER_SCENES: tuple[Callable[[ReplayStage], Awaitable[WorkflowHistory]], ...] = (
     warm_then_idle,
     cold_then_shut_down,
     second_login,
@@ -239,7 +239,7 @@ async def play_all(client: Client) -> dict[str, WorkflowHistory]:
         name = getattr(scene, "__name__", "scene")
         fleet = FakeFleet()
         async with serving(client, fleet.activities()):
-            histories[name] = await scene(Stage(client, fleet, f"replay-{name}"))
+            histories[name] = await scene(ReplayStage(client, fleet, f"replay-{name}"))
     pool = FakePool()
     async with serving(client, pool.activities()):
         histories["pool_filled_and_refilled"] = await pool_filled_and_refilled(client, pool)

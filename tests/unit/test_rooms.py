@@ -92,6 +92,16 @@ def test_no_file_collects_what_found_no_home() -> None:
     assert names == []
 
 
+def test_a_class_name_stands_once() -> None:
+    """So that a search finds one. Classes within classes count, too."""
+    found: dict[str, list[str]] = {}
+    for path in (one for one in _files() if one.suffix == ".py"):
+        for node in ast.walk(ast.parse(_text(path))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_every_lua_script_is_loaded() -> None:
     assert {script.name for script in scripts.ALL} == {path.stem for path in SCRIPTS.glob("*.lua")}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.exchange.client import ExchangeServer
-from tests.contract.brokers.stages import FakeStage, PaperStage, Stage
+from tests.contract.brokers.stages import BrokerStage, FakeStage, PaperStage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType, Side, TimeInForce
@@ -24,7 +24,7 @@ STANDSTILL = 3.5
 CREDENTIALS = Credentials(api_key=API_KEY, secret_key=SECRET_KEY)
 
 
-class Heard:
+class HeardOrders:
     """Collects order changes from any thread; `wait` until they are what they should be."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def paper(exchange: ExchangeServer) -> PaperStage:
 
 
 @pytest.fixture(params=["fake", "paper"])
-def stage(request: pytest.FixtureRequest) -> Stage:
+def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
     found: PaperStage = request.getfixturevalue("paper")
@@ -104,12 +104,12 @@ def account(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def heard() -> HeardOrders:
+    return HeardOrders()
 
 
 @pytest.fixture
-def broker(stage: Stage, account: str, heard: Heard) -> Iterator[Broker]:
+def broker(stage: BrokerStage, account: str, heard: HeardOrders) -> Iterator[Broker]:
     """Logged in."""
     stage.register(account, API_KEY, SECRET_KEY)
     made = stage.broker(account, heard)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tests.contract.brokers.conftest import Heard
+from tests.contract.brokers.conftest import HeardOrders
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker, load_sdk
@@ -32,7 +32,7 @@ def fails(name: str, text: str = "text") -> Callable[..., Any]:
     return fail
 
 
-class Client:
+class ShioajiClient:
     """Stands in for the SDK's `Shioaji`; each method does what its test says, or succeeds."""
 
     def __init__(self, simulation: bool) -> None:
@@ -118,19 +118,19 @@ class Client:
         return [name for name, _ in self.calls]
 
 
-class Setting:
+class ShioajiStage:
     """A broker on a stand-in client."""
 
     def __init__(
-        self, heard: Heard, kind: str = "stock", account: str = "111", simulation: bool = True
+        self, heard: HeardOrders, kind: str = "stock", account: str = "111", simulation: bool = True
     ) -> None:
-        self.client = Client(simulation)
+        self.client = ShioajiClient(simulation)
         self.made: list[bool] = []
         sdk = SimpleNamespace(Shioaji=self._make, StockOrder=REAL.StockOrder, FuturesOrder=REAL.FuturesOrder)
         key = ConnectionKey("shioaji", kind, simulation, account)
         self.broker = ShioajiBroker(key, heard, lambda: sdk)
 
-    def _make(self, simulation: bool) -> Client:
+    def _make(self, simulation: bool) -> ShioajiClient:
         self.made.append(simulation)
         return self.client
 

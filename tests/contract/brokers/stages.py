@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Taken:
+class BookedOrder:
     """One order as the other side has it in its ledger."""
 
     note: str
@@ -27,7 +27,7 @@ class Taken:
     state: OrderState
 
 
-class Stage(Protocol):
+class BrokerStage(Protocol):
     def register(self, account: str, api_key: str, secret_key: str) -> None: ...
 
     def broker(self, account: str, on_order: OnOrderChanged) -> Broker: ...
@@ -40,7 +40,7 @@ class Stage(Protocol):
         """The next order is taken, and the connection lost before its answer."""
         ...
 
-    def taken(self, account: str) -> list[Taken]: ...
+    def taken(self, account: str) -> list[BookedOrder]: ...
 
 
 class FakeStage:
@@ -62,9 +62,9 @@ class FakeStage:
     def drop_next(self, account: str) -> None:
         self._market.drop_next.add(account)
 
-    def taken(self, account: str) -> list[Taken]:
+    def taken(self, account: str) -> list[BookedOrder]:
         return [
-            Taken(note, order.tag, order.state)
+            BookedOrder(note, order.tag, order.state)
             for owner, note, order in self._market.taken
             if owner == account
         ]
@@ -102,6 +102,6 @@ class PaperStage:
     def drop_next(self, account: str) -> None:
         self.behave(account, Behaviour(faults={FaultPoint.DROP_BEFORE_ACK: 1}))
 
-    def taken(self, account: str) -> list[Taken]:
+    def taken(self, account: str) -> list[BookedOrder]:
         found = self.ask(lambda admin: admin.ledger(account))
-        return [Taken(order.client_note, order.tag, order.state) for order in found]
+        return [BookedOrder(order.client_note, order.tag, order.state) for order in found]

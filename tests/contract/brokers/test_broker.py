@@ -7,8 +7,16 @@ from decimal import Decimal
 
 import pytest
 
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, STANDSTILL, Heard, order, until
-from tests.contract.brokers.stages import Stage, Taken
+from tests.contract.brokers.conftest import (
+    API_KEY,
+    CREDENTIALS,
+    SECRET_KEY,
+    STANDSTILL,
+    HeardOrders,
+    order,
+    until,
+)
+from tests.contract.brokers.stages import BookedOrder, BrokerStage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (
     LoginLimited,
@@ -32,7 +40,7 @@ def test_a_session_is_alive_until_it_is_closed(broker: Broker) -> None:
     assert not broker.alive()
 
 
-def test_a_wrong_key_is_rejected(stage: Stage, account: str, heard: Heard) -> None:
+def test_a_wrong_key_is_rejected(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
     stage.register(account, API_KEY, SECRET_KEY)
     stranger = stage.broker(account, heard)
     with pytest.raises(LoginRejected):
@@ -40,14 +48,14 @@ def test_a_wrong_key_is_rejected(stage: Stage, account: str, heard: Heard) -> No
     stranger.close()
 
 
-def test_an_unknown_account_is_rejected(stage: Stage, account: str, heard: Heard) -> None:
+def test_an_unknown_account_is_rejected(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
     stranger = stage.broker(account, heard)
     with pytest.raises(LoginRejected):
         stranger.login(CREDENTIALS, 5.0)
     stranger.close()
 
 
-def test_nothing_works_before_the_login(stage: Stage, account: str, heard: Heard) -> None:
+def test_nothing_works_before_the_login(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
     stage.register(account, API_KEY, SECRET_KEY)
     early = stage.broker(account, heard)
     with pytest.raises(SessionDown):
@@ -58,26 +66,26 @@ def test_nothing_works_before_the_login(stage: Stage, account: str, heard: Heard
     assert stage.taken(account) == []
 
 
-def test_a_market_order_is_filled_in_the_answer(stage: Stage, broker: Broker, account: str) -> None:
+def test_a_market_order_is_filled_in_the_answer(stage: BrokerStage, broker: Broker, account: str) -> None:
     stage.set_price("1101", Decimal("41.5"))
     wanted = order(symbol="1101", quantity=3)
     placed = broker.place(wanted, 5.0)
     assert placed.state is OrderState.FILLED
     assert [(fill.quantity, fill.price) for fill in placed.fills] == [(3, Decimal("41.5"))]
     assert placed.tag == wanted.tag
-    assert stage.taken(account) == [Taken(wanted.order_id, wanted.tag, OrderState.FILLED)]
+    assert stage.taken(account) == [BookedOrder(wanted.order_id, wanted.tag, OrderState.FILLED)]
     [position] = broker.positions(5.0)
     assert (position.symbol, position.quantity, position.average_price) == ("1101", 3, Decimal("41.5"))
 
 
-def test_a_sale_makes_the_position_smaller(stage: Stage, broker: Broker) -> None:
+def test_a_sale_makes_the_position_smaller(stage: BrokerStage, broker: Broker) -> None:
     broker.place(order(symbol="1102", quantity=3), 5.0)
     broker.place(order(symbol="1102", quantity=1, side=Side.SELL), 5.0)
     assert [(p.symbol, p.quantity) for p in broker.positions(5.0)] == [("1102", 2)]
 
 
 def test_a_limit_order_rests_and_is_filled_when_the_price_comes(
-    stage: Stage, broker: Broker, heard: Heard
+    stage: BrokerStage, broker: Broker, heard: HeardOrders
 ) -> None:
     stage.set_price("2317", Decimal(100))
     placed = broker.place(order(symbol="2317", price=Decimal(90)), 5.0)
@@ -93,33 +101,35 @@ def test_a_limit_order_rests_and_is_filled_when_the_price_comes(
 
 
 @pytest.mark.parametrize("kind", [TimeInForce.IOC, TimeInForce.FOK])
-def test_an_order_that_may_not_rest_is_cancelled(stage: Stage, broker: Broker, kind: TimeInForce) -> None:
+def test_an_order_that_may_not_rest_is_cancelled(
+    stage: BrokerStage, broker: Broker, kind: TimeInForce
+) -> None:
     stage.set_price("2412", Decimal(100))
     placed = broker.place(order(symbol="2412", price=Decimal(90), time_in_force=kind), 5.0)
     assert placed.state is OrderState.CANCELLED
 
 
-def test_a_rejection_comes_with_its_reason(stage: Stage, broker: Broker, account: str) -> None:
+def test_a_rejection_comes_with_its_reason(stage: BrokerStage, broker: Broker, account: str) -> None:
     stage.reject_next(account, "no margin left")
     with pytest.raises(OrderRejected, match="no margin left"):
         broker.place(order(), 5.0)
     assert broker.place(order(), 5.0).state is OrderState.FILLED
 
 
-def test_a_fill_is_told_once_with_the_id_of_the_answer(broker: Broker, heard: Heard) -> None:
+def test_a_fill_is_told_once_with_the_id_of_the_answer(broker: Broker, heard: HeardOrders) -> None:
     placed = broker.place(order(), 5.0)
     [change] = heard.wait(lambda changes: len(changes) == 1)
     assert change.fill == placed.fills[0]
 
 
 def test_a_connection_lost_in_the_middle_leaves_the_outcome_unknown(
-    stage: Stage, broker: Broker, account: str
+    stage: BrokerStage, broker: Broker, account: str
 ) -> None:
     stage.drop_next(account)
     wanted = order()
     with pytest.raises(OutcomeUnknown):
         broker.place(wanted, 5.0)
-    assert stage.taken(account) == [Taken(wanted.order_id, wanted.tag, OrderState.FILLED)]
+    assert stage.taken(account) == [BookedOrder(wanted.order_id, wanted.tag, OrderState.FILLED)]
     with pytest.raises(SessionDown):  # nothing is sent on a dead session
         broker.place(order(), 5.0)
     with pytest.raises(SessionDown):
@@ -128,7 +138,7 @@ def test_a_connection_lost_in_the_middle_leaves_the_outcome_unknown(
 
 
 def test_a_new_session_sees_the_orders_of_the_lost_one(
-    stage: Stage, broker: Broker, account: str, heard: Heard
+    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
 ) -> None:
     stage.drop_next(account)
     wanted = order()
@@ -151,7 +161,7 @@ def test_closing_is_quick_and_may_be_repeated(broker: Broker) -> None:
         broker.login(CREDENTIALS, 5.0)
 
 
-def test_closing_without_a_login_is_no_error(stage: Stage, account: str, heard: Heard) -> None:
+def test_closing_without_a_login_is_no_error(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
     unused = stage.broker(account, heard)
     unused.close()
     with pytest.raises(SessionDown):
@@ -159,7 +169,7 @@ def test_closing_without_a_login_is_no_error(stage: Stage, account: str, heard: 
 
 
 def test_the_sixth_connection_of_a_person_is_refused_until_one_is_closed(
-    stage: Stage, broker: Broker, account: str, heard: Heard
+    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
 ) -> None:
     others = [stage.broker(account, heard) for _ in range(4)]
     for other in others:
@@ -181,7 +191,7 @@ def test_the_sixth_connection_of_a_person_is_refused_until_one_is_closed(
         other.close()
 
 
-def test_a_resting_order_is_cancelled_once(stage: Stage, broker: Broker, heard: Heard) -> None:
+def test_a_resting_order_is_cancelled_once(stage: BrokerStage, broker: Broker, heard: HeardOrders) -> None:
     stage.set_price("2303", Decimal(50))
     resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
     cancelled = broker.cancel(resting.broker_order_id, 5.0)
@@ -192,7 +202,7 @@ def test_a_resting_order_is_cancelled_once(stage: Stage, broker: Broker, heard: 
         broker.cancel(resting.broker_order_id, 5.0)
 
 
-def test_a_resting_order_gets_smaller_and_another_price(stage: Stage, broker: Broker) -> None:
+def test_a_resting_order_gets_smaller_and_another_price(stage: BrokerStage, broker: Broker) -> None:
     stage.set_price("2303", Decimal(50))
     resting = broker.place(order(symbol="2303", price=Decimal(40), quantity=5), 5.0)
     smaller = broker.replace(resting.broker_order_id, 3, None, 5.0)
@@ -204,7 +214,7 @@ def test_a_resting_order_gets_smaller_and_another_price(stage: Stage, broker: Br
         broker.replace(resting.broker_order_id, 4, None, 5.0)
 
 
-def test_a_change_that_crosses_the_market_is_filled(stage: Stage, broker: Broker) -> None:
+def test_a_change_that_crosses_the_market_is_filled(stage: BrokerStage, broker: Broker) -> None:
     stage.set_price("2303", Decimal(50))
     resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
     changed = broker.replace(resting.broker_order_id, None, Decimal(50), 5.0)
@@ -218,7 +228,7 @@ def test_an_unknown_order_is_neither_cancelled_nor_changed(broker: Broker) -> No
         broker.replace("nobody's", 1, None, 5.0)
 
 
-def test_money_is_spent_by_fills(stage: Stage, broker: Broker) -> None:
+def test_money_is_spent_by_fills(stage: BrokerStage, broker: Broker) -> None:
     stage.set_price("1103", Decimal(10))
     before = broker.balance(5.0)
     broker.place(order(symbol="1103", quantity=3), 5.0)

@@ -14,7 +14,7 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.client import ExchangeServer
 from infra.local.servers import free_port
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, Heard, order, until
+from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, HeardOrders, order, until
 from tests.contract.brokers.stages import PaperStage
 from worker_runtime.brokers.paper import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey
@@ -34,7 +34,7 @@ from worker_runtime.protocol.messages import OrderState
 
 
 @pytest.fixture
-def broker(paper: PaperStage, account: str, heard: Heard) -> Iterator[PaperBroker]:
+def broker(paper: PaperStage, account: str, heard: HeardOrders) -> Iterator[PaperBroker]:
     paper.register(account, API_KEY, SECRET_KEY)
     made = paper.broker(account, heard)
     made.login(CREDENTIALS, 5.0)
@@ -42,7 +42,7 @@ def broker(paper: PaperStage, account: str, heard: Heard) -> Iterator[PaperBroke
     made.close()
 
 
-def test_an_exchange_that_is_not_there_is_unreachable(heard: Heard) -> None:
+def test_an_exchange_that_is_not_there_is_unreachable(heard: HeardOrders) -> None:
     lonely = PaperBroker(f"127.0.0.1:{free_port()}", "a", "suite", heard)
     with pytest.raises(BrokerUnreachable):
         lonely.login(CREDENTIALS, 1.0)
@@ -50,12 +50,14 @@ def test_an_exchange_that_is_not_there_is_unreachable(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_an_address_that_is_none_is_unreachable(address: str, heard: Heard) -> None:
+def test_an_address_that_is_none_is_unreachable(address: str, heard: HeardOrders) -> None:
     with pytest.raises(BrokerUnreachable):
         PaperBroker(address, "a", "suite", heard).login(CREDENTIALS, 1.0)
 
 
-def test_a_login_that_is_never_answered_ends_in_time(paper: PaperStage, account: str, heard: Heard) -> None:
+def test_a_login_that_is_never_answered_ends_in_time(
+    paper: PaperStage, account: str, heard: HeardOrders
+) -> None:
     paper.register(account, API_KEY, SECRET_KEY)
     paper.behave(account, Behaviour(faults={FaultPoint.LOST_LOGIN: 1}))
     broker = paper.broker(account, heard)
@@ -69,7 +71,7 @@ def test_a_login_that_is_never_answered_ends_in_time(paper: PaperStage, account:
 
 
 def test_a_lost_acknowledgement_is_unknown_and_the_ledger_has_the_order(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(faults={FaultPoint.LOST_ACK: 1}))
     wanted = order()
@@ -91,7 +93,7 @@ def test_a_lost_request_is_unknown_too_and_the_ledger_has_nothing(
 
 
 def test_an_answer_that_comes_too_late_is_told_as_a_change(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(fill=FillMode.NEVER, late_ack_ms=5_000, faults={FaultPoint.LATE_ACK: 1}))
     wanted = order(price=Decimal(1))
@@ -103,7 +105,7 @@ def test_an_answer_that_comes_too_late_is_told_as_a_change(
 
 
 def test_a_fill_that_is_reported_twice_is_told_once(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(faults={FaultPoint.DUPLICATE_FILL: 1}))
     first = broker.place(order(), 5.0)
@@ -113,7 +115,7 @@ def test_a_fill_that_is_reported_twice_is_told_once(
 
 
 def test_a_delayed_fill_comes_as_a_change(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(fill=FillMode.DELAYED, fill_delay_ms=50))
     placed = broker.place(order(), 5.0)
@@ -124,7 +126,7 @@ def test_a_delayed_fill_comes_as_a_change(
 
 
 def test_orders_filled_by_hand_in_parts_are_told_part_by_part(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(fill=FillMode.MANUAL))
     placed = broker.place(order(quantity=5), 5.0)
@@ -202,7 +204,7 @@ def test_two_threads_get_their_own_answers(broker: PaperBroker) -> None:
     assert len(broker.orders(5.0).orders) == 100
 
 
-def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path, heard: Heard) -> None:
+def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path, heard: HeardOrders) -> None:
     with ExchangeServer(tmp_path) as server:
         stage = PaperStage(server.address, server.admin_url)
         stage.register("a", API_KEY, SECRET_KEY)
@@ -229,7 +231,7 @@ def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path, h
         assert [taken.note for taken in stage.taken("a")] == [wanted.order_id]
 
 
-def test_a_token_that_expires_ends_the_session(paper: PaperStage, account: str, heard: Heard) -> None:
+def test_a_token_that_expires_ends_the_session(paper: PaperStage, account: str, heard: HeardOrders) -> None:
     paper.register(account, API_KEY, SECRET_KEY)
     paper.behave(account, Behaviour(session_life_ms=300))
     broker = paper.broker(account, heard)
@@ -245,7 +247,7 @@ def test_a_token_that_expires_ends_the_session(paper: PaperStage, account: str, 
 
 
 def test_fills_that_a_gap_swallowed_are_in_the_list(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(
         account, Behaviour(fill=FillMode.MANUAL, event_gap_ms=60_000, faults={FaultPoint.EVENT_GAP: 1})
@@ -259,7 +261,7 @@ def test_fills_that_a_gap_swallowed_are_in_the_list(
 
 
 def test_fills_may_come_out_of_order(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(
         account, Behaviour(fill=FillMode.MANUAL, late_event_ms=6_000, faults={FaultPoint.LATE_EVENT: 1})
@@ -273,7 +275,7 @@ def test_fills_may_come_out_of_order(
 
 
 def test_a_lost_answer_to_a_cancel_leaves_it_open(
-    paper: PaperStage, broker: PaperBroker, account: str, heard: Heard
+    paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     placed = broker.place(order(price=Decimal("0.01")), 5.0)
     paper.behave(account, Behaviour(faults={FaultPoint.LOST_CHANGE_ACK: 1}))
@@ -296,7 +298,7 @@ def test_a_question_that_is_not_answered_is_unreachable(
     assert not broker.alive()
 
 
-def test_what_the_exchange_refuses_by_its_rules_was_not_done(tmp_path: Path, heard: Heard) -> None:
+def test_what_the_exchange_refuses_by_its_rules_was_not_done(tmp_path: Path, heard: HeardOrders) -> None:
     with ExchangeServer(tmp_path, options=("--orders-per-10s", "2", "--queries-per-5s", "1")) as server:
         stage = PaperStage(server.address, server.admin_url)
         stage.register("a", API_KEY, SECRET_KEY)
@@ -325,7 +327,7 @@ def test_what_the_exchange_refuses_by_its_rules_was_not_done(tmp_path: Path, hea
         broker.close()
 
 
-def test_a_server_that_talks_nonsense_is_unreachable(heard: Heard) -> None:
+def test_a_server_that_talks_nonsense_is_unreachable(heard: HeardOrders) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def babble() -> None:
@@ -362,12 +364,12 @@ def _config(paper_exchange: str) -> WorkerConfig:
     )
 
 
-def test_the_registry_makes_a_paper_broker(exchange: ExchangeServer, heard: Heard) -> None:
+def test_the_registry_makes_a_paper_broker(exchange: ExchangeServer, heard: HeardOrders) -> None:
     key = ConnectionKey("paper", "stock", True, "a")
     assert isinstance(create_broker(_config(exchange.address), key, "w", heard), PaperBroker)
 
 
-def test_the_registry_refuses_what_it_does_not_know(heard: Heard) -> None:
+def test_the_registry_refuses_what_it_does_not_know(heard: HeardOrders) -> None:
     with pytest.raises(BrokerError, match="unknown broker 'gold'; known: paper, shioaji"):
         create_broker(_config("x:1"), ConnectionKey("gold", "stock", True, "a"), "w", heard)
     with pytest.raises(BrokerError, match="where the paper exchange is"):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import STANDSTILL, Heard, order, until
-from tests.contract.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, Setting, fails
+from tests.contract.brokers.conftest import STANDSTILL, HeardOrders, order, until
+from tests.contract.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_book import deal_event, order_event
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
@@ -34,8 +34,8 @@ from worker_runtime.protocol.messages import Credentials, OrderState, PriceType,
 
 
 @pytest.fixture
-def setting(heard: Heard) -> Setting:
-    return Setting(heard)
+def setting(heard: HeardOrders) -> ShioajiStage:
+    return ShioajiStage(heard)
 
 
 # --- what needs no SDK at all ---------------------------------------------------------------------------
@@ -60,14 +60,16 @@ def test_importing_the_adapter_does_not_import_the_sdk() -> None:
         Credentials(api_key="A" * 44, secret_key="0OIl" * 11),
     ],
 )
-def test_a_malformed_key_is_rejected_before_the_sdk_is_touched(setting: Setting, keys: Credentials) -> None:
+def test_a_malformed_key_is_rejected_before_the_sdk_is_touched(
+    setting: ShioajiStage, keys: Credentials
+) -> None:
     with pytest.raises(LoginRejected) as caught:
         setting.login(keys)
     assert setting.made == []
     assert "0OIl0OIl" not in str(caught.value)
 
 
-def test_a_type_that_shioaji_lacks_is_refused(heard: Heard) -> None:
+def test_a_type_that_shioaji_lacks_is_refused(heard: HeardOrders) -> None:
     with pytest.raises(BrokerError, match="no broker type 'bonds'"):
         ShioajiBroker(ConnectionKey("shioaji", "bonds", True, "a"), heard)
 
@@ -134,15 +136,15 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
 # --- login ------------------------------------------------------------------------------------------------
 
 
-def test_a_login_says_simulation_and_loads_the_contracts(setting: Setting) -> None:
+def test_a_login_says_simulation_and_loads_the_contracts(setting: ShioajiStage) -> None:
     setting.login()
     assert setting.made == [True]
     assert setting.client.names() == ["login", "preload"]
     setting.broker.ping(20.0)
 
 
-def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(heard: Heard) -> None:
-    futures = Setting(heard, kind="futures", account="our-own-name")
+def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(heard: HeardOrders) -> None:
+    futures = ShioajiStage(heard, kind="futures", account="our-own-name")
     futures.login()
     futures.broker.positions(20.0)
     [(_, words)] = [call for call in futures.client.calls if call[0] == "list_positions"]
@@ -150,16 +152,18 @@ def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(h
     assert words["unit"] == "Common"
 
 
-def test_two_accounts_of_one_type_need_a_name(heard: Heard) -> None:
-    setting = Setting(heard, account="our-own-name")
+def test_two_accounts_of_one_type_need_a_name(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, account="our-own-name")
     setting.client.accounts.append(REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "333", True, "u"))
     with pytest.raises(LoginRejected):
         setting.login()
     until(lambda: "logout" in setting.client.names())  # the login itself had succeeded
 
 
-def test_production_activates_the_certificate_from_a_private_file_that_does_not_stay(heard: Heard) -> None:
-    setting = Setting(heard, simulation=False)
+def test_production_activates_the_certificate_from_a_private_file_that_does_not_stay(
+    heard: HeardOrders,
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
     seen: list[tuple[str, bytes, int]] = []
 
     def activate(path: str, password: str, person_id: str) -> bool:
@@ -173,16 +177,16 @@ def test_production_activates_the_certificate_from_a_private_file_that_does_not_
     assert not Path(path).parent.exists()
 
 
-def test_production_without_a_certificate_or_with_a_bad_one_is_rejected(heard: Heard) -> None:
+def test_production_without_a_certificate_or_with_a_bad_one_is_rejected(heard: HeardOrders) -> None:
     with pytest.raises(LoginRejected, match="certificate"):
-        Setting(heard, simulation=False).login(KEYS)
-    bad = Setting(heard, simulation=False)
+        ShioajiStage(heard, simulation=False).login(KEYS)
+    bad = ShioajiStage(heard, simulation=False)
     bad.client.does["activate_ca"] = fails("CaPasswordError")
     with pytest.raises(LoginRejected):
         bad.login(WITH_CERTIFICATE)
 
 
-def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: Setting) -> None:
+def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: ShioajiStage) -> None:
     setting.client.does["login"] = fails("ServerError", "451 Too Many Connections")
     with pytest.raises(LoginLimited):
         setting.login()
@@ -191,7 +195,7 @@ def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: S
         setting.login()
 
 
-def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(setting: Setting) -> None:
+def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(setting: ShioajiStage) -> None:
     release = threading.Event()
     setting.client.does["login"] = lambda *_: release.wait(30) and setting.client.accounts
     started = time.monotonic()
@@ -205,8 +209,8 @@ def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(sett
 
 
 @pytest.mark.parametrize("fault", ["preload", "activate_ca", "choose"])
-def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: Heard, fault: str) -> None:
-    setting = Setting(heard, simulation=fault != "activate_ca")
+def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: HeardOrders, fault: str) -> None:
+    setting = ShioajiStage(heard, simulation=fault != "activate_ca")
     release = threading.Event()
 
     def late(*_: Any) -> Any:
@@ -225,7 +229,7 @@ def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: Hea
 # --- orders -----------------------------------------------------------------------------------------------
 
 
-def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: Setting) -> None:
+def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: ShioajiStage) -> None:
     broker = setting.login()
     wanted = order(symbol="2890", price=Decimal("17.05"), quantity=3)
     placed = broker.place(wanted, 20.0)
@@ -240,16 +244,16 @@ def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: Set
     assert (native.order_lot.value, native.order_cond.value) == ("Common", "Cash")
 
 
-def test_a_futures_order_names_the_real_contract_behind_a_rolling_code(heard: Heard) -> None:
-    setting = Setting(heard, kind="futures")
+def test_a_futures_order_names_the_real_contract_behind_a_rolling_code(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, kind="futures")
     setting.login().place(order(symbol="TXFR1", price=Decimal(22000)), 20.0)
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert sent["contract"].code == "TXFA6"
     assert sent["order"].octype.value == "Auto"
 
 
-def test_what_cannot_be_said_is_rejected_unsent(heard: Heard) -> None:
-    stock, futures = Setting(heard), Setting(heard, kind="futures")
+def test_what_cannot_be_said_is_rejected_unsent(heard: HeardOrders) -> None:
+    stock, futures = ShioajiStage(heard), ShioajiStage(heard, kind="futures")
     stock.login()
     futures.login()
     with pytest.raises(OrderRejected, match="no stock contract"):
@@ -278,7 +282,7 @@ def test_what_cannot_be_said_is_rejected_unsent(heard: Heard) -> None:
     ],
 )
 def test_errors_of_the_call_are_told_apart_and_never_tried_again(
-    setting: Setting, name: str, wanted: type[BrokerError]
+    setting: ShioajiStage, name: str, wanted: type[BrokerError]
 ) -> None:
     broker = setting.login()
     setting.client.does["place_order"] = fails(name)
@@ -288,7 +292,7 @@ def test_errors_of_the_call_are_told_apart_and_never_tried_again(
 
 
 def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_it_late(
-    setting: Setting, heard: Heard
+    setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()
     release = threading.Event()
@@ -305,7 +309,9 @@ def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_i
     assert change.order.tag == "abc123"
 
 
-def test_events_are_told_once_and_those_of_the_other_account_never(setting: Setting, heard: Heard) -> None:
+def test_events_are_told_once_and_those_of_the_other_account_never(
+    setting: ShioajiStage, heard: HeardOrders
+) -> None:
     broker = setting.login()
     broker.place(order(symbol="2890", price=Decimal("17.05"), quantity=3), 20.0)
     tell = setting.client.callback
@@ -322,7 +328,7 @@ def test_events_are_told_once_and_those_of_the_other_account_never(setting: Sett
     ]
 
 
-def test_the_orders_of_the_day_are_read_anew(setting: Setting) -> None:
+def test_the_orders_of_the_day_are_read_anew(setting: ShioajiStage) -> None:
     broker = setting.login()
     others = setting.client.accounts[1]
     setting.client.does["list_trades"] = lambda: [trade(REAL), trade(REAL, id="x", account=others)]
@@ -333,7 +339,7 @@ def test_the_orders_of_the_day_are_read_anew(setting: Setting) -> None:
 # --- the end of a session ---------------------------------------------------------------------------------
 
 
-def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting: Setting) -> None:
+def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting: ShioajiStage) -> None:
     broker = setting.login()
     assert setting.client.session_down is not None
     assert broker.alive()
@@ -345,7 +351,7 @@ def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting:
     assert "place_order" not in setting.client.names()
 
 
-def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(setting: Setting) -> None:
+def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(setting: ShioajiStage) -> None:
     broker = setting.login()
     setting.client.does["usage"] = fails("TokenError")
     with pytest.raises(SessionDown):
@@ -358,7 +364,9 @@ def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(settin
         broker.ping(0.1)
 
 
-def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answer(setting: Setting) -> None:
+def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answer(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     setting.client.does["logout"] = lambda: threading.Event().wait(30)
     started = time.monotonic()
@@ -371,8 +379,8 @@ def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answe
         broker.login(KEYS, 20.0)
 
 
-def test_a_market_order_has_no_price_and_may_be_immediate_or_cancel(heard: Heard) -> None:
-    setting = Setting(heard, kind="futures")
+def test_a_market_order_has_no_price_and_may_be_immediate_or_cancel(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, kind="futures")
     wanted = order(symbol="TXFA6", time_in_force=TimeInForce.IOC)
     assert wanted.price_type is PriceType.MARKET
     setting.login().place(wanted, 20.0)

@@ -10,8 +10,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from tests.contract.brokers.conftest import Heard
-from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, Setting, fails
+from tests.contract.brokers.conftest import HeardOrders
+from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown
@@ -22,11 +22,11 @@ ID = "531e27af"
 
 
 @pytest.fixture
-def setting(heard: Heard) -> Setting:
-    return Setting(heard)
+def setting(heard: HeardOrders) -> ShioajiStage:
+    return ShioajiStage(heard)
 
 
-def test_a_stock_order_is_cancelled_with_one_call(setting: Setting) -> None:
+def test_a_stock_order_is_cancelled_with_one_call(setting: ShioajiStage) -> None:
     broker = setting.login()
     cancelled = broker.cancel(ID, 20.0)
     assert (cancelled.broker_order_id, cancelled.state) == (ID, OrderState.CANCELLED)
@@ -35,16 +35,16 @@ def test_a_stock_order_is_cancelled_with_one_call(setting: Setting) -> None:
     assert not broker.queries_before_change(ID)
 
 
-def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: Heard) -> None:
+def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: HeardOrders) -> None:
     """Sinotrade/Shioaji #235."""
-    setting = Setting(heard, kind="futures")
+    setting = ShioajiStage(heard, kind="futures")
     broker = setting.login()
     broker.cancel(ID, 20.0)
     assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
     assert broker.queries_before_change(ID)
 
 
-def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Setting) -> None:
+def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: ShioajiStage) -> None:
     broker = setting.login()
     found = [[], [], [trade(REAL)]]
     setting.client.does["list_trades"] = lambda: found.pop(0)
@@ -54,7 +54,7 @@ def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Set
     assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
 
 
-def test_a_smaller_quantity_and_another_price_are_two_calls(setting: Setting) -> None:
+def test_a_smaller_quantity_and_another_price_are_two_calls(setting: ShioajiStage) -> None:
     broker = setting.login()
     assert broker.replace(ID, 2, None, 20.0).quantity == 2
     assert broker.replace(ID, None, Decimal("17.5"), 20.0).price == Decimal("17.5")
@@ -65,7 +65,7 @@ def test_a_smaller_quantity_and_another_price_are_two_calls(setting: Setting) ->
             broker.replace(ID, quantity, price, 20.0)
 
 
-def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: Setting) -> None:
+def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: ShioajiStage) -> None:
     broker = setting.login()
     others = setting.client.accounts[1]
     for listed in ([trade(REAL, status="Filled")], [], [trade(REAL, account=others)]):
@@ -92,7 +92,10 @@ CALLS: list[Callable[[ShioajiBroker], ExchangeOrder]] = [
     ],
 )
 def test_errors_of_a_change_are_told_apart_and_never_tried_again(
-    setting: Setting, call: Callable[[ShioajiBroker], ExchangeOrder], name: str, wanted: type[BrokerError]
+    setting: ShioajiStage,
+    call: Callable[[ShioajiBroker], ExchangeOrder],
+    name: str,
+    wanted: type[BrokerError],
 ) -> None:
     broker = setting.login()
     setting.client.does.update(cancel_order=fails(name), update_order=fails(name))
@@ -102,8 +105,8 @@ def test_errors_of_a_change_are_told_apart_and_never_tried_again(
     assert names.count("cancel_order") + names.count("update_order") == 1
 
 
-def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: Heard) -> None:
-    setting = Setting(heard, kind="futures")
+def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, kind="futures")
     broker = setting.login()
     setting.client.does["update_status"] = fails("ShioajiTimeoutError")
     with pytest.raises(OrderRejected, match="not sent"):
@@ -113,7 +116,9 @@ def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: Heard) -> None
         broker.cancel(ID, 20.0)
 
 
-def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(setting: Setting, heard: Heard) -> None:
+def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(
+    setting: ShioajiStage, heard: HeardOrders
+) -> None:
     broker = setting.login()
     release = threading.Event()
     setting.client.does["cancel_order"] = lambda *_, **__: (
@@ -126,20 +131,20 @@ def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(setting: Setti
     assert change.order.state is OrderState.CANCELLED
 
 
-def test_money_of_a_stock_and_of_a_futures_account(heard: Heard) -> None:
-    stock = Setting(heard).login().balance(20.0)
+def test_money_of_a_stock_and_of_a_futures_account(heard: HeardOrders) -> None:
+    stock = ShioajiStage(heard).login().balance(20.0)
     assert (stock.currency, stock.cash, stock.available) == ("TWD", Decimal("12345.0"), Decimal("12345.0"))
-    futures = Setting(heard, kind="futures").login().balance(20.0)
+    futures = ShioajiStage(heard, kind="futures").login().balance(20.0)
     assert (futures.cash, futures.available) == (Decimal("900000.0"), Decimal("700000.0"))
 
 
-def test_what_a_simulation_does_not_list_may_be_there_all_the_same(heard: Heard) -> None:
+def test_what_a_simulation_does_not_list_may_be_there_all_the_same(heard: HeardOrders) -> None:
     """Sinotrade/Shioaji #218."""
-    assert Setting(heard).login().orders(20.0).behind is None
+    assert ShioajiStage(heard).login().orders(20.0).behind is None
 
 
-def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: Heard) -> None:
-    listing = Setting(heard, simulation=False).login(WITH_CERTIFICATE).orders(20.0)
+def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: HeardOrders) -> None:
+    listing = ShioajiStage(heard, simulation=False).login(WITH_CERTIFICATE).orders(20.0)
     now = datetime.now(ZoneInfo("Asia/Taipei"))
     midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
     since = (now - midnight).total_seconds()

@@ -6,8 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from tests.contract.brokers.conftest import Heard, order
-from tests.contract.brokers.shioaji_client import REAL, Setting, fails
+from tests.contract.brokers.conftest import HeardOrders, order
+from tests.contract.brokers.shioaji_client import REAL, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_book import order_event
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.protocol.errors import BrokerError, BrokerUnreachable, OutcomeUnknown
@@ -34,16 +34,18 @@ def no_canary(text: str | None) -> bool:
 
 @pytest.mark.parametrize("where", ["login", "activate_ca", "preload"])
 @pytest.mark.parametrize("name", ["AuthError", "ServerError", "SystemMaintenance"])
-def test_of_a_failed_login_only_the_kind_and_the_status_are_told(heard: Heard, where: str, name: str) -> None:
-    setting = Setting(heard, simulation=False)
+def test_of_a_failed_login_only_the_kind_and_the_status_are_told(
+    heard: HeardOrders, where: str, name: str
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
     setting.client.does[where] = fails(name, f"status 500: reworded canary {SAID}")
     with pytest.raises(BrokerError) as caught:
         setting.login(CANARIES)
     assert str(caught.value.detail) == f"{name} 500"
 
 
-def test_no_text_of_the_sdk_carries_a_credential_out_of_the_adapter(heard: Heard) -> None:
-    setting = Setting(heard, simulation=False)
+def test_no_text_of_the_sdk_carries_a_credential_out_of_the_adapter(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, simulation=False)
     broker = setting.login(CANARIES)
     setting.client.does |= {name: fails("ServerError", SAID) for name in ("place_order", "usage")}
     setting.client.does["list_trades"] = lambda: [trade(REAL, msg=SAID, account=setting.client.accounts[0])]

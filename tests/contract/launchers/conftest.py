@@ -16,7 +16,7 @@ from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Launcher, Task
 from infra.launchers.process import ProcessLauncher
 from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
-from tests.contract.launchers.ecs_ground import EcsGround, on_moto
+from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
 from tests.contract.launchers.node_process import NodeProcess
 
 

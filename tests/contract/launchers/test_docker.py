@@ -11,7 +11,7 @@ import pytest
 from infra.launchers.docker import container
 from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
 from tests.containers.docker_house import STAND_IN_IMAGE
-from tests.containers.line import Line
+from tests.containers.line import DaemonLine
 from tests.contract.launchers.conftest import DockerGround
 from tests.contract.launchers.node_process import PATIENCE, until
 from tests.contract.launchers.specs import CANARY, spec
@@ -149,7 +149,7 @@ async def test_what_others_do_with_docker_is_told_as_well(docker_ground: DockerG
 async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_after_it(
     docker_ground: DockerGround, short_directory: Path
 ) -> None:
-    line = Line(short_directory / "docker.sock", docker_ground.house.socket)
+    line = DaemonLine(short_directory / "docker.sock", docker_ground.house.socket)
     await line.open()
     launcher = docker_ground.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]

@@ -27,7 +27,7 @@ from infra.settings import Settings
 from infra.vault import key_pairs, vault
 from infra.vault import key_pairs as orchestrator_keys
 from infra.vault.key_pairs import MasterKeyRing, OrchestratorKeys
-from tests.integration.activities.scripted import POOL, ScriptedWorker, born
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, born
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials
 from workflows.user_worker import messages as m
@@ -47,7 +47,7 @@ class Yard:
     launcher: FakeLauncher
     settings: Settings
     #: Workers that the launcher made.
-    made: dict[str, ScriptedWorker]
+    made: dict[str, ScriptedPoolWorker]
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Yard:
                 )
         return user_id
 
-    async def worker(self, worker_id: str | None = None) -> ScriptedWorker:
+    async def worker(self, worker_id: str | None = None) -> ScriptedPoolWorker:
         """A warm worker that the launcher knows."""
         name = worker_id or f"p-{next(self._numbers)}"
         config = WorkerConfig(
@@ -106,7 +106,7 @@ async def yard(valkey_client: Redis, migrated_database: str, tmp_path: Path) -> 
     database = Database(migrated_database, pool_wait=30.0)
     keys = orchestrator_keys.create_orchestrator_keys(tmp_path / "orchestrator.key")
     key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
-    made: dict[str, ScriptedWorker] = {}
+    made: dict[str, ScriptedPoolWorker] = {}
     yield Yard(
         client=valkey_client,
         database=database,

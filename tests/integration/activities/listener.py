@@ -18,7 +18,7 @@ QUEUE = f"listeners-{os.getpid()}"
 
 
 @workflow.defn
-class Listener:
+class ListenerWorkflow:
     """Keeps every signal."""
 
     def __init__(self) -> None:
@@ -43,16 +43,18 @@ class Listener:
 
 
 @asynccontextmanager
-async def listening(client: Client, workflow_id: str) -> AsyncIterator[WorkflowHandle[Listener, None]]:
+async def listening(
+    client: Client, workflow_id: str
+) -> AsyncIterator[WorkflowHandle[ListenerWorkflow, None]]:
     queue = f"{QUEUE}-{workflow_id}"
     async with Worker(
         client,
         task_queue=queue,
-        workflows=[Listener],
+        workflows=[ListenerWorkflow],
         workflow_runner=UnsandboxedWorkflowRunner(),
         debug_mode=True,  # a moment in which the machine stands still is no deadlock
     ):
-        handle = await client.start_workflow(Listener.run, id=workflow_id, task_queue=queue)
+        handle = await client.start_workflow(ListenerWorkflow.run, id=workflow_id, task_queue=queue)
         try:
             yield handle
         finally:
@@ -61,7 +63,7 @@ async def listening(client: Client, workflow_id: str) -> AsyncIterator[WorkflowH
 
 async def start(client: Client, workflow_id: str) -> None:
     """A listener that nobody runs yet: it hears all the same."""
-    await client.start_workflow(Listener.run, id=workflow_id, task_queue=f"{QUEUE}-{workflow_id}")
+    await client.start_workflow(ListenerWorkflow.run, id=workflow_id, task_queue=f"{QUEUE}-{workflow_id}")
 
 
 async def heard_by(client: Client, workflow_id: str, count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -69,13 +71,15 @@ async def heard_by(client: Client, workflow_id: str, count: int) -> list[tuple[s
     async with Worker(
         client,
         task_queue=f"{QUEUE}-{workflow_id}",
-        workflows=[Listener],
+        workflows=[ListenerWorkflow],
         workflow_runner=UnsandboxedWorkflowRunner(),
     ):
-        return await signals(client.get_workflow_handle_for(Listener.run, workflow_id), count)
+        return await signals(client.get_workflow_handle_for(ListenerWorkflow.run, workflow_id), count)
 
 
-async def signals(handle: WorkflowHandle[Listener, None], count: int) -> list[tuple[str, dict[str, Any]]]:
-    while len(heard := await handle.query(Listener.heard)) < count:  # noqa: ASYNC110
+async def signals(
+    handle: WorkflowHandle[ListenerWorkflow, None], count: int
+) -> list[tuple[str, dict[str, Any]]]:
+    while len(heard := await handle.query(ListenerWorkflow.heard)) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return heard

@@ -38,7 +38,7 @@ async def popped(client: Redis, key: str, patience: float) -> bytes | None:
     return None if item is None else bytes(item[1])
 
 
-class ScriptedWorker:
+class ScriptedPoolWorker:
     """Announces itself; `serve` answers what comes to its inbox."""
 
     def __init__(
@@ -139,12 +139,12 @@ class ScriptedWorker:
 
 
 def born(
-    client: Redis, orchestrator_keys: OrchestratorKeys, made: dict[str, ScriptedWorker]
+    client: Redis, orchestrator_keys: OrchestratorKeys, made: dict[str, ScriptedPoolWorker]
 ) -> Callable[[LaunchSpec, Task], asyncio.Future[None]]:
     """For `FakeLauncher`: each launched worker announces itself."""
 
     async def announce(spec: LaunchSpec, task: Task) -> None:
-        worker = ScriptedWorker(
+        worker = ScriptedPoolWorker(
             client,
             orchestrator_keys,
             task.worker_id,

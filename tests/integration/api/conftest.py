@@ -28,14 +28,14 @@ from infra.local.servers import TemporalServer, ValkeyServer, free_port
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.vault.key_pairs import create_master_key
-from tests.integration.api.lifecycle import Lifecycle, orchestrator
+from tests.integration.api.lifecycle import LifecycleStub, orchestrator
 from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
 
 _numbers = itertools.count(1)
 
 
 @dataclass
-class Api:
+class ServedApi:
     """A running application with a client of each role."""
 
     app: FastAPI
@@ -95,12 +95,12 @@ def settings(
 
 
 @asynccontextmanager
-async def running_api(settings: Settings) -> AsyncIterator[Api]:
+async def running_api(settings: Settings) -> AsyncIterator[ServedApi]:
     app = create_app(settings)
     number = next(_numbers)
     async with app.router.lifespan_context(app):
         admin_key = await make_key(settings, "admin")
-        api = Api(app, settings, f"user-{os.getpid()}-{number}", "", admin_key)
+        api = ServedApi(app, settings, f"user-{os.getpid()}-{number}", "", admin_key)
         async with api.client(admin_key) as admin:
             made = await admin.post("/users", json={"user_id": api.user})
             assert made.status_code == 201, made.text
@@ -113,7 +113,7 @@ async def running_api(settings: Settings) -> AsyncIterator[Api]:
 
 
 @asynccontextmanager
-async def served(api: Api) -> AsyncIterator[str]:
+async def served(api: ServedApi) -> AsyncIterator[str]:
     """The application behind a real uvicorn, whose lifespan is the fixture's; the URL."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(api.app, port=port, lifespan="off", log_config=None))
@@ -137,23 +137,23 @@ async def make_key(settings: Settings, role: users.Role) -> str:
 
 
 @pytest.fixture
-async def api(settings: Settings) -> AsyncIterator[Api]:
+async def api(settings: Settings) -> AsyncIterator[ServedApi]:
     """An API whose Temporal is down."""
     async with running_api(settings) as api:
         yield api
 
 
 @pytest.fixture
-async def user(api: Api) -> AsyncIterator[httpx.AsyncClient]:
+async def user(api: ServedApi) -> AsyncIterator[httpx.AsyncClient]:
     """The test's user at an API whose Temporal is down."""
     async with api.client(api.key) as client:
         yield client
 
 
 @pytest.fixture
-async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[Lifecycle]:
+async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[LifecycleStub]:
     """Serves the lifecycle queue as the test says."""
-    lifecycle = Lifecycle(settings.valkey_url)
+    lifecycle = LifecycleStub(settings.valkey_url)
     client = await Client.connect(temporal_server.address)
     async with orchestrator(client, lifecycle):
         yield lifecycle
@@ -166,8 +166,8 @@ async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> Asyn
 
 @pytest.fixture
 async def whole_api(
-    settings: Settings, temporal_server: TemporalServer, lifecycle: Lifecycle
-) -> AsyncIterator[Api]:
+    settings: Settings, temporal_server: TemporalServer, lifecycle: LifecycleStub
+) -> AsyncIterator[ServedApi]:
     """An API with all its servers, and an orchestrator that does what `lifecycle` says."""
     changed = settings.model_copy(update={"temporal_address": temporal_server.address})
     async with running_api(changed) as api:

@@ -1,4 +1,4 @@
-"""A stand-in for the user's workflow, under its real name: it does what the test's `Lifecycle` says."""
+"""A stand-in for the user's workflow, under its real name: it does what the test's `LifecycleStub` says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workflows.user_worker.messages import (
 )
 
 
-class Lifecycle:
+class LifecycleStub:
     """What `ensure_active` does, and what the workflows were told."""
 
     def __init__(self, valkey_url: str) -> None:
@@ -64,7 +64,7 @@ class Lifecycle:
 
 
 #: The running test's; set by the fixture.
-present: list[Lifecycle] = []
+present: list[LifecycleStub] = []
 
 
 @workflow.defn(name=USER_WORKER)
@@ -150,7 +150,7 @@ class ScriptedUserWorker:
         )
 
 
-def orchestrator(client: Client, lifecycle: Lifecycle) -> Worker:
+def orchestrator(client: Client, lifecycle: LifecycleStub) -> Worker:
     present[:] = [lifecycle]
     return Worker(
         client,

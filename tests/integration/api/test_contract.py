@@ -27,8 +27,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.integration.api.conftest import Api, StartWorker, an_order, served
-from tests.integration.api.lifecycle import Lifecycle
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order, served
+from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import Question
 from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
@@ -69,7 +69,7 @@ def reply(question: Question) -> Answer:
     return Answer(request_id=question.request_id, outcome=outcome)
 
 
-class Caller:
+class ContractCaller:
     """Calls as this one and that, and collects what is wrong with the answers."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Caller:
 
 
 async def test_every_operation_keeps_to_its_description(
-    whole_api: Api, lifecycle: Lifecycle, start_worker: StartWorker
+    whole_api: ServedApi, lifecycle: LifecycleStub, start_worker: StartWorker
 ) -> None:
     api = whole_api
     worker = await start_worker(api.user)
@@ -159,7 +159,7 @@ async def test_every_operation_keeps_to_its_description(
     # left one that nobody serves: its routes have a test of their own.
     finite = described.exclude(path_regex="/events$|/rollout")
     async with served(api) as url:
-        caller = Caller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
+        caller = ContractCaller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
         operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
         await asyncio.to_thread(caller.run, operations)
     assert caller.statuses.total() > 10 * len(operations)
@@ -169,12 +169,12 @@ async def test_every_operation_keeps_to_its_description(
     assert caller.found == {}, "\n".join(f"{name}\n    {what}" for name, what in caller.found.items())
 
 
-async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(api: Api) -> None:
+async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(api: ServedApi) -> None:
     """Temporal is down: what is asked for well is a 503 as described, everything else refused as ever."""
     described = openapi.from_dict(api.app.openapi()).include(path_regex="/rollout")
     described_codes = [check for check in CHECKS if check is not not_a_server_error]
     async with served(api) as url:
-        caller = Caller(
+        caller = ContractCaller(
             url.removesuffix("/v1"), [api.key, api.admin_key], {"pool": "default"}, described_codes
         )
         operations = [one.ok() for one in described.get_all_operations() if isinstance(one, Ok)]

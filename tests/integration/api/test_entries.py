@@ -12,15 +12,15 @@ from api.http.errors import IntentExpired
 from api.orders.placer import OrderLeg
 from api.orders.schemas import OrderRequest
 from infra.database.orders import checks as closing
-from tests.integration.api.conftest import Api, StartWorker, an_order, running_api
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.integration.api.orders.test_intents import broker, sent, want
+from tests.integration.api.orders.test_order_changes import resting
 from tests.integration.api.scripted_worker import until
-from tests.integration.api.test_intents import broker, sent, want
-from tests.integration.api.test_order_changes import resting
 
 
 @pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])
 async def test_nothing_is_opened_beside_an_order_that_works(
-    api: Api, user: httpx.AsyncClient, start_worker: StartWorker, intent: str
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, intent: str
 ) -> None:
     worker = await broker(api, start_worker, 0, resting)
     first = await want(user, api, "short_entry", quantity=1)
@@ -33,7 +33,7 @@ async def test_nothing_is_opened_beside_an_order_that_works(
 
 
 async def test_nothing_is_reversed_beside_an_order_that_works(
-    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, -3, resting)
     order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
@@ -44,7 +44,7 @@ async def test_nothing_is_reversed_beside_an_order_that_works(
 
 
 async def test_of_many_entries_at_once_one_is_sent(
-    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, 0, resting)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
@@ -67,7 +67,7 @@ async def test_of_many_entries_at_once_one_is_sent(
 
 
 async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
-    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, 0, resting)
     order = an_order(7, symbol="TXFA6", side="sell", quantity=1)
@@ -78,7 +78,7 @@ async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
 
 
 async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took(
-    api: Api, start_worker: StartWorker
+    api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
     services = api.services

@@ -16,8 +16,8 @@ from infra.cli.app import app
 from infra.database.models import AuditEntry
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
-from tests.integration.api.conftest import Api, running_api, served
-from tests.integration.jobs.stage import Stage, claim, ids
+from tests.integration.api.conftest import ServedApi, running_api, served
+from tests.integration.jobs.stage import QueueStage, claim, ids
 from worker_runtime.jobs.protocol import keys as job_keys
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -25,15 +25,15 @@ NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}
 
 
 @pytest.fixture
-def stage(settings: Settings) -> Iterator[Stage]:
+def stage(settings: Settings) -> Iterator[QueueStage]:
     """A producer and runners on the API's Valkey."""
-    stage = Stage(settings.valkey_url)
+    stage = QueueStage(settings.valkey_url)
     yield stage
     stage.close()
 
 
 async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goes(
-    api: Api, stage: Stage
+    api: ServedApi, stage: QueueStage
 ) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"running": 1, "reason": "the server asked for it"}
@@ -61,7 +61,7 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
     assert told == [(1, "the server asked for it"), (None, "requested")]
 
 
-async def test_a_rate_holds_for_each_key_with_its_burst(api: Api, stage: Stage) -> None:
+async def test_a_rate_holds_for_each_key_with_its_burst(api: ServedApi, stage: QueueStage) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"per_second": 0.001, "burst": 2}
         assert (await admin.put("/job-limits/webhook", json=body)).status_code == 200
@@ -80,7 +80,7 @@ async def test_a_rate_holds_for_each_key_with_its_burst(api: Api, stage: Stage) 
     assert stage.field("a2", "state") == "delayed"
 
 
-async def test_wrong_limits_unknown_types_and_users_are_refused(api: Api) -> None:
+async def test_wrong_limits_unknown_types_and_users_are_refused(api: ServedApi) -> None:
     async with api.client(api.admin_key) as admin, api.client(api.key) as user:
         for wrong in (
             {"running": -1},

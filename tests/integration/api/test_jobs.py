@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from infra.database.models import AuditEntry
 from infra.settings import Settings
-from tests.integration.api.conftest import Api, an_order, on_one_day, running_api
+from tests.integration.api.conftest import ServedApi, an_order, on_one_day, running_api
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol.messages import encode
@@ -31,7 +31,7 @@ STATEMENT = {"type": "statement", "day": "2026-11-20"}
 
 
 @pytest.fixture
-async def start_runner(api: Api) -> AsyncIterator[StartRunner]:
+async def start_runner(api: ServedApi) -> AsyncIterator[StartRunner]:
     """Starts a runner of a tag, with the jobs that exist."""
     with ExitStack() as stack:
 
@@ -54,7 +54,7 @@ async def put(client: httpx.AsyncClient, user: str, **job: Any) -> httpx.Respons
 
 
 async def test_a_users_export_and_statement_are_made_of_his_orders(
-    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+    api: ServedApi, user: httpx.AsyncClient, start_runner: StartRunner
 ) -> None:
     await on_one_day()
     start_runner(job_keys.user_tag(api.user))
@@ -84,7 +84,7 @@ async def test_a_users_export_and_statement_are_made_of_his_orders(
 
 
 async def test_waiting_ends_with_the_job_and_not_before(
-    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+    api: ServedApi, user: httpx.AsyncClient, start_runner: StartRunner
 ) -> None:
     asked = (await put(user, api.user, **STATEMENT)).json()
     assert (asked["state"], asked["type"]) == ("waiting", "statement")
@@ -97,7 +97,7 @@ async def test_waiting_ends_with_the_job_and_not_before(
     assert (job["state"], job["attempt"], job["value"]["orders"]) == ("done", 1, 0)
 
 
-async def _somebody_waits(api: Api, job_id: str) -> None:
+async def _somebody_waits(api: ServedApi, job_id: str) -> None:
     client: Redis = api.services.valkey
     channel = job_keys.done(job_keys.user_tag(api.user), job_id)
     for _ in range(1000):
@@ -108,7 +108,7 @@ async def _somebody_waits(api: Api, job_id: str) -> None:
 
 
 async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
-    api: Api, user: httpx.AsyncClient
+    api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     first = await put(user, api.user, **STATEMENT, job_id="s-1")
     again = await put(user, api.user, **STATEMENT, job_id="s-1")
@@ -121,7 +121,9 @@ async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
     assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
 
 
-async def test_an_id_keeps_its_meaning_as_long_as_its_job_is_there(api: Api, user: httpx.AsyncClient) -> None:
+async def test_an_id_keeps_its_meaning_as_long_as_its_job_is_there(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     await put(user, api.user, **STATEMENT, job_id="s-1")
     await api.services.valkey.delete(
         job_keys.request_digest(job_keys.user_tag(api.user), "s-1")
@@ -132,7 +134,7 @@ async def test_an_id_keeps_its_meaning_as_long_as_its_job_is_there(api: Api, use
     assert (await put(user, api.user, **STATEMENT, job_id="s-1")).status_code == 202
 
 
-async def test_a_waiting_job_is_cancelled_and_stays_so(api: Api, user: httpx.AsyncClient) -> None:
+async def test_a_waiting_job_is_cancelled_and_stays_so(api: ServedApi, user: httpx.AsyncClient) -> None:
     asked = (await put(user, api.user, **STATEMENT)).json()
     path = f"/users/{api.user}/jobs/{asked['id']}"
     for _ in range(2):
@@ -154,7 +156,7 @@ async def test_a_user_has_so_many_jobs_waiting_and_no_more(settings: Settings) -
 
 
 async def test_a_user_asks_for_so_many_jobs_while_results_are_kept_and_no_more(
-    api: Api, user: httpx.AsyncClient
+    api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     async def asks_and_cancels() -> str:
         asked = (await put(user, api.user, **STATEMENT)).json()
@@ -170,13 +172,13 @@ async def test_a_user_asks_for_so_many_jobs_while_results_are_kept_and_no_more(
 
 
 async def test_calls_that_come_at_once_get_no_more_than_one_after_the_other(
-    api: Api, user: httpx.AsyncClient
+    api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     replies = await asyncio.gather(*(put(user, api.user, **STATEMENT) for _ in range(55)))
     assert sorted(reply.status_code for reply in replies) == [202] * 50 + [429] * 5
 
 
-async def test_nobody_sees_the_jobs_of_others(api: Api, user: httpx.AsyncClient) -> None:
+async def test_nobody_sees_the_jobs_of_others(api: ServedApi, user: httpx.AsyncClient) -> None:
     mine = (await put(user, api.user, **STATEMENT)).json()["id"]
     async with api.client(api.admin_key) as admin:
         assert (await admin.get(f"/users/{api.user}/jobs/{mine}")).status_code == 200
@@ -191,7 +193,7 @@ async def test_nobody_sees_the_jobs_of_others(api: Api, user: httpx.AsyncClient)
 
 
 async def test_the_fleets_jobs_are_for_operators(
-    api: Api, user: httpx.AsyncClient, start_runner: StartRunner
+    api: ServedApi, user: httpx.AsyncClient, start_runner: StartRunner
 ) -> None:
     ping = {"job": {"type": "ping", "text": "hello", "job_id": f"ping-{api.user}"}}
     for method, path in (("POST", "/jobs"), ("GET", "/jobs/x"), ("POST", "/jobs/x/cancel")):
@@ -215,7 +217,9 @@ async def test_the_fleets_jobs_are_for_operators(
         assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_what_it_says(api: Api) -> None:
+async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_what_it_says(
+    api: ServedApi,
+) -> None:
     async with api.client(api.admin_key) as admin:
         mail = {"type": "email", "to": "a@example.com", "subject": "canary", "text": "canary"}
         hook = {"type": "webhook", "url": "https://example.com/canary", "recipient": "alice", "event": "e"}

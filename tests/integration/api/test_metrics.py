@@ -9,11 +9,11 @@ import pytest
 
 from infra.database.models import Order, WorkerSession
 from infra.database.workers import maintenance
-from tests.integration.api.conftest import Api
+from tests.integration.api.conftest import ServedApi
 from worker_runtime.protocol import keys
 
 
-async def samples(api: Api) -> dict[str, float]:
+async def samples(api: ServedApi) -> dict[str, float]:
     async with api.client(api.admin_key) as admin:
         answer = await admin.get("/metrics")
     assert answer.status_code == 200, answer.text
@@ -22,19 +22,19 @@ async def samples(api: Api) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-async def test_an_empty_house_has_metrics(api: Api) -> None:
+async def test_an_empty_house_has_metrics(api: ServedApi) -> None:
     told = await samples(api)
     assert told['berth_pool_ready{pool="default"}'] == 0
     assert told['berth_orders_unsettled{state="unknown"}'] == 0
     assert not any(name.startswith("berth_maintenance") for name in told)
 
 
-async def test_only_operators_see_them(api: Api) -> None:
+async def test_only_operators_see_them(api: ServedApi) -> None:
     async with api.client(api.key) as user:
         assert (await user.get("/metrics")).status_code == 403
 
 
-async def test_claims_are_told_apart_by_warm_and_cold(api: Api) -> None:
+async def test_claims_are_told_apart_by_warm_and_cold(api: ServedApi) -> None:
     now = datetime.now(UTC)
     async with api.services.database.session() as session:
         for epoch, (warm, seconds, age) in enumerate(
@@ -64,7 +64,7 @@ async def test_claims_are_told_apart_by_warm_and_cold(api: Api) -> None:
     assert told['berth_workers_in_use{pool="default"}'] == 1
 
 
-async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(api: Api) -> None:
+async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(api: ServedApi) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
     odd = maintenance.Suspect(kind="orphan_task", why="w", worker_id="w9")
     async with api.services.database.session() as session:

@@ -24,8 +24,8 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, fr
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
-from tests.integration.api.conftest import Api, StartWorker, an_order, make_key, running_api
-from tests.integration.api.lifecycle import Lifecycle, orchestrator
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
+from tests.integration.api.lifecycle import LifecycleStub, orchestrator
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -87,13 +87,13 @@ async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
 
 
 @pytest.fixture
-async def api_on_own_valkey(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[Api]:
+async def api_on_own_valkey(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[ServedApi]:
     async with running_api(settings.model_copy(update={"valkey_url": own_valkey.url})) as api:
         yield api
 
 
 async def test_valkey_killed_is_told_at_once_and_gets_over(
-    api_on_own_valkey: Api, own_valkey: ValkeyServer
+    api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
     worker = ScriptedWorker(own_valkey.url, api.user)
@@ -122,7 +122,7 @@ async def test_valkey_killed_is_told_at_once_and_gets_over(
 
 
 async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart(
-    api_on_own_valkey: Api, own_valkey: ValkeyServer
+    api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
     worker = ScriptedWorker(own_valkey.url, api.user, lambda order: None)
@@ -141,7 +141,7 @@ async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart
 
 
 async def test_a_frozen_valkey_is_told_within_its_timeout(
-    api_on_own_valkey: Api, own_valkey: ValkeyServer
+    api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
     async with api.client(api.key) as user:
@@ -178,7 +178,7 @@ async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that
         await listener.close()
 
 
-class Line:
+class SilentLine:
     """A way to a server, whose connections can be cut without a word to anybody."""
 
     def __init__(self, port: int) -> None:
@@ -211,7 +211,7 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
     own_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "CHECK_PERIOD", 0.1)
-    line = Line(own_valkey.port)
+    line = SilentLine(own_valkey.port)
     server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
     beside = ValkeyLink.beside
@@ -289,7 +289,7 @@ async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
 
 
 async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
-    api: Api, user: httpx.AsyncClient, start_worker: StartWorker
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     none = await at_once(user, "POST", f"/users/{api.user}/orders", json=an_order(1))
     assert none.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
@@ -307,7 +307,7 @@ async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
 async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings, tmp_path: Path) -> None:
     with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:
         changed = settings.model_copy(update={"temporal_address": own_temporal.address})
-        lifecycle = Lifecycle(settings.valkey_url)
+        lifecycle = LifecycleStub(settings.valkey_url)
         client = await Client.connect(own_temporal.address)
         async with (
             orchestrator(client, lifecycle),

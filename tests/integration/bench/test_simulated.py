@@ -40,7 +40,7 @@ KEY = Ed25519PrivateKey.generate()
 USER, POOL, CLAIM_ID = "u1", "simulated", "c1"
 
 
-class Stage:
+class SimulatedStage:
     """A small orchestrator: it launches through the node's socket and claims through Valkey."""
 
     def __init__(self, client: Any, launcher: ProcessLauncher, url: str) -> None:
@@ -124,7 +124,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def _stage(server: ValkeyServer, folder: Path, habits: SimulatedBehaviour) -> AsyncIterator[Stage]:
+async def _stage(
+    server: ValkeyServer, folder: Path, habits: SimulatedBehaviour
+) -> AsyncIterator[SimulatedStage]:
     link = SimulatedConnections(server.url)
     keeper = SimulatedKeeper(link, habits)
     node = NodeServer(keeper, keeper, limits="none")
@@ -134,7 +136,7 @@ async def _stage(server: ValkeyServer, folder: Path, habits: SimulatedBehaviour)
     await client.flushall()
     launcher = ProcessLauncher(socket)
     try:
-        yield Stage(client, launcher, server.url)
+        yield SimulatedStage(client, launcher, server.url)
     finally:
         await launcher.close()
         await client.aclose()
@@ -144,19 +146,19 @@ async def _stage(server: ValkeyServer, folder: Path, habits: SimulatedBehaviour)
 
 
 @pytest.fixture
-async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIterator[Stage]:
+async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIterator[SimulatedStage]:
     async with _stage(valkey_server, short_directory, SimulatedBehaviour(start=0.0, connect=0.0)) as made:
         yield made
 
 
-async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: Stage) -> None:
+async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: SimulatedStage) -> None:
     task_id = await stage.launch("w1")
     status, worker_id, public_key, proof, task, _ = await stage.take()
     assert (status, worker_id, task) == (b"claimed", b"w1", task_id.encode())
     assert sealing.check_key(sealing.launch_token(SECRET, "w1"), "w1", public_key, proof)
 
 
-async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(stage: Stage) -> None:
+async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(stage: SimulatedStage) -> None:
     first = await stage.launch("w1")
     assert await stage.launch("w1") == first
     with pytest.raises(LaunchFailed, match="runs already"):
@@ -164,7 +166,7 @@ async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(stag
     assert len(await stage.launcher.list()) == 1
 
 
-async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: Stage) -> None:
+async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: SimulatedStage) -> None:
     reply = await stage.active("w1", epoch=3)
     assert (reply.failure, reply.epoch, reply.worker_id) == (None, 3, "w1")
     assert await stage.client.get(keys.mark(USER)) == b"3:w1"
@@ -173,7 +175,7 @@ async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: Stage) 
     assert await stage.told() == ["connected"]
 
 
-async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: Stage) -> None:
+async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: SimulatedStage) -> None:
     await stage.active("w1")
     await stage.client.pexpire(keys.mark(USER), 3000)
     lives = 0
@@ -184,7 +186,7 @@ async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: Stag
     assert await stage.ended() == ("w1", 66, "exited")
 
 
-async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: Stage) -> None:
+async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: SimulatedStage) -> None:
     await stage.active("w1")
     signed = sealing.sign(Shutdown(user_id=USER, epoch=1, reason="idle"), KEY)
     await valkey.run_script(
@@ -195,7 +197,7 @@ async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: Stag
     assert await stage.told() == ["connected", "closed"]
 
 
-async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: Stage) -> None:
+async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: SimulatedStage) -> None:
     await stage.launch("w1")
     await stage.take()
     entry = keys.pool_worker(POOL, "w1")
@@ -210,7 +212,7 @@ async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: Stage)
     assert not await stage.client.exists(keys.mark(USER))
 
 
-async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(stage: Stage) -> None:
+async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(stage: SimulatedStage) -> None:
     task_id = await stage.launch("w1")
     await stage.take("other")
     await stage.launcher.stop(task_id, "the pool shrinks")
@@ -232,7 +234,7 @@ async def test_the_users_of_busy_workers_show_activity_again_and_again(
         assert sorted(seen)[0] > b"0"
 
 
-async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: Stage) -> None:
+async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: SimulatedStage) -> None:
     await stage.active("w1")
     names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
     payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'

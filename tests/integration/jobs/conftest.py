@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import Fleet
-from tests.integration.jobs.stage import Stage
+from tests.integration.jobs.fleet import RunnerFleet
+from tests.integration.jobs.stage import QueueStage
 
 
 @pytest.fixture
-def stage(valkey_server: ValkeyServer) -> Iterator[Stage]:
-    stage = Stage(valkey_server.url)
+def stage(valkey_server: ValkeyServer) -> Iterator[QueueStage]:
+    stage = QueueStage(valkey_server.url)
     stage.client.execute("FLUSHALL")
     yield stage
     stage.close()
 
 
 @pytest.fixture
-def fleet(stage: Stage, short_directory: Path) -> Iterator[Fleet]:
-    fleet = Fleet(stage, short_directory)
+def fleet(stage: QueueStage, short_directory: Path) -> Iterator[RunnerFleet]:
+    fleet = RunnerFleet(stage, short_directory)
     yield fleet
     fleet.close()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.integration.jobs.scripted import Script
-from tests.integration.jobs.stage import Stage
+from tests.integration.jobs.scripted import JobScript
+from tests.integration.jobs.stage import QueueStage
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -52,7 +52,7 @@ def alive(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JobStart:
     """One start of a job."""
 
     job_id: str
@@ -104,10 +104,10 @@ class RunnerProcess:
         self.process.wait()
 
 
-class Fleet:
+class RunnerFleet:
     """Starts runners, enqueues scripted jobs, waits for what becomes of them."""
 
-    def __init__(self, stage: Stage, folder: Path) -> None:
+    def __init__(self, stage: QueueStage, folder: Path) -> None:
         self.stage = stage
         self.folder = folder
         self.ledger_path = folder / "ledger"
@@ -148,11 +148,11 @@ class Fleet:
         [runner] = [one for one in self.beats() if one.startswith(f"{name}-")]
         return int(self.stage.client.execute("HGET", job_keys.beats(job_keys.FLEET_TAG), runner))
 
-    def add(self, job_id: str, *, script: Script | None = None, **fields: Any) -> None:
-        script = script or Script()
+    def add(self, job_id: str, *, script: JobScript | None = None, **fields: Any) -> None:
+        script = script or JobScript()
         values = {**{name: getattr(script, name) for name in script.__struct_fields__}}
         values["ledger"] = str(self.ledger_path)
-        arguments = job_calls.encode_arguments(Script(**values))
+        arguments = job_calls.encode_arguments(JobScript(**values))
         assert self.stage.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
 
     def waits(self, job_id: str) -> bool:
@@ -161,16 +161,16 @@ class Fleet:
     def result(self, job_id: str, patience: float = PATIENCE) -> JobResult:
         return eventually(lambda: self.stage.result(job_id), f"a result of {job_id}", patience)
 
-    def ledger(self, job_id: str = "") -> list[Entry]:
+    def ledger(self, job_id: str = "") -> list[JobStart]:
         if not self.ledger_path.exists():
             return []
         entries = []
         for line in self.ledger_path.read_text().splitlines():
             job, *numbers = line.split()
-            entries.append(Entry(job, *(int(number) for number in numbers)))
+            entries.append(JobStart(job, *(int(number) for number in numbers)))
         return [entry for entry in entries if not job_id or entry.job_id == job_id]
 
-    def started(self, job_id: str, times: int = 1) -> Entry:
+    def started(self, job_id: str, times: int = 1) -> JobStart:
         """The newest start of a job, once it has started so many times."""
         entries = eventually(
             lambda: found if len(found := self.ledger(job_id)) >= times else None,

@@ -17,7 +17,7 @@ from worker_runtime.jobs.types.job_registry import PING_JOB
 from worker_runtime.jobs.types.job_type import JobContext, JobRegistry, JobType, RetryLater
 
 
-class Script(msgspec.Struct, frozen=True, kw_only=True):
+class JobScript(msgspec.Struct, frozen=True, kw_only=True):
     """What a job does. Each start is a line in `ledger`; it waits until the file `until` is there."""
 
     ledger: str = ""
@@ -36,7 +36,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     progress: int | None = None
 
 
-def perform(script: Script, context: JobContext) -> object:
+def perform(script: JobScript, context: JobContext) -> object:
     if script.ignores_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     grandchild = 0
@@ -68,7 +68,7 @@ def perform(script: Script, context: JobContext) -> object:
     return script.returns
 
 
-SCRIPTED = JobType(name="scripted", arguments=Script, run=perform, memory=64 * 1024 * 1024)
+SCRIPTED = JobType(name="scripted", arguments=JobScript, run=perform, memory=64 * 1024 * 1024)
 
 _fork = os.fork
 

@@ -14,7 +14,7 @@ from infra.local.components import JobFleetComponent
 from infra.local.servers import ValkeyServer
 from infra.settings import Settings
 from infra.vault.key_file import KeyFileExposed, write_key_file
-from tests.unit.jobs.receiver import receiving
+from tests.unit.jobs.types.receiver import receiving
 from worker_runtime.jobs.config import parse_config
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

@@ -25,7 +25,7 @@ CLOCKED = Script(
 
 
 @dataclass
-class Window:
+class BudgetWindow:
     what: str
     span: int
     limit: int
@@ -37,7 +37,7 @@ class Window:
 def spend(
     scripts: Scripts,
     call: str,
-    *windows: Window,
+    *windows: BudgetWindow,
     cost: int = 1,
     known: str = "",
     fresh: bool = False,
@@ -53,9 +53,9 @@ def spend(
     return granted == 1, wait, count
 
 
-ORDERS = Window("orders", 10_000, 3)
-QUERIES = Window("queries", 5_000, 2)
-LOGINS = Window("logins", 0, 5, reserve=1)
+ORDERS = BudgetWindow("orders", 10_000, 3)
+QUERIES = BudgetWindow("queries", 5_000, 2)
+LOGINS = BudgetWindow("logins", 0, 5, reserve=1)
 NOON = 1_763_697_600_000  # 12:00 in Taipei
 
 
@@ -131,7 +131,7 @@ def test_the_rest_of_a_day_whose_count_was_lost_has_the_reserve(scripts: Scripts
 
 
 @dataclass
-class Caller:
+class BudgetCaller:
     """A session: what it was granted under which count."""
 
     known: dict[str, str] = field(default_factory=dict)
@@ -151,10 +151,10 @@ class Spending(RuleBasedStateMachine):
         self.made = 0
         #: When each call was granted, by window; the broker never forgets.
         self.granted_at: dict[str, list[int]] = {"orders": [], "queries": []}
-        self.sessions = [Caller() for _ in range(3)]
+        self.sessions = [BudgetCaller() for _ in range(3)]
         #: Only the very first call of a person is one without a history.
         self.virgin = True
-        self.last: tuple[int, str, tuple[Window, ...], int] | None = None
+        self.last: tuple[int, str, tuple[BudgetWindow, ...], int] | None = None
 
     @rule(caller=callers, cost=st.integers(1, 2), both=st.booleans())
     def call(self, caller: int, cost: int, both: bool) -> None:
@@ -185,7 +185,7 @@ class Spending(RuleBasedStateMachine):
 
     @rule(caller=callers)
     def replace(self, caller: int) -> None:
-        self.sessions[caller] = Caller()
+        self.sessions[caller] = BudgetCaller()
 
     @invariant()
     def no_window_has_more_than_its_limit(self) -> None:
@@ -194,7 +194,7 @@ class Spending(RuleBasedStateMachine):
             for end in times:
                 assert sum(end - window.span < at <= end for at in times) <= window.limit
 
-    def _spend(self, caller: int, call: str, windows: tuple[Window, ...], cost: int) -> None:
+    def _spend(self, caller: int, call: str, windows: tuple[BudgetWindow, ...], cost: int) -> None:
         session = self.sessions[caller]
         counts = {session.known.get(each.what, "") for each in windows}
         known = counts.pop() if len(counts) == 1 else ""
@@ -213,7 +213,7 @@ class Spending(RuleBasedStateMachine):
         elif known == count:  # nothing was lost: it is refused only for want of room
             assert not all(before.values())
 
-    def _room(self, window: Window, cost: int) -> bool:
+    def _room(self, window: BudgetWindow, cost: int) -> bool:
         begin = self.now - window.span
         return sum(at > begin for at in self.granted_at[window.what]) + cost <= window.limit
 

@@ -147,7 +147,7 @@ async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, val
     assert sum(reply[0] == b"empty" for reply in replies) == 30
 
 
-class Pool(RuleBasedStateMachine):
+class PoolMachine(RuleBasedStateMachine):
     """Workers that come, renew and die; claims that are repeated: never two claims on one worker."""
 
     scripts: Scripts
@@ -196,9 +196,9 @@ class Pool(RuleBasedStateMachine):
 
 
 def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -> None:
-    Pool.scripts = scripts
+    PoolMachine.scripts = scripts
     run_state_machine_as_test(
-        Pool,
+        PoolMachine,
         settings=settings(
             max_examples=60,
             stateful_step_count=30,

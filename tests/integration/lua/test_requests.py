@@ -306,7 +306,7 @@ def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
     assert scripts.client.exists(*places) == 0
 
 
-class RequestQueue(RuleBasedStateMachine):
+class RequestQueueMachine(RuleBasedStateMachine):
     """Any mix of enqueue, pop, lost replies and answers: each request is popped once, in order."""
 
     scripts: Scripts
@@ -380,9 +380,9 @@ class RequestQueue(RuleBasedStateMachine):
 
 
 def test_no_sequence_of_calls_loses_or_doubles_a_request(scripts: Scripts) -> None:
-    RequestQueue.scripts = scripts
+    RequestQueueMachine.scripts = scripts
     run_state_machine_as_test(
-        RequestQueue,
+        RequestQueueMachine,
         settings=settings(
             max_examples=60,
             stateful_step_count=30,

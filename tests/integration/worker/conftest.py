@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import Stage
+from tests.integration.worker.stage import WorkerStage
 
 
 @pytest.fixture
-def stage(valkey_server: ValkeyServer, tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(valkey_server.url, tmp_path)
+def stage(valkey_server: ValkeyServer, tmp_path: Path) -> Iterator[WorkerStage]:
+    stage = WorkerStage(valkey_server.url, tmp_path)
     stage.client.execute("FLUSHALL")
     yield stage
     stage.close()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.integration.worker.worker import PATIENCE, Worker, eventually
+from tests.integration.worker.worker import PATIENCE, SpawnedWorker, eventually
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import WorkerConfig
@@ -47,7 +47,7 @@ TTL = 60_000
 _numbers = itertools.count(1)
 
 
-class Stage:
+class WorkerStage:
     """Claims, sends orders and control messages, reads answers and events."""
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Stage:
         self.secret = os.urandom(32)
         self.pool = f"pool{next(_numbers)}"
         self.user = f"user-{next(_numbers)}"
-        self.workers: list[Worker] = []
+        self.workers: list[SpawnedWorker] = []
         #: The broker of all accounts.
         self.broker = "scripted"
         #: The person id of all accounts.
@@ -84,22 +84,22 @@ class Stage:
             }
         )
 
-    def launch(self, command: list[str] | None = None, **changes: Any) -> Worker:
-        worker = Worker(self.folder, self.config(**changes), command)
+    def launch(self, command: list[str] | None = None, **changes: Any) -> SpawnedWorker:
+        worker = SpawnedWorker(self.folder, self.config(**changes), command)
         self.workers.append(worker)
         return worker
 
-    def ready(self, **changes: Any) -> Worker:
+    def ready(self, **changes: Any) -> SpawnedWorker:
         """A worker that has announced itself."""
         worker = self.launch(**changes)
         self.await_ready(worker)
         return worker
 
-    def await_ready(self, worker: Worker) -> None:
+    def await_ready(self, worker: SpawnedWorker) -> None:
         key = keys.pool_worker(self.pool, worker.worker_id)
         eventually(lambda: self.client.execute("HGET", key, "state"), f"{worker.worker_id} is ready")
 
-    def active(self, accounts: dict[str, str] | None = None, **changes: Any) -> Worker:
+    def active(self, accounts: dict[str, str] | None = None, **changes: Any) -> SpawnedWorker:
         """A worker claimed for `self.user` and connected."""
         worker = self.ready(**changes)
         reply = self.claim(worker, accounts=accounts)
@@ -149,13 +149,13 @@ class Stage:
             ),
         )
 
-    def public_key(self, worker: Worker) -> bytes:
+    def public_key(self, worker: SpawnedWorker) -> bytes:
         key = keys.pool_worker(self.pool, worker.worker_id)
         public_key: bytes = self.client.execute("HGET", key, "public_key")
         return public_key
 
     def claim_message(
-        self, worker: Worker, claim_id: str, *, epoch: int = 1, accounts: dict[str, str] | None = None
+        self, worker: SpawnedWorker, claim_id: str, *, epoch: int = 1, accounts: dict[str, str] | None = None
     ) -> Claim:
         public_key = self.public_key(worker)
         return Claim(
@@ -174,15 +174,15 @@ class Stage:
             ],
         )
 
-    def push(self, worker: Worker, message: Message) -> None:
+    def push(self, worker: SpawnedWorker, message: Message) -> None:
         self.push_raw(worker, sealing.sign(message, self.key))
 
-    def push_raw(self, worker: Worker, data: bytes) -> None:
+    def push_raw(self, worker: SpawnedWorker, data: bytes) -> None:
         self.client.execute("RPUSH", keys.pool_inbox(self.pool, worker.worker_id), data)
 
     def claim(
         self,
-        worker: Worker,
+        worker: SpawnedWorker,
         *,
         claim_id: str = "c1",
         epoch: int = 1,
@@ -210,7 +210,7 @@ class Stage:
 
     # --- credentials for a worker that runs
 
-    def proven_key(self, worker: Worker) -> bytes:
+    def proven_key(self, worker: SpawnedWorker) -> bytes:
         """The public key in the metadata, if its proof holds; else b''."""
         metadata = self.metadata()
         key, proof = (bytes.fromhex(metadata.get(name, "")) for name in ("public_key", "proof"))
@@ -218,7 +218,7 @@ class Stage:
         return key if sealing.check_key(token, worker.worker_id, key, proof) else b""
 
     def push_reload(
-        self, worker: Worker, public_key: bytes, reload_id: str, **accounts: tuple[str, int]
+        self, worker: SpawnedWorker, public_key: bytes, reload_id: str, **accounts: tuple[str, int]
     ) -> None:
         """Sends credentials (api key and version by account), sealed to `public_key`."""
         sealed = [
@@ -243,14 +243,14 @@ class Stage:
             )
         )
 
-    def reload(self, worker: Worker, reload_id: str, **accounts: tuple[str, int]) -> ClaimReply:
+    def reload(self, worker: SpawnedWorker, reload_id: str, **accounts: tuple[str, int]) -> ClaimReply:
         """New credentials, sealed to the present key, and the worker's reply."""
         # A renewal that was begun before the session had its key may come after the one that shows it.
         key = eventually(lambda: self.proven_key(worker), "a proven key")
         self.push_reload(worker, key, reload_id, **accounts)
         return self.reply(reload_id)
 
-    def revive(self, worker: Worker, session: int = 2, **accounts: tuple[str, int]) -> ClaimReply:
+    def revive(self, worker: SpawnedWorker, session: int = 2, **accounts: tuple[str, int]) -> ClaimReply:
         """What the orchestrator does when the session with this number tells that it has no credentials."""
         eventually(lambda: self.kinds().count("session_replaced") == session - 1, f"session {session} waits")
         eventually(lambda: self.metadata().get("session") == str(session), f"session {session} is shown")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.worker.stage import Stage
+from tests.integration.worker.stage import WorkerStage
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.job_doorbell import JobDoorbell
 from worker_runtime.process.log import Log
@@ -21,14 +21,14 @@ _BLIND = "blind"
 
 
 @pytest.fixture
-def board(stage: Stage) -> SharedState:
+def board(stage: WorkerStage) -> SharedState:
     board = SharedState()
     board.assign(stage.user, "c1", 1)
     return board
 
 
 @pytest.fixture
-def blind_url(stage: Stage) -> Iterator[str]:
+def blind_url(stage: WorkerStage) -> Iterator[str]:
     stage.client.execute("ACL", "SETUSER", _BLIND, "on", ">secret", "~*", "+@all", "-exists")
     yield stage.url.replace("redis://", f"redis://{_BLIND}:secret@")
     stage.client.execute("ACL", "DELUSER", _BLIND)
@@ -40,7 +40,7 @@ def listening(url: str, board: SharedState) -> tuple[JobDoorbell, Valkey]:
     return JobDoorbell(url, main, board, Log(), lambda: 1.0), main
 
 
-def connections(stage: Stage) -> int:
+def connections(stage: WorkerStage) -> int:
     """How many the server has accepted since its start."""
     lines = stage.client.execute("INFO", "stats").split()
     [line] = [line for line in lines if line.startswith(b"total_connections_received:")]
@@ -48,7 +48,7 @@ def connections(stage: Stage) -> int:
 
 
 def test_a_question_that_is_refused_is_not_asked_again_at_once(
-    stage: Stage, board: SharedState, blind_url: str
+    stage: WorkerStage, board: SharedState, blind_url: str
 ) -> None:
     bell, main = listening(blind_url, board)
     before, begin = connections(stage), time.monotonic()
@@ -62,7 +62,7 @@ def test_a_question_that_is_refused_is_not_asked_again_at_once(
 
 
 def test_no_name_server_is_asked_while_the_main_connection_is_open(
-    stage: Stage, board: SharedState, monkeypatch: pytest.MonkeyPatch
+    stage: WorkerStage, board: SharedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bell, main = listening(stage.url.replace("127.0.0.1", "localhost"), board)
     lookup, asked = socket.getaddrinfo, []
@@ -81,7 +81,9 @@ def test_no_name_server_is_asked_while_the_main_connection_is_open(
     assert asked == ["127.0.0.1"]
 
 
-def test_it_listens_again_when_the_pause_after_dead_runners_is_over(stage: Stage, board: SharedState) -> None:
+def test_it_listens_again_when_the_pause_after_dead_runners_is_over(
+    stage: WorkerStage, board: SharedState
+) -> None:
     bell, main = listening(stage.url, board)
     board.jobs_not_before = time.monotonic_ns() + 60 * SECOND
     bell.run_due(reachable=True)

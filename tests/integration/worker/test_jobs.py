@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tests.integration.worker.stage import Stage
-from tests.integration.worker.worker import Worker, alive, eventually
+from tests.integration.worker.stage import WorkerStage
+from tests.integration.worker.worker import SpawnedWorker, alive, eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -19,25 +19,25 @@ from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus, rea
 from worker_runtime.protocol.messages import Shutdown
 
 
-def enqueue(stage: Stage, job_id: str, work: msgspec.Struct, **options: Any) -> None:
+def enqueue(stage: WorkerStage, job_id: str, work: msgspec.Struct, **options: Any) -> None:
     put(stage, catalog.make_job(job_id, work, **options))
 
 
-def put(stage: Stage, job: Job) -> None:
+def put(stage: WorkerStage, job: Job) -> None:
     reply = stage.client.run(*job_calls.enqueue(job, job_keys.user_tag(stage.user)))
     assert reply[0] == b"queued"
 
 
-def result(stage: Stage, job_id: str) -> JobResult:
+def result(stage: WorkerStage, job_id: str) -> JobResult:
     key = job_keys.result(job_keys.user_tag(stage.user), job_id)
     return read_result(eventually(lambda: stage.client.execute("GET", key), f"the result of {job_id}"))
 
 
-def runner(worker: Worker) -> int:
+def runner(worker: SpawnedWorker) -> int:
     return eventually(lambda: worker.child("jobs"), "a job runner")
 
 
-def gone(worker: Worker) -> None:
+def gone(worker: SpawnedWorker) -> None:
     eventually(lambda: not worker.child("jobs"), "the end of the job runner")
 
 
@@ -53,7 +53,7 @@ def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-def test_a_runner_comes_with_the_first_job_and_goes_when_there_is_none(stage: Stage) -> None:
+def test_a_runner_comes_with_the_first_job_and_goes_when_there_is_none(stage: WorkerStage) -> None:
     worker = stage.active(jobs_idle=0.3)
     processes = worker.both()
     assert worker.child("jobs") == 0
@@ -66,13 +66,13 @@ def test_a_runner_comes_with_the_first_job_and_goes_when_there_is_none(stage: St
     assert stage.client.execute("EXISTS", job_keys.beats(job_keys.user_tag(stage.user))) == 0
 
 
-def test_jobs_that_came_before_the_worker_are_run(stage: Stage) -> None:
+def test_jobs_that_came_before_the_worker_are_run(stage: WorkerStage) -> None:
     enqueue(stage, "early", PingRunner())
     stage.active()
     assert result(stage, "early").status is JobStatus.DONE
 
 
-def test_a_snapshot_is_taken_by_the_session_beside(stage: Stage) -> None:
+def test_a_snapshot_is_taken_by_the_session_beside(stage: WorkerStage) -> None:
     worker = stage.active()
     enqueue(stage, "p-1", SnapshotPositions(user_id=stage.user, account_id="a1"))
     done = result(stage, "p-1")
@@ -83,7 +83,7 @@ def test_a_snapshot_is_taken_by_the_session_beside(stage: Stage) -> None:
     assert worker.child("jobs")
 
 
-def test_a_user_has_no_jobs_of_the_fleet(stage: Stage) -> None:
+def test_a_user_has_no_jobs_of_the_fleet(stage: WorkerStage) -> None:
     stage.active()
     put(stage, Job(job_id="w-1", name="webhook", attempts=1))
     failure = result(stage, "w-1").failure
@@ -91,7 +91,7 @@ def test_a_user_has_no_jobs_of_the_fleet(stage: Stage) -> None:
     assert failure.code == "JOB_UNKNOWN"
 
 
-def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(stage: Stage) -> None:
+def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(stage: WorkerStage) -> None:
     worker = stage.active()
     processes = worker.both()
     enqueue(stage, "j-1", PingRunner())
@@ -105,7 +105,7 @@ def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone
     assert worker.logged("job_runner_died")
 
 
-def test_runners_that_die_again_and_again_cost_the_worker_nothing(stage: Stage) -> None:
+def test_runners_that_die_again_and_again_cost_the_worker_nothing(stage: WorkerStage) -> None:
     worker = stage.active()
     processes = worker.both()
     enqueue(stage, "j-1", PingRunner())
@@ -125,7 +125,7 @@ def test_runners_that_die_again_and_again_cost_the_worker_nothing(stage: Stage) 
     assert worker.end() == 0
 
 
-def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Stage) -> None:
+def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: WorkerStage) -> None:
     worker = stage.active()
     processes = worker.both()
     worker.tell_broker("full")
@@ -136,7 +136,7 @@ def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Stage)
     assert worker.both() == processes
 
 
-def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(stage: Stage) -> None:
+def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(stage: WorkerStage) -> None:
     worker = stage.active()
     enqueue(stage, "later", PingRunner(), delay=3600.0)
     children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
@@ -145,7 +145,7 @@ def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(sta
     assert [oom_score(pid) for pid in worker.both()] == [oom_score(os.getpid())] * 2
 
 
-def test_a_drain_gives_the_job_in_hand_back(stage: Stage) -> None:
+def test_a_drain_gives_the_job_in_hand_back(stage: WorkerStage) -> None:
     worker = stage.active(shutdown_timeout=15.0)
     enqueue(stage, "later", PingRunner(), delay=3600.0)
     children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")
@@ -159,7 +159,7 @@ def test_a_drain_gives_the_job_in_hand_back(stage: Stage) -> None:
     assert stage.client.execute("HGET", key, "state") == b"waiting"
 
 
-def test_the_worker_takes_its_runner_and_jobs_along(stage: Stage) -> None:
+def test_the_worker_takes_its_runner_and_jobs_along(stage: WorkerStage) -> None:
     worker = stage.active()
     enqueue(stage, "j-1", PingRunner())
     assert result(stage, "j-1").status is JobStatus.DONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.worker.stage import Stage
+from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -10,7 +10,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
 
-def test_a_job_runner_counts_as_use_of_the_worker(stage: Stage) -> None:
+def test_a_job_runner_counts_as_use_of_the_worker(stage: WorkerStage) -> None:
     worker = stage.active(jobs_idle=60.0)
 
     def last_use() -> int:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Wire:
+class ValkeyWire:
     """Listens on a free port and forwards to `target` (host, port)."""
 
     def __init__(self, target: tuple[str, int]) -> None:

@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-class Worker:
+class SpawnedWorker:
     """One worker as a process of its own, with its log and its broker's ledger."""
 
     def __init__(self, folder: Path, config: WorkerConfig, command: list[str] | None = None) -> None:

@@ -19,7 +19,7 @@ def worker(number: int, epoch: int = 1) -> WorkerInService:
 
 
 @dataclass
-class Watch:
+class ScriptedWatcher:
     """A watcher that looks every PERIOD at workers whose marks a test takes away and gives back."""
 
     workers: list[WorkerInService]
@@ -46,9 +46,9 @@ class Watch:
         return [one for _, one in self.told[before:]]
 
 
-def settled(count: int = 20) -> Watch:
+def settled(count: int = 20) -> ScriptedWatcher:
     """A watcher that has been watching healthy workers for a while."""
-    watch = Watch([worker(number) for number in range(count)])
+    watch = ScriptedWatcher([worker(number) for number in range(count)])
     assert watch.go(SETTLE + PERIOD) == []
     return watch
 

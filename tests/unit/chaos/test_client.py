@@ -21,7 +21,7 @@ USER = BenchUser("u", "key", "acc")
 Answer = Callable[[int, httpx.Request], httpx.Response]
 
 
-class Api:
+class ScriptedApi:
     """Answers each order with what `answer` says to its n-th call, and each follow-up with `later`."""
 
     def __init__(self, answer: Answer, later: Answer | None = None) -> None:
@@ -57,7 +57,7 @@ def shape(then: FollowUp = FollowUp.NOTHING) -> OrderShape:
     )
 
 
-async def run(api: Api, one: OrderShape | None = None, *, patience: float = 60.0) -> TradingClients:
+async def run(api: ScriptedApi, one: OrderShape | None = None, *, patience: float = 60.0) -> TradingClients:
     async with httpx.AsyncClient(transport=httpx.MockTransport(api), base_url="http://api") as http:
         prices = {"C001": Decimal(100)}
         clients = TradingClients(
@@ -81,7 +81,7 @@ async def test_an_order_without_an_answer_is_sent_again_with_the_same_id() -> No
             return httpx.Response(202, json=order("queued"))
         return httpx.Response(200, json=order("submitted"))
 
-    api = Api(answer)
+    api = ScriptedApi(answer)
     clients = await run(api)
     assert [body["client_order_id"] for body in api.placed] == ["chaos-9-4"] * 4
     assert len({json.dumps(body) for body in api.placed}) == 1
@@ -91,13 +91,15 @@ async def test_an_order_without_an_answer_is_sent_again_with_the_same_id() -> No
 
 
 async def test_an_outcome_that_came_with_a_problem_ends_it() -> None:
-    api = Api(lambda attempt, request: httpx.Response(422, json={"code": "X", "order": order("expired")}))
+    api = ScriptedApi(
+        lambda attempt, request: httpx.Response(422, json={"code": "X", "order": order("expired")})
+    )
     [placed] = (await run(api)).placed
     assert (placed.order_id, placed.state, placed.tries, placed.refused) == ("o1", "expired", 1, "")
 
 
 async def test_a_refused_order_is_not_sent_again() -> None:
-    api = Api(lambda attempt, request: httpx.Response(409, json={"code": "SYMBOL_BLOCKED"}))
+    api = ScriptedApi(lambda attempt, request: httpx.Response(409, json={"code": "SYMBOL_BLOCKED"}))
     clients = await run(api)
     assert (clients.placed[0].refused, clients.placed[0].order_id) == ("SYMBOL_BLOCKED", "")
     assert clients.counts["refused SYMBOL_BLOCKED"] == len(api.placed) == 1
@@ -109,7 +111,7 @@ async def test_a_parked_user_is_resumed_and_the_order_sent_again() -> None:
             return httpx.Response(409, json={"code": "PARKED"})
         return httpx.Response(201, json=order("filled"))
 
-    api = Api(answer)
+    api = ScriptedApi(answer)
     [placed] = (await run(api)).placed
     assert placed.state == "filled"
     assert api.others == [("/v1/users/u/worker/resume", {})]
@@ -176,7 +178,7 @@ async def test_what_follows_an_order_is_asked_for_under_one_id_until_it_is_answe
             raise httpx.ReadTimeout("", request=request)
         return httpx.Response(202 if attempt == 2 else 200, json=order("submitted"))
 
-    api = Api(lambda attempt, request: httpx.Response(201, json=order("submitted")), later)
+    api = ScriptedApi(lambda attempt, request: httpx.Response(201, json=order("submitted")), later)
     clients = await run(api, shape(then))
     assert api.others == [(path, body)] * 3
     assert clients.counts[f"{then} done"] == 1
@@ -187,7 +189,7 @@ async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -
         {**order("filled"), "id": "o2", "client_order_id": "chaos-9-4-reverse.close"},
         {**order("filled"), "id": "o3", "client_order_id": "chaos-9-4-reverse.open"},
     ]
-    api = Api(
+    api = ScriptedApi(
         lambda attempt, request: httpx.Response(201, json=order("filled")),
         lambda attempt, request: httpx.Response(200, json={"legs": legs, "complete": True}),
     )
@@ -203,7 +205,7 @@ async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -
 
 
 async def test_a_follow_up_that_is_refused_is_not_asked_for_again() -> None:
-    api = Api(
+    api = ScriptedApi(
         lambda attempt, request: httpx.Response(201, json=order("submitted")),
         lambda attempt, request: httpx.Response(
             409, json={"code": "ORDER_SETTLED", "order": order("filled")}
@@ -215,6 +217,6 @@ async def test_a_follow_up_that_is_refused_is_not_asked_for_again() -> None:
 
 
 async def test_patience_ends() -> None:
-    api = Api(lambda attempt, request: httpx.Response(503, json={"code": "TEMPORAL_UNAVAILABLE"}))
+    api = ScriptedApi(lambda attempt, request: httpx.Response(503, json={"code": "TEMPORAL_UNAVAILABLE"}))
     clients = await run(api, patience=0.0)
     assert clients.counts["given_up"] == len(api.placed) == 1

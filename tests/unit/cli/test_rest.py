@@ -54,7 +54,7 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
     key_file.chmod(0o600)
     found = FakeApi("", key_file)
 
-    class Handler(BaseHTTPRequestHandler):
+    class RestHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found.asked.append((self.command, self.path, dict(self.headers)))
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -68,7 +68,7 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RestHandler) as server:
         found.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

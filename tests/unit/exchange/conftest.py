@@ -16,7 +16,7 @@ from infra.exchange.records import AccountRegistration
 from infra.market.calendar import TAIPEI
 
 
-class Clock:
+class ExchangeClock:
     """Ten in the morning of a Monday in Taipei; runs what was put off when the test lets time pass."""
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ def ledger(tmp_path: Path) -> Iterator[ExchangeLedger]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ExchangeClock:
+    return ExchangeClock()
 
 
 @pytest.fixture
-def exchange(ledger: ExchangeLedger, clock: Clock) -> PaperExchange:
+def exchange(ledger: ExchangeLedger, clock: ExchangeClock) -> PaperExchange:
     """With two accounts of one person."""
     made = PaperExchange(ledger, clock.later, now=clock.now)
     for name in ("a", "b"):

@@ -11,8 +11,8 @@ from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger, LedgerInUse
 from infra.exchange.records import INITIAL_CASH, AccountRegistration
-from tests.unit.exchange.conftest import Clock
-from tests.unit.exchange.trader import Client, limit, login
+from tests.unit.exchange.conftest import ExchangeClock
+from tests.unit.exchange.trader import TraderClient, limit, login
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
 from worker_runtime.protocol.exchange import Login, Replace
 from worker_runtime.protocol.messages import OrderState
@@ -29,7 +29,7 @@ def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_acco
     exchange: PaperExchange,
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
-    one, two, other = Client(), Client(), Client()
+    one, two, other = TraderClient(), TraderClient(), TraderClient()
     session = login(exchange, client=one)
     login(exchange, client=two)
     login(exchange, "b", other)
@@ -42,7 +42,7 @@ def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_acco
 
 
 def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: PaperExchange) -> None:
-    client = Client()
+    client = TraderClient()
     session = login(exchange, client=client)
     exchange.set_behaviour("a", Behaviour(liquidity=2))
     exchange.market.set_price("2330", Decimal(90))
@@ -59,8 +59,10 @@ def test_limited_liquidity_fills_a_part_at_each_price_move(exchange: PaperExchan
     ]
 
 
-def test_a_delayed_fill_comes_when_its_time_is_up_and_once(exchange: PaperExchange, clock: Clock) -> None:
-    client = Client()
+def test_a_delayed_fill_comes_when_its_time_is_up_and_once(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
+    client = TraderClient()
     exchange.set_behaviour("a", Behaviour(fill=FillMode.DELAYED))
     exchange.market.set_price("2330", Decimal(90))
     exchange.place(login(exchange, client=client), limit("90"))
@@ -173,7 +175,7 @@ def test_logins_need_the_right_keys_and_the_right_person(exchange: PaperExchange
         Login(id=1, account="a", api_key="k", secret_key="s", person_id="another"),
     ):
         with pytest.raises(LoginRejected):
-            exchange.sessions.login(wrong, Client())
+            exchange.sessions.login(wrong, TraderClient())
 
 
 def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: PaperExchange) -> None:
@@ -190,7 +192,7 @@ def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: PaperExchan
 
 
 def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: PaperExchange) -> None:
-    client = Client()
+    client = TraderClient()
     session = login(exchange, client=client)
     exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_EVENT: 1, FaultPoint.DUPLICATE_FILL: 1}))
@@ -203,7 +205,7 @@ def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: PaperE
 
 
 def test_sessions_are_ended_with_their_reason(exchange: PaperExchange, ledger: ExchangeLedger) -> None:
-    client = Client()
+    client = TraderClient()
     login(exchange, client=client)
     assert exchange.sessions.end("a", "maintenance", abrupt=False) == 1
     assert client.ended == ["maintenance"]
@@ -212,7 +214,7 @@ def test_sessions_are_ended_with_their_reason(exchange: PaperExchange, ledger: E
 
 
 def test_another_exchange_goes_on_where_the_last_one_ended(
-    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: Clock
+    exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: ExchangeClock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("b", Behaviour(fill=FillMode.NEVER))

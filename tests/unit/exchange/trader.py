@@ -10,7 +10,7 @@ from worker_runtime.protocol.exchange import Login, OrderChanged, Place
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 
-class Client:
+class TraderClient:
     """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class Client:
 
 
 def login(
-    exchange: PaperExchange, account: str = "a", client: Client | None = None, address: str = "10.0.0.1"
+    exchange: PaperExchange, account: str = "a", client: TraderClient | None = None, address: str = "10.0.0.1"
 ) -> LedgerSession:
     request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
-    return exchange.sessions.login(request, client or Client(), address)
+    return exchange.sessions.login(request, client or TraderClient(), address)
 
 
 def limit(price: str, quantity: int = 2, symbol: str = "2330") -> Place:

@@ -13,13 +13,13 @@ from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec
 from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
-from tests.unit.hosts.test_simulated import Clock
+from tests.unit.hosts.test_simulated import HostClock
 from worker_runtime.protocol.launch import WorkerConfig
 
 KIND = HostKind()
 
 
-class ToldPools:
+class ScriptedPools:
     def __init__(self, missing: int | None) -> None:
         self.missing = missing
 
@@ -35,13 +35,13 @@ async def launched(launcher: FakeLauncher, number: int) -> None:
 
 
 def keeping(
-    hosts: SimulatedHosts, launcher: FakeLauncher, pools: ToldPools, rate: float = 0.0
+    hosts: SimulatedHosts, launcher: FakeLauncher, pools: ScriptedPools, rate: float = 0.0
 ) -> HostProvisioner:
     return HostProvisioner(hosts, launcher, pools, pool="default", warm=1, rate=rate)
 
 
 async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() -> None:
-    clock, launcher, pools = Clock(), FakeLauncher(), ToldPools(0)
+    clock, launcher, pools = HostClock(), FakeLauncher(), ScriptedPools(0)
     hosts = SimulatedHosts(KIND, clock=clock, seed=1)
     loop = keeping(hosts, launcher, pools)
     assert (await loop.round()).wanted == 1  # the warm one
@@ -58,7 +58,7 @@ async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() ->
 
 async def test_the_margin_is_for_the_workers_of_a_look_and_a_cold_start() -> None:
     hosts = SimulatedHosts(KIND, seed=1)
-    made = await keeping(hosts, FakeLauncher(), ToldPools(0), rate=2.0).round()
+    made = await keeping(hosts, FakeLauncher(), ScriptedPools(0), rate=2.0).round()
     assert made.warm == 5  # 2 a second for 63 and 10 s are 146 workers
 
 
@@ -66,7 +66,7 @@ async def test_a_platform_that_does_not_tell_is_told_nothing() -> None:
     hosts = SimulatedHosts(KIND, seed=1)
     hosts.unreachable = True
     with pytest.raises(HostsUnreachable):
-        await keeping(hosts, FakeLauncher(), ToldPools(100)).round()
+        await keeping(hosts, FakeLauncher(), ScriptedPools(100)).round()
     assert hosts.started == 0
 
 

@@ -10,7 +10,7 @@ from infra.hosts.simulated import COLD, SimulatedHosts
 KIND = HostKind()
 
 
-class Clock:
+class HostClock:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -21,7 +21,7 @@ class Clock:
 async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_without_it() -> None:
     async def unplaced(warm: int) -> int:
         """2,000 users in half an hour, hosts scaled every 10 s."""
-        clock = Clock()
+        clock = HostClock()
         hosts = SimulatedHosts(KIND, clock=clock, seed=1)
         await hosts.scale(plan_hosts(KIND, 0, warm=warm))
         clock.now += COLD[1]  # the first ones are warm when it begins
@@ -42,7 +42,7 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
 
 
 async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -> None:
-    clock = Clock()
+    clock = HostClock()
     hosts = SimulatedHosts(KIND, clock=clock, seed=1)
     await hosts.scale(plan_hosts(KIND, 30, warm=0))
     assert hosts.place() is None  # cold
@@ -61,7 +61,7 @@ async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -
 
 
 async def test_no_host_with_a_worker_is_ended_by_a_smaller_plan() -> None:
-    clock = Clock()
+    clock = HostClock()
     hosts = SimulatedHosts(KIND, clock=clock, seed=1)
     await hosts.scale(plan_hosts(KIND, 90, warm=0))
     clock.now += COLD[1]

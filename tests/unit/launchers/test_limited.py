@@ -16,7 +16,7 @@ from infra.launchers.port import LaunchSpec
 from tests.contract.launchers.specs import spec
 
 
-class Clock:
+class LimiterClock:
     """Stands still, but for those who sleep."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Clock:
             await asyncio.sleep(0)
 
 
-def turns(clock: Clock, rate: float = 20.0, burst: int = 100) -> LaunchTurns:
+def turns(clock: LimiterClock, rate: float = 20.0, burst: int = 100) -> LaunchTurns:
     return LaunchTurns(OwnRate(rate, burst, clock=clock), sleep=clock.sleep)
 
 
-async def taken(clock: Clock, bucket: LaunchTurns, groups: list[str]) -> list[tuple[str, float]]:
+async def taken(clock: LimiterClock, bucket: LaunchTurns, groups: list[str]) -> list[tuple[str, float]]:
     """When each got its turn, in seconds from now; all ask at once, in this order."""
     began, order = clock.now, []
 
@@ -53,7 +53,7 @@ async def taken(clock: Clock, bucket: LaunchTurns, groups: list[str]) -> list[tu
 
 
 async def test_a_burst_goes_at_once_and_the_rest_at_the_rate() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     order = await taken(clock, turns(clock), ["pool"] * 500)
     times = [at for _, at in order]
     assert times[:100] == [0.0] * 100
@@ -62,7 +62,7 @@ async def test_a_burst_goes_at_once_and_the_rest_at_the_rate() -> None:
 
 
 async def test_a_rest_fills_the_bucket_and_no_more() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     bucket = turns(clock, rate=10.0, burst=5)
     await taken(clock, bucket, ["pool"] * 5)
     clock.now += 0.3
@@ -72,7 +72,7 @@ async def test_a_rest_fills_the_bucket_and_no_more() -> None:
 
 
 async def test_a_pool_that_wants_few_is_not_starved_by_one_that_wants_many() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     bucket = turns(clock, rate=20.0, burst=1)
     order = await taken(clock, bucket, ["big"] * 500 + ["small"] * 2)
     times = [at for group, at in order if group == "small"]
@@ -81,14 +81,14 @@ async def test_a_pool_that_wants_few_is_not_starved_by_one_that_wants_many() -> 
 
 
 async def test_three_pools_share_the_rate_evenly_while_they_all_want() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     order = await taken(clock, turns(clock, burst=1), ["a"] * 30 + ["b"] * 30 + ["c"] * 30)
     first = [group for group, _ in order[1:46]]
     assert [first.count(pool) for pool in "abc"] == [15, 15, 15]
 
 
 async def test_who_gives_up_leaves_the_turn_to_the_next() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     bucket = turns(clock, rate=1.0, burst=1)
     await bucket.take("a")
     givers = [asyncio.ensure_future(bucket.take("a")) for _ in range(10)]
@@ -110,7 +110,7 @@ def test_never_more_than_burst_and_rate_in_any_span(
     arrivals: list[tuple[str, float]], burst: int, rate: int
 ) -> None:
     async def run() -> list[float]:
-        clock = Clock()
+        clock = LimiterClock()
         bucket = turns(clock, float(rate), burst)
         granted: list[float] = []
         waiting = []
@@ -147,7 +147,7 @@ async def test_a_launch_waits_for_its_turn_and_gives_up_without_launching() -> N
 
 
 async def test_a_user_who_waits_takes_turns_with_the_refill_of_the_pool() -> None:
-    clock = Clock()
+    clock = LimiterClock()
     fake = FakeLauncher()
     limited = LimitedLauncher(fake, turns(clock, burst=1))
     config = msgspec.structs.replace(spec("w-user").config, reserved_claim="claim-1")

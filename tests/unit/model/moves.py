@@ -11,9 +11,9 @@ from tests.unit.model.state import (
     STOLEN_ORDER,
     TTL,
     TWO_SESSIONS,
+    ModelWorker,
     Rules,
     Violation,
-    Worker,
     World,
 )
 
@@ -23,7 +23,7 @@ Step = tuple[str, World | Violation]
 
 def first(rules: Rules) -> World:
     return World(
-        workers=(Worker(),) * rules.epochs,
+        workers=(ModelWorker(),) * rules.epochs,
         queue=rules.orders,
         flushes=rules.flushes,
         terminations=rules.terminations,
@@ -45,7 +45,7 @@ def steps(world: World, rules: Rules) -> Iterator[Step]:
         yield "a tick passes", _tick(world)
 
 
-def _with(world: World, index: int, worker: Worker) -> World:
+def _with(world: World, index: int, worker: ModelWorker) -> World:
     workers = world.workers
     return world._replace(workers=(*workers[:index], worker, *workers[index + 1 :]))
 
@@ -64,7 +64,7 @@ def _tick(world: World) -> World:
     return world._replace(workers=workers, waited=waited)
 
 
-def _urgent(worker: Worker, rules: Rules) -> bool:
+def _urgent(worker: ModelWorker, rules: Rules) -> bool:
     """The margin is long enough for what has to happen within it: time does not pass before that."""
     if not (worker.alive and rules.check_lease and worker.lease <= MARGIN):
         return False
@@ -106,7 +106,7 @@ def _claimed(world: World, rules: Rules, phase: str = "serving") -> World:
     epoch = world.epoch + 1
     late = epoch if rules.late_own else 0
     claimed = world._replace(epoch=epoch, phase=phase, owner=max(world.owner, epoch), late_own=late)
-    return _with(claimed, epoch - 1, Worker(alive=True, credentials=True))
+    return _with(claimed, epoch - 1, ModelWorker(alive=True, credentials=True))
 
 
 def _unknown(world: World, rules: Rules) -> Iterator[Step]:
@@ -139,16 +139,16 @@ def _stop(world: World, rules: Rules) -> Iterator[Step]:
         yield f"the host of worker {world.epoch} counts as lost", waiting
 
 
-def _ended(worker: Worker, rules: Rules) -> Worker:
+def _ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
     """All its processes have ended; what they had sent may still arrive."""
-    return Worker(
+    return ModelWorker(
         renewal="sent" if worker.renewal == "sent" else "",
         late_pop=worker.late_pop or worker.doing == "popping",
         late_order=worker.late_order or (not rules.wire_keeps_order and worker.doing == "checked"),
     )
 
 
-def _session_ended(worker: Worker, rules: Rules) -> Worker:
+def _session_ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
     """A fresh session in the same worker: no credentials, no broker session, the same lease."""
     return _ended(worker, rules)._replace(
         alive=True,
@@ -171,7 +171,7 @@ def _valkey(world: World, rules: Rules) -> Iterator[Step]:
 # --- a worker -----------------------------------------------------------------------------------------
 
 
-def _freezes(world: World, rules: Rules, index: int, worker: Worker) -> Iterator[Step]:
+def _freezes(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
     epoch = index + 1
     if rules.freezes:
         if worker.session_frozen:
@@ -185,7 +185,7 @@ def _freezes(world: World, rules: Rules, index: int, worker: Worker) -> Iterator
         yield f"the launcher loses the host of {epoch}", _with(world, index, worker._replace(lost=True))
 
 
-def _supervisor(world: World, rules: Rules, index: int, worker: Worker) -> Iterator[Step]:
+def _supervisor(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
     if worker.supervisor_frozen:
         return
     epoch = index + 1
@@ -203,7 +203,7 @@ def _supervisor(world: World, rules: Rules, index: int, worker: Worker) -> Itera
         yield f"worker {epoch} ends by itself", _with(world, index, _ended(worker, rules))
 
 
-def _session(world: World, rules: Rules, index: int, worker: Worker) -> Iterator[Step]:
+def _session(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
     if worker.session_frozen:
         return
     epoch = index + 1
@@ -222,7 +222,7 @@ def _session(world: World, rules: Rules, index: int, worker: Worker) -> Iterator
         yield f"{epoch} calls the broker", _arrive(world, index, worker._replace(doing="idle"))
 
 
-def _login(world: World, rules: Rules, index: int, worker: Worker) -> World | Violation:
+def _login(world: World, rules: Rules, index: int, worker: ModelWorker) -> World | Violation:
     others = (other for i, other in enumerate(world.workers) if i != index)
     if any(other.logged_in for other in others) and TWO_SESSIONS not in rules.overlooked:
         return TWO_SESSIONS
@@ -230,14 +230,14 @@ def _login(world: World, rules: Rules, index: int, worker: Worker) -> World | Vi
     return _with(world, index, worker._replace(logged_in=True))._replace(newest_login=newest)
 
 
-def _arrive(world: World, index: int, worker: Worker) -> World | Violation:
+def _arrive(world: World, index: int, worker: ModelWorker) -> World | Violation:
     return OLD_ORDER if world.newest_login > index + 1 else _with(world, index, worker)
 
 
 # --- messages on their way ----------------------------------------------------------------------------
 
 
-def _network(world: World, rules: Rules, index: int, worker: Worker) -> Iterator[Step]:
+def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
     """Each may arrive at any time, also after its sender's end, or never."""
     epoch = index + 1
     if worker.renewal:
@@ -259,7 +259,7 @@ def _network(world: World, rules: Rules, index: int, worker: Worker) -> Iterator
         yield f"an order that the ended process of {epoch} had sent arrives", late
 
 
-def _pop(world: World, rules: Rules, index: int, taken: Worker, refused: Worker) -> Iterator[Step]:
+def _pop(world: World, rules: Rules, index: int, taken: ModelWorker, refused: ModelWorker) -> Iterator[Step]:
     """`pop.lua`. The reply to an ended session is read by nobody, and the item is settled as unknown."""
     epoch = index + 1
     if world.owner == epoch or not rules.check_epoch_in_pop:

@@ -67,7 +67,7 @@ class Rules:
     overlooked: frozenset[Violation] = frozenset()
 
 
-class Worker(NamedTuple):
+class ModelWorker(NamedTuple):
     """The worker of one epoch: supervisor and session."""
 
     alive: bool = False
@@ -96,7 +96,7 @@ class Worker(NamedTuple):
 class World(NamedTuple):
     """Valkey, broker, orchestrator and all workers; `workers[0]` has epoch 1."""
 
-    workers: tuple[Worker, ...]
+    workers: tuple[ModelWorker, ...]
     #: Epoch in the owner key; 0: there is none.
     owner: int = 0
     queue: int = 0

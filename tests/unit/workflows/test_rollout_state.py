@@ -15,7 +15,7 @@ GIVEN = RolloutInput(pool="default", release=NEW, batch=3)
 
 
 @dataclass
-class Pool:
+class ScriptedPool:
     """A pool that keeps `wanted` and the surge ready, as its workflow does, and its users."""
 
     wanted: int
@@ -66,7 +66,7 @@ class Pool:
             self.users.append(self.free.pop(0))
 
 
-def play(pool: Pool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
+def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
     """Rounds of look, retirement, refill, claims and moves, until the rollout ends."""
     state = RolloutState.begun(GIVEN, 0.0)
     due = list(claims or [])
@@ -93,7 +93,7 @@ def play(pool: Pool, rounds: int = 400, claims: list[int] | None = None) -> Roll
 def test_a_good_version_replaces_all_and_takes_no_claim_its_worker(
     wanted: int, users: int, claims: list[int]
 ) -> None:
-    pool = Pool(wanted, free=["1"] * wanted, users=["1"] * users)
+    pool = ScriptedPool(wanted, free=["1"] * wanted, users=["1"] * users)
     state = play(pool, claims=claims)
     assert state.phase == RolloutPhase.DONE
     assert set(pool.free) | set(pool.users) <= {"2"}
@@ -102,7 +102,7 @@ def test_a_good_version_replaces_all_and_takes_no_claim_its_worker(
 
 @given(wanted=st.integers(1, 20), batch=st.integers(1, 30))
 def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, batch: int) -> None:
-    pool = Pool(wanted, free=["1"] * wanted)
+    pool = ScriptedPool(wanted, free=["1"] * wanted)
     state, given_ = RolloutState.begun(GIVEN, 0.0), replace(GIVEN, batch=batch)
     for _ in range(200):
         state, step = state.looked(pool.look(state), given_)
@@ -115,7 +115,7 @@ def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, b
 
 @given(wanted=st.integers(1, 20), users=st.integers(0, 20), ready_first=st.integers(0, 5))
 def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int, ready_first: int) -> None:
-    pool = Pool(wanted, free=["1"] * wanted, users=["1"] * users)
+    pool = ScriptedPool(wanted, free=["1"] * wanted, users=["1"] * users)
     state = RolloutState.begun(GIVEN, 0.0)
     for turn in range(200):
         pool.bad = frozenset({"2"} if turn >= ready_first else set())
@@ -185,7 +185,7 @@ def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_looks
 
 def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
-    state, _ = state.looked(Pool(2, free=["1", "1"]).look(state), GIVEN)
+    state, _ = state.looked(ScriptedPool(2, free=["1", "1"]).look(state), GIVEN)
     back = state.rolled_back("an operator said so")
     assert back.target == OLD
     assert back.rolled_back("again") is back

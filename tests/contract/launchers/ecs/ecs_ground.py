@@ -1,0 +1,60 @@
+"""The ECS launcher's surroundings: moto's server, a queue for each launcher, and a launch key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from infra.launchers.ecs.api import EcsApi
+from infra.launchers.ecs.launcher import EcsLauncher
+from infra.launchers.ecs.request import EcsTarget
+from infra.launchers.port import Task
+from tests.contract.launchers.ecs.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGION, EcsOnMoto
+
+KEY = bytes(range(64))
+PLACE = EcsTarget(
+    cluster=CLUSTER,
+    task_definition=FAMILY,
+    container=CONTAINER,
+    capacity_providers={"FARGATE": 1},
+    placement="spread",
+)
+
+
+class EcsGround:
+    def __init__(self, aws: EcsOnMoto) -> None:
+        self.aws = aws
+        self._made: list[EcsLauncher] = []
+
+    def client(self, *, queue: str = "", listing_period: float = 0.0, **options: Any) -> EcsLauncher:
+        """Lists anew for every question unless `listing_period` says otherwise."""
+        api = EcsApi(
+            cluster=CLUSTER,
+            family=FAMILY,
+            queue_url=queue or self.aws.queue(),
+            region=REGION,
+            endpoint=self.aws.url,
+        )
+        made = EcsLauncher(PLACE, api, KEY, listing_period=listing_period, **{"denial": 0.1, **options})
+        self._made.append(made)
+        return made
+
+    async def crash(self, task: Task) -> None:
+        self.aws.crash(task.task_id)
+
+    async def close(self) -> None:
+        for launcher in self._made:
+            await launcher.close()
+
+
+@asynccontextmanager
+async def on_moto(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "testing")
+    with EcsOnMoto() as aws:
+        made = EcsGround(aws)
+        yield made
+        await made.close()

@@ -1,0 +1,133 @@
+"""What a rollout tries: whom a worker of it failed gets none of it again, and the rollout hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from activities.pool.entries import ask
+from activities.rollout.canary import CanaryRegistry, CanaryRelease
+from infra.database.workers import sessions as worker_sessions
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Claim
+from workflows.rollout.messages import Release
+from workflows.user_worker import messages as m
+
+TRIAL = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
+
+
+async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
+    """A worker of this version, in the pool."""
+    worker = ScriptedPoolWorker(yard.client, yard.keys, worker_id, version=version)
+    await worker.announce()
+    return worker
+
+
+def claim(user: str, claim_id: str, *failed: str) -> m.ClaimRequest:
+    return m.ClaimRequest(
+        user_id=user, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=0.05, failed=failed
+    )
+
+
+async def counts(yard: Yard, trial: CanaryRelease = TRIAL) -> tuple[int, int]:
+    return await CanaryRegistry(yard.client).begin(POOL, trial)
+
+
+async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(yard: Yard) -> None:
+    assert await counts(yard) == (0, 0)
+    trials = CanaryRegistry(yard.client)
+    for user, version in [("u1", "2"), ("u1", "2"), ("u2", "2"), ("u3", "1")]:
+        await trials.failed(POOL, version, user)
+    assert await counts(yard) == (0, 2)
+    await trials.served(POOL, "1")
+    assert await counts(yard) == (0, 2)
+    await trials.served(POOL, "2")
+    assert await counts(yard) == (1, 0)
+
+
+async def test_another_rollout_of_the_same_version_is_counted_afresh(yard: Yard) -> None:
+    await counts(yard, replace(TRIAL, condemned=True))
+    trials = CanaryRegistry(yard.client)
+    await trials.served(POOL, "2")
+    await trials.failed(POOL, "2", "u1")
+    assert await counts(yard, replace(TRIAL, condemned=True)) == (1, 1)
+    assert await counts(yard, replace(TRIAL, since=6.0)) == (0, 0)
+    assert await CanaryRegistry(yard.client).of(POOL) == replace(TRIAL, since=6.0)
+
+
+async def test_what_is_left_of_a_trial_after_a_flush_is_none(yard: Yard) -> None:
+    await counts(yard)
+    trials = CanaryRegistry(yard.client)
+    assert await trials.of(POOL) == TRIAL
+    await ask(yard.client.flushall())
+    await trials.served(POOL, "2")  # by what this process still knows
+    assert await CanaryRegistry(yard.client).of(POOL) is None
+    assert await counts(yard) == (0, 0)
+    assert await CanaryRegistry(yard.client).of(POOL) == TRIAL
+
+
+async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(yard: Yard) -> None:
+    await counts(yard)
+    user = await yard.user()
+    await free(yard, "p-new-1", "2")
+    await free(yard, "p-old", "1")
+    await free(yard, "p-new-2", "2")
+    first = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+    assert first.worker is not None
+    assert (first.worker.worker_id, first.worker.version) == ("p-new-1", "2")
+    async with yard.database.session() as session:
+        await worker_sessions.end_session(session, claim_id="c1", reason="it froze")
+    second = await yard.run(yard.claiming.claim_worker, claim(user, "c2", "2"))
+    assert second.worker is not None
+    assert second.worker.worker_id == "p-old"
+    assert await counts(yard) == (0, 1)
+    # Those of the version that failed are still there for others.
+    assert await ask(yard.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
+
+
+async def test_without_a_worker_of_another_version_one_of_the_version_before_is_launched(yard: Yard) -> None:
+    await counts(yard)
+    user = await yard.user()
+    await free(yard, "p-new", "2")
+    empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
+    assert empty.status == m.ClaimStatus.EMPTY
+    cold = m.LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=10.0, failed=("2",))
+    await yard.run(yard.launching.launch_for_claim, cold)
+    (spec,) = yard.launcher.launched
+    assert (spec.config.version, spec.image, spec.config.reserved_claim) == ("1", "w:1", "c1")
+
+
+async def test_nobody_gets_a_worker_of_a_condemned_version(yard: Yard) -> None:
+    await counts(yard, replace(TRIAL, condemned=True))
+    user = await yard.user()
+    await free(yard, "p-new", "2")
+    empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+    assert empty.status == m.ClaimStatus.EMPTY
+    await free(yard, "p-old", "1")
+    found = await yard.run(yard.claiming.claim_worker, claim(user, "c2"))
+    assert found.worker is not None
+    assert found.worker.worker_id == "p-old"
+
+
+async def test_without_a_rollout_who_was_failed_gets_the_next_free_worker(yard: Yard) -> None:
+    user = await yard.user()
+    await free(yard, "p-1", "2")
+    found = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
+    assert found.worker is not None
+    assert found.worker.worker_id == "p-1"
+
+
+async def test_a_login_that_came_late_counts_as_served(yard: Yard) -> None:
+    await counts(yard)
+    user = await yard.user()
+    worker = await free(yard, "p-new", "2")
+    begun = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+    assert begun.status == m.ClaimStatus.CONNECTING
+    assert begun.worker is not None
+    await worker.serve()
+    assert isinstance(worker.received[0], Claim)
+    request = m.ConnectRequest(user_id=user, worker=begun.worker, attempt=1, timeout=30.0)
+    connected = await yard.run(yard.claiming.await_connected, request)
+    assert connected.status == m.ClaimStatus.ACTIVE
+    assert await counts(yard) == (1, 0)

@@ -1,0 +1,312 @@
+"""The claim, step by step, against real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from activities.pool.entries import ask
+from activities.pool.launch import COLD_PREFIX, worker_id_of
+from infra.database.workers import sessions as worker_sessions
+from tests.integration.activities.conftest import SECRET, Yard
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Claim, Failure
+from workflows.user_worker import messages as m
+
+UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=True)
+
+
+async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.worker is not None
+    assert (result.worker.worker_id, result.worker.epoch, result.worker.warm) == (worker.worker_id, 1, True)
+    assert (result.claimed_at, result.connected_at) == (1.0, 2.0)
+    assert worker.opened == [SECRET]
+    owner = await ask(yard.client.hgetall(keys.owner(user)))
+    assert (owner[b"epoch"], owner[b"worker"]) == (b"1", worker.worker_id.encode())
+    async with yard.database.session() as session:
+        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
+
+
+async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard: Yard) -> None:
+    user, worker, other = await yard.user(), await yard.worker(), await yard.worker()
+    first, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    second = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert first == second
+    assert not await ask(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
+    assert await other.announce() == "ready"
+
+
+async def test_a_lost_claim_reply_returns_the_same_worker(yard: Yard) -> None:
+    """The worker's answer was dropped: the claim goes out again, and the worker answers again."""
+    user, worker = await yard.user(), await yard.worker()
+    first = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert first.status == m.ClaimStatus.CONNECTING
+    lost = await worker.next()
+    assert isinstance(lost, Claim)
+    second, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert second.status == m.ClaimStatus.ACTIVE
+    assert first.worker == second.worker
+
+
+async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yard) -> None:
+    one, two = await yard.user(), await yard.user()
+    workers = [await yard.worker(), await yard.worker()]
+    results = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(one, "c1")),
+        yard.run(yard.claiming.claim_worker, yard.claim(two, "c2")),
+        *(worker.serve() for worker in workers),
+    )
+    taken = {result.worker.worker_id for result in results[:2] if result and result.worker}
+    assert taken == {worker.worker_id for worker in workers}
+
+
+async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:
+    user, first, second = await yard.user(), await yard.worker(), await yard.worker()
+    a, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    assert a.worker is not None
+    await _stop(yard, user, "c1")
+    b, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
+    assert b.worker is not None
+    assert (a.worker.epoch, b.worker.epoch) == (1, 2)
+
+
+async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
+    user, first, second = await yard.user(), await yard.worker(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    await _stop(yard, user, "c1")
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
+    late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
+    assert late.status == m.ClaimStatus.GONE
+    assert await ask(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
+
+
+async def test_no_worker_is_claimed_while_another_one_of_the_user_may_run(yard: Yard) -> None:
+    """The workflow was terminated: the next run knows nothing of the worker that is logged in."""
+    user, first, second = await yard.user(), await yard.worker(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    beside = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c2"))
+    assert beside.status == m.ClaimStatus.GONE
+    assert beside.worker is not None
+    assert (beside.worker.worker_id, beside.worker.epoch) == (first.worker_id, 1)
+    assert await second.announce() == "ready"
+    await yard.run(  # what the workflow does with it
+        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0)
+    )
+    assert first.task_id not in {task.task_id for task in await yard.launcher.list()}
+    after, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c3")), second.serve()
+    )
+    assert after.status == m.ClaimStatus.ACTIVE
+
+
+async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(yard: Yard) -> None:
+    """Its orchestrator stood still, and the workflow has given the claim up meanwhile."""
+    user = await yard.user()
+    empty = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
+    assert empty.status == m.ClaimStatus.EMPTY
+    await _stop(yard, user, "c1")
+    worker = await yard.worker()
+    late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
+    assert late.status == m.ClaimStatus.GONE
+    assert await worker.announce() == "ready"
+    assert not await ask(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
+
+
+async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(yard: Yard) -> None:
+    user = await yard.user()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert result == m.ClaimResult(status=m.ClaimStatus.EMPTY)
+    worker = await yard.worker()
+    found, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert found.worker is not None
+    assert found.worker.epoch == 1
+
+
+async def test_a_key_that_is_not_proven_gets_no_credentials(yard: Yard) -> None:
+    """Somebody who can write to Valkey put a key of their own in a worker's place."""
+    user, worker = await yard.user(), await yard.worker()
+    forger = ScriptedPoolWorker(yard.client, yard.keys, worker.worker_id)
+    forger.proof = worker.proof
+    await forger.announce()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert result.status == m.ClaimStatus.GONE
+    assert "proven" in result.failure_detail
+    assert not await ask(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
+
+
+async def test_a_user_without_accounts_costs_no_worker(yard: Yard) -> None:
+    user, worker = await yard.user(with_account=False), await yard.worker()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert (result.status, result.failure_code, result.retryable) == (
+        m.ClaimStatus.FAILED,
+        "UNKNOWN_ACCOUNT",
+        False,
+    )
+    assert await worker.announce() == "ready"
+
+
+async def test_an_unknown_user_is_refused(yard: Yard) -> None:
+    result = await yard.run(yard.claiming.claim_worker, yard.claim("nobody"))
+    assert (result.failure_code, result.retryable) == ("USER_NOT_FOUND", False)
+
+
+async def test_a_dead_workers_claim_is_gone(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert result.status == m.ClaimStatus.GONE
+    assert result.worker is not None
+    assert result.worker.worker_id == worker.worker_id
+
+
+async def crash(yard: Yard, user: str, claim_id: str) -> None:
+    """The user's worker dies in service, and its workflow has its end confirmed."""
+    worker = await yard.worker()
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id)), worker.serve()
+    )
+    assert result.worker is not None
+    yard.launcher.end(worker.task_id)
+    request = m.StopWorker(user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True)
+    for _ in range(2):
+        await yard.run(yard.stopping.stop_worker, request)
+
+
+async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: Yard) -> None:
+    user = await yard.user()
+    await crash(yard, user, "c1")
+    first = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c2"))
+    assert first.status == m.ClaimStatus.EMPTY
+    await crash(yard, user, "c3")
+    worker = await yard.worker()
+    held = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    assert held.status == m.ClaimStatus.BACK_OFF
+    assert len(held.crashes) == 2
+    assert held.worker is None
+    assert await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4")) == held
+    assert await worker.announce() == "ready"
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c4")), worker.serve()
+    )
+    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.worker is not None
+    assert result.worker.epoch == 4
+    # What was assigned stays so, whoever asks again.
+    repeated = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    assert repeated.worker == result.worker
+
+
+async def test_an_unknown_user_is_said_so_also_to_a_heedful_claim(yard: Yard) -> None:
+    result = await yard.run(yard.claiming.claim_worker, heedful(yard, "nobody", "c1"))
+    assert (result.failure_code, result.retryable) == ("USER_NOT_FOUND", False)
+
+
+def heedful(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
+    return replace(yard.claim(user, claim_id), heed_crashes=True)
+
+
+async def claimed(yard: Yard, worker: ScriptedPoolWorker) -> tuple[str, m.WorkerRef]:
+    user = await yard.user()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert result.worker is not None
+    return user, result.worker
+
+
+def connect(user: str, ref: m.WorkerRef, attempt: int, timeout: float = 30.0) -> m.ConnectRequest:
+    return m.ConnectRequest(user_id=user, worker=ref, attempt=attempt, timeout=timeout)
+
+
+async def test_a_late_login_is_heard_by_the_wait(yard: Yard) -> None:
+    worker = await yard.worker()
+    user, ref = await claimed(yard, worker)
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.await_connected, connect(user, ref, 1)), worker.serve()
+    )
+    assert result.status == m.ClaimStatus.ACTIVE
+
+
+async def test_a_claim_that_nobody_confirms_is_released(yard: Yard) -> None:
+    worker = await yard.worker()
+    user, ref = await claimed(yard, worker)
+    result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=0.1))
+    assert result.status == m.ClaimStatus.GONE
+    message = await worker.next()
+    assert isinstance(message, Claim)
+    assert await worker.confirm(message) == "released"
+
+
+async def test_a_confirmed_worker_that_is_slow_may_try_again(yard: Yard) -> None:
+    worker = await yard.worker()
+    user, ref = await claimed(yard, worker)
+    message = await worker.next()
+    assert isinstance(message, Claim)
+    assert await worker.confirm(message) == "confirmed"
+    result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=0.1))
+    assert (result.status, result.failure_code, result.retryable) == (
+        m.ClaimStatus.FAILED,
+        "BROKER_UNREACHABLE",
+        True,
+    )
+
+
+async def test_a_worker_that_dies_unheard_ends_the_wait(yard: Yard) -> None:
+    worker = await yard.worker()
+    user, ref = await claimed(yard, worker)
+    await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
+    result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=30.0))
+    assert result.status == m.ClaimStatus.GONE
+
+
+async def test_further_logins_are_asked_for_by_number(yard: Yard) -> None:
+    worker = await yard.worker()
+    worker.failures = [UNREACHABLE, UNREACHABLE]
+    user = await yard.user()
+    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert (result.status, result.failure_code) == (m.ClaimStatus.FAILED, "BROKER_UNREACHABLE")
+    assert result.worker is not None
+    again = yard.claiming.connect_again
+    second, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 2)), worker.serve())
+    third, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 3)), worker.serve())
+    assert (second.status, third.status) == (m.ClaimStatus.FAILED, m.ClaimStatus.ACTIVE)
+    repeated = await yard.run(again, connect(user, result.worker, 3))
+    assert repeated.status == m.ClaimStatus.ACTIVE
+    assert len(worker.received) == 3
+
+
+async def test_a_worker_launched_for_a_claim_is_found_by_it(yard: Yard) -> None:
+    user = await yard.user()
+    request = m.LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=5.0)
+    launched = await yard.run(yard.launching.launch_for_claim, request)
+    assert launched.worker_id == worker_id_of(COLD_PREFIX, "c1")
+    assert await yard.run(yard.launching.launch_for_claim, request) == launched
+    worker = yard.made[launched.worker_id]
+    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.worker is not None
+    assert (result.worker.worker_id, result.worker.warm) == (launched.worker_id, False)
+    assert len(yard.launcher.launched) == 1
+
+
+async def test_no_secret_stands_in_valkey_after_a_claim(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    everything = b""
+    for key in await ask(yard.client.keys("*")):
+        everything += await ask(yard.client.dump(key)) or b""
+    assert worker.worker_id.encode() in everything
+    assert b"canary" not in everything
+
+
+async def _stop(yard: Yard, user: str, claim_id: str) -> None:
+    """As the workflow does when it does not know whether the claim got a worker."""
+    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool=POOL)
+    await yard.run(
+        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0)
+    )

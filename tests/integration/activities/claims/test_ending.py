@@ -1,0 +1,360 @@
+"""Stopping, checking and reloading a worker that serves a user."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from sqlalchemy import select
+from temporalio.testing import ActivityEnvironment
+
+from activities.pool.entries import ask
+from infra.database.models import AuditEntry
+from infra.database.workers import sessions as worker_sessions
+from infra.jobs.client import JobClient
+from infra.launchers.port import LauncherUnreachable
+from infra.valkey import client as valkey
+from tests.integration.activities.conftest import SECRET, Yard
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, popped
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.messages import (
+    ControlMessage,
+    Credentials,
+    Failure,
+    ReleaseClaim,
+    ReloadCredentials,
+    Shutdown,
+    decode,
+)
+from workflows.user_worker import messages as m
+
+
+async def serving_user(yard: Yard) -> tuple[str, ScriptedPoolWorker, m.WorkerRef]:
+    """A user with an Active worker that has put up its mark."""
+    user, worker = await yard.user(), await yard.worker()
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, f"claim-{user}")), worker.serve()
+    )
+    assert result.worker is not None
+    await mark(yard, user, worker, result.worker.epoch)
+    return user, worker, result.worker
+
+
+async def mark(yard: Yard, user: str, worker: ScriptedPoolWorker, epoch: int) -> str:
+    state = await valkey.run_script(
+        yard.client,
+        scripts.RENEW_MARK,
+        [keys.owner(user), keys.mark(user), keys.metadata(user)],
+        [
+            *(epoch, worker.worker_id, 30_000),
+            *("last_activity_ms", 123_000, "state", "Active"),
+            *("public_key", worker.public_key.hex(), "proof", worker.proof.hex()),
+        ],
+    )
+    return bytes(state).decode()
+
+
+async def control(yard: Yard, user: str) -> ControlMessage:
+    item = await popped(yard.client, keys.control(user), 30.0)
+    assert item is not None, "no control message"
+    payload = sealing.verify(item, Ed25519PublicKey.from_public_bytes(yard.keys.public_key))
+    message: ControlMessage = decode(payload, ControlMessage)
+    return message
+
+
+def stop(user: str, ref: m.WorkerRef, grace: float = 0.0) -> m.StopWorker:
+    return m.StopWorker(user_id=user, worker=ref, reason="idle", grace=grace)
+
+
+async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+
+    async def ends_by_itself() -> None:
+        message = await control(yard, user)
+        assert isinstance(message, Shutdown)
+        assert (message.user_id, message.epoch, message.reason) == (user, ref.epoch, "idle")
+        yard.launcher.end(worker.task_id, 0, "exited")
+
+    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, ref, 30.0)), ends_by_itself())
+    assert not yard.launcher.stops
+    assert not await ask(yard.client.exists(keys.mark(user), keys.metadata(user)))
+    async with yard.database.session() as session:
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert row.end_reason == "idle"
+
+
+async def test_a_worker_that_does_not_listen_is_stopped_by_its_launcher(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    await yard.run(yard.stopping.stop_worker, stop(user, ref, 0.2))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    assert not await yard.launcher.list()
+
+
+async def test_stopping_twice_changes_nothing(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    for _ in range(2):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert len(yard.launcher.stops) == 1
+
+
+async def test_a_claimed_worker_without_mark_hears_on_its_inbox(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    result = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert result.worker is not None
+    await worker.next()
+
+    async def released() -> None:
+        assert isinstance(await worker.next(), ReleaseClaim)
+        yard.launcher.end(worker.task_id, 0, "exited")
+
+    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, result.worker, 30.0)), released())
+    assert not yard.launcher.stops
+
+
+async def test_an_unconfirmed_claim_can_be_stopped_by_its_claim_id_alone(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool=POOL)
+    await yard.run(yard.stopping.stop_worker, stop(user, unknown))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    gone = await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    assert gone.status == m.ClaimStatus.GONE
+
+
+async def test_the_end_is_not_believed_while_the_launcher_is_away(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    with pytest.raises(LauncherUnreachable):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert await ask(yard.client.exists(keys.mark(user)))
+    async with yard.database.session() as session:
+        row = await worker_sessions.open_session_of_worker(session, ref.worker_id)
+    assert row is not None
+
+
+async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
+    user, _, old = await serving_user(yard)
+    new = await yard.worker()
+    await yard.run(yard.stopping.stop_worker, stop(user, old))
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "later")), new.serve()
+    )
+    assert result.worker is not None
+    await mark(yard, user, new, result.worker.epoch)
+    await yard.run(yard.stopping.stop_worker, stop(user, old))  # a repeat that comes late
+    assert await ask(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
+
+
+async def test_a_worker_that_serves_another_claim_by_now_is_left_alone(yard: Yard) -> None:
+    """It slept through the end of its entry, came back as a free one, and was claimed by another user."""
+    user, worker = await yard.user(), await yard.worker()
+    lost = await yard.run(yard.claiming.claim_worker, yard.claim(user, "old", reply_wait=0.05))
+    assert lost.worker is not None
+    await worker.next()
+    await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
+    assert await worker.announce() == "ready"
+    other = await yard.user()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(other, "new")), worker.serve())
+    await yard.run(yard.stopping.stop_worker, stop(user, lost.worker))
+    assert not yard.launcher.stops
+    assert len(await yard.launcher.list()) == 1
+
+
+async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    await ask(yard.client.lpush(keys.requests(user), "1|r1|x"))
+    await ask(yard.client.lpush(keys.processing(user), "1|r0|x"))
+    stopped = await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert stopped.waiting == 2
+
+
+@pytest.mark.parametrize("delay", [0.0, 60.0])
+async def test_a_job_that_came_while_a_worker_ended_needs_another_one(yard: Yard, delay: float) -> None:
+    user, _, ref = await serving_user(yard)
+    job = catalog.make_job("j", catalog.PingRunner(), delay=delay)
+    await JobClient(yard.client).enqueue(job, tag=job_keys.user_tag(user))
+    assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
+    await JobClient(yard.client).cancel("j", tag=job_keys.user_tag(user))
+    assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 0
+
+
+async def test_jobs_of_a_runner_that_did_not_sign_off_need_another_worker(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    await ask(yard.client.hset(job_keys.beats(job_keys.user_tag(user)), "dead", "7"))
+    assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
+
+
+def check(user: str, ref: m.WorkerRef) -> m.CheckWorker:
+    return m.CheckWorker(user_id=user, worker=ref)
+
+
+async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    health = await yard.run(yard.checking.check_worker, check(user, ref))
+    generation = await ask(yard.client.get(keys.GENERATION))
+    assert health == m.WorkerHealth(
+        marked=True,
+        running=True,
+        last_activity=123.0,
+        generation=generation.decode(),
+        worker_state="Active",
+    )
+    yard.launcher.end(worker.task_id)
+    await yard.client.delete(keys.mark(user))
+    gone = await yard.run(yard.checking.check_worker, check(user, ref))
+    assert gone == m.WorkerHealth(marked=False, running=False, generation=generation.decode())
+
+
+async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    assert (await yard.run(yard.checking.check_worker, check(user, ref))).running is None
+
+
+async def test_a_check_after_a_flush_puts_the_owner_key_back(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    before = await ask(yard.client.hget(keys.owner(user), "generation"))
+    await yard.client.flushall()
+    assert await mark(yard, user, worker, ref.epoch) == "no_owner"
+    await yard.run(yard.checking.check_worker, check(user, ref))
+    assert await mark(yard, user, worker, ref.epoch) == "ok"
+    assert await ask(yard.client.hget(keys.owner(user), "generation")) != before
+
+
+async def test_a_check_gives_no_user_to_a_worker_that_ended(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    yard.launcher.end(worker.task_id)
+    await yard.client.flushall()
+    await yard.run(yard.checking.check_worker, check(user, ref))
+    assert not await ask(yard.client.exists(keys.owner(user)))
+
+
+async def audited(yard: Yard, user: str) -> list[tuple[str, dict[str, Any]]]:
+    async with yard.database.session() as session:
+        rows = await session.scalars(select(AuditEntry).where(AuditEntry.subject == f"user:{user}"))
+        return [(row.action, row.data) for row in rows]
+
+
+async def reloads(
+    yard: Yard, user: str, worker: ScriptedPoolWorker, ref: m.WorkerRef, *failures: Failure
+) -> Credentials:
+    """The worker's part of a reload: opens what it gets, and answers."""
+    message = await control(yard, user)
+    assert isinstance(message, ReloadCredentials)
+    plain = sealing.unseal(
+        message.accounts[0].sealed,
+        worker.private_key,
+        user_id=user,
+        account_id="main",
+        epoch=ref.epoch,
+        claim_id=message.reload_id,
+        worker_id=worker.worker_id,
+    )
+    worker.failures = list(failures)
+    await worker.reply(message.reload_id, ref.epoch, 1)
+    return msgspec.json.decode(plain, type=Credentials)
+
+
+def reload(user: str, ref: m.WorkerRef, cause: str = "signal", timeout: float = 20.0) -> m.ReloadRequest:
+    return m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=timeout, cause=cause)
+
+
+async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    result, opened = await asyncio.gather(
+        yard.run(yard.reloading.reload_credentials, reload(user, ref)), reloads(yard, user, worker, ref)
+    )
+    assert result.ok
+    assert opened == SECRET
+    again = await yard.run(yard.reloading.reload_credentials, reload(user, ref))
+    assert again.ok
+    assert not await ask(yard.client.llen(keys.control(user)))
+    expected = {
+        "id": "r1",
+        "cause": "signal",
+        "result": "OK",
+        "worker": worker.worker_id,
+        "epoch": 1,
+        "versions": {"main": 1},
+    }
+    assert await audited(yard, user) == [("credentials.reloaded", expected)]
+
+
+async def test_wrong_new_credentials_are_told_by_their_code_and_audited_without_a_secret(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    refused = Failure(code="LOGIN_REJECTED", detail="the key key-canary is wrong")
+    result, _ = await asyncio.gather(
+        yard.run(yard.reloading.reload_credentials, reload(user, ref, "update")),
+        reloads(yard, user, worker, ref, refused),
+    )
+    assert (result.ok, result.failure_code) == (False, "LOGIN_REJECTED")
+    [(action, data)] = await audited(yard, user)
+    assert (action, data["result"], data["cause"]) == (
+        "credentials.reload_failed",
+        "LOGIN_REJECTED",
+        "update",
+    )
+    assert "canary" not in str(data)
+
+
+async def test_a_replaced_session_gets_the_credentials_sealed_to_its_new_key(yard: Yard) -> None:
+    """Valkey may show the old key for a moment: nothing is sealed to that."""
+    user, worker, ref = await serving_user(yard)
+    fresh = ScriptedPoolWorker(yard.client, yard.keys, worker.worker_id)
+
+    looked = asyncio.Event()  # at the old key: then the activity says that it lives, and waits
+    environment = ActivityEnvironment()
+    environment.on_heartbeat = lambda *_: looked.set()
+
+    async def comes_up() -> Credentials:
+        await looked.wait()
+        assert await mark(yard, user, fresh, ref.epoch) == "ok"
+        return await reloads(yard, user, fresh, ref)
+
+    result, opened = await asyncio.gather(
+        environment.run(yard.reloading.reload_credentials, reload(user, ref, "session replaced")), comes_up()
+    )
+    assert result.ok
+    assert opened == SECRET
+
+
+async def test_a_replaced_session_that_shows_no_new_key_is_sent_nothing(yard: Yard) -> None:
+    user, _, ref = await serving_user(yard)
+    result = await yard.run(
+        yard.reloading.reload_credentials, reload(user, ref, "session replaced", timeout=0.3)
+    )
+    assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
+    assert not await ask(yard.client.llen(keys.control(user)))
+
+
+async def test_a_forged_key_in_the_metadata_gets_no_reload(yard: Yard) -> None:
+    """The credentials stay sealed to the key that was proven at the claim."""
+    user, worker, ref = await serving_user(yard)
+    forger = ScriptedPoolWorker(yard.client, yard.keys, worker.worker_id)
+    await ask(
+        yard.client.hset(
+            keys.metadata(user),
+            mapping={"public_key": forger.public_key.hex(), "proof": worker.proof.hex()},
+        )
+    )
+    request = m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=0.1)
+    result = await yard.run(yard.reloading.reload_credentials, request)
+    assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
+    message = await control(yard, user)
+    assert isinstance(message, ReloadCredentials)
+    opened = sealing.unseal(
+        message.accounts[0].sealed,
+        worker.private_key,
+        user_id=user,
+        account_id="main",
+        epoch=ref.epoch,
+        claim_id="r1",
+        worker_id=worker.worker_id,
+    )
+    assert opened

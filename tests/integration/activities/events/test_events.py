@@ -1,0 +1,225 @@
+"""What workers tell, written down once and relayed; and the ends that launchers see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+import pytest
+
+from activities.events.recorder import CLOSED_BY_WORKER, Recorder
+from activities.events.stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.pool.entries import ask
+from infra import tasks
+from infra.database.engine import DatabaseUnavailable
+from infra.database.orders import acceptance as orders
+from infra.database.workers import sessions as worker_sessions
+from tests.integration.activities.conftest import Yard
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import (
+    Event,
+    OrderEvent,
+    OrderState,
+    WorkerEvent,
+    WorkerEventKind,
+    encode,
+)
+
+
+class FailingHandler:
+    """A handler that keeps what it got, and fails as often as it is told to."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.events: list[Event] = []
+        self.failures = failures
+
+    async def handle(self, events: Sequence[Event]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise DatabaseUnavailable
+        self.events.extend(events)
+
+
+def told(sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1") -> WorkerEvent:
+    return WorkerEvent(
+        worker_id=worker, user_id="u1", epoch=1, sequence=sequence, kind=kind, at_ms=5000, detail="bye"
+    )
+
+
+async def add(yard: Yard, *events: Event) -> None:
+    for event in events:
+        await ask(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+
+
+@asynccontextmanager
+async def reading(*streams: EventStream) -> AsyncIterator[None]:
+    running = [asyncio.create_task(stream.run()) for stream in streams]
+    try:
+        yield
+    finally:
+        await tasks.cancel_tasks(*running)
+
+
+async def until_heard(heard: FailingHandler, count: int) -> None:
+    while len(heard.events) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
+    while True:
+        groups = {found["name"].decode(): found for found in await ask(yard.client.xinfo_groups(keys.EVENTS))}
+        found = groups.get(group)
+        if found and found["pending"] == 0 and found["lag"] == 0:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
+    heard = FailingHandler()
+    await add(yard, *(told(number) for number in range(1, 201)))
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+        await until_heard(heard, 200)
+    assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(range(1, 201))
+
+
+async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
+    heard = FailingHandler(failures=1)
+    await add(yard, told(1), told(2))
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+        await until_heard(heard, 2)
+        await until_acknowledged(yard)
+    assert len(heard.events) == 2
+
+
+async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> None:
+    heard = FailingHandler()
+    await ask(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
+    await ask(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
+    await add(yard, told(1))
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+        await until_heard(heard, 1)
+        await until_acknowledged(yard)
+
+
+async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> None:
+    heard = FailingHandler()
+    await ask(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await add(yard, told(1))
+    await ask(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
+    living = EventStream(yard.client, RECORDER_GROUP, heard, consumer="living", abandoned_ms=0)
+    async with reading(living):
+        await until_heard(heard, 1)
+        await until_acknowledged(yard)
+
+
+async def test_a_flushed_server_gets_its_group_back_from_the_start(yard: Yard) -> None:
+    heard = FailingHandler()
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+        await add(yard, told(1))
+        await until_heard(heard, 1)
+        await yard.client.flushall()
+        await add(yard, told(2))
+        await until_heard(heard, 2)
+
+
+async def test_the_stream_is_trimmed_only_below_what_every_group_has_read(yard: Yard) -> None:
+    fast, slow = FailingHandler(), FailingHandler()
+    recorder = EventStream(yard.client, RECORDER_GROUP, fast)
+    relay = EventStream(yard.client, RELAY_GROUP, slow)
+    for group in GROUPS:
+        await ask(yard.client.xgroup_create(keys.EVENTS, group, id="0", mkstream=True))
+    await add(yard, *(told(number) for number in range(1, 6)))
+    assert await recorder.step() == 5
+    await recorder.upkeep()
+    assert await ask(yard.client.xlen(keys.EVENTS)) == 5
+    assert await relay.step() == 5
+    await recorder.upkeep()
+    assert await ask(yard.client.xlen(keys.EVENTS)) == 1  # the last one read marks the place
+
+
+async def test_nothing_is_trimmed_while_a_group_is_missing(yard: Yard) -> None:
+    recorder = EventStream(yard.client, RECORDER_GROUP, FailingHandler())
+    await ask(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await add(yard, told(1), told(2))
+    await recorder.step()
+    await recorder.upkeep()
+    assert await ask(yard.client.xlen(keys.EVENTS)) == 2
+
+
+async def new_order(yard: Yard) -> str:
+    user = await yard.user()
+    now = datetime.now(UTC)
+    async with yard.database.session() as session:
+        accepted = await orders.accept_order(
+            session,
+            orders.NewOrder(
+                user_id=user,
+                account_id="main",
+                client_order_id="o1",
+                fingerprint="f",
+                symbol="2330",
+                side="buy",
+                quantity=1,
+                price_type="MKT",
+                price=None,
+                time_in_force="IOC",
+                generation="g",
+                deadline_at=now + timedelta(seconds=30),
+                trading_day=now.date(),
+            ),
+        )
+    return str(accepted.order.id)
+
+
+def moved(order_id: str, number: int, state: OrderState, filled: int = 0) -> OrderEvent:
+    return OrderEvent(
+        event_id=f"{order_id}:{number}",
+        order_id=order_id,
+        user_id="u1",
+        epoch=1,
+        state=state,
+        at_ms=5000 + number,
+        filled_quantity=filled,
+    )
+
+
+async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard) -> None:
+    order_id = await new_order(yard)
+    events = [moved(order_id, 1, OrderState.SUBMITTED), moved(order_id, 2, OrderState.FILLED, 1)]
+    recorder = Recorder(yard.database)
+    await recorder.handle(events)
+    await recorder.handle([*reversed(events), *events])
+    async with yard.database.session() as session:
+        order = await orders.get_order(session, UUID(order_id))
+        recorded = await orders.events_of_order(session, UUID(order_id))
+    assert (order.state, order.filled_quantity) == ("filled", 1)
+    assert [event.state for event in recorded if event.state != "accepted"] == ["submitted", "filled"]
+
+
+@pytest.mark.parametrize("order_id", ["00000000-0000-4000-8000-000000000000", "no uuid"])
+async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard, order_id: str) -> None:
+    known = await new_order(yard)
+    await Recorder(yard.database).handle(
+        [moved(order_id, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
+    )
+    async with yard.database.session() as session:
+        assert (await orders.get_order(session, UUID(known))).state == "submitted"
+
+
+async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:
+    user, worker = await yard.user(), await yard.worker()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    recorder = Recorder(yard.database)
+    await recorder.handle([told(1, worker=worker.worker_id)])
+    async with yard.database.session() as session:
+        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert row.connected_at == datetime.fromtimestamp(5, UTC)
+    await recorder.handle([told(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
+    async with yard.database.session() as session:
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert row.end_reason == f"{CLOSED_BY_WORKER}bye"

@@ -1,0 +1,231 @@
+"""Ends and events reach the workflows concerned, on a real Temporal server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+import structlog
+from temporalio.client import Client
+
+from activities.events.exit_watcher import ExitWatcher
+from activities.events.relay import Relay
+from activities.pool.entries import ask
+from infra import tasks
+from infra.database.workers import sessions as worker_sessions
+from infra.local.servers import TemporalServer
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.listener import ListenerWorkflow, listening, signals
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
+from workflows import names
+
+
+@pytest.fixture
+async def temporal(temporal_server: TemporalServer) -> Client:
+    return await Client.connect(temporal_server.address)
+
+
+async def user_with_worker(yard: Yard, name: str) -> tuple[str, ScriptedPoolWorker]:
+    worker = await yard.worker(f"p-{name}-{os.getpid()}")
+    user = await yard.user()
+    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    return user, worker
+
+
+def watch(yard: Yard, temporal: Client) -> ExitWatcher:
+    return ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+
+
+async def test_the_end_of_a_users_worker_reaches_that_users_workflow(yard: Yard, temporal: Client) -> None:
+    user, worker = await user_with_worker(yard, "users")
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        task = asyncio.create_task(watch(yard, temporal).run())
+        yard.launcher.end(worker.task_id, -9, "killed")
+        heard = await signals(handle, 1)
+        await tasks.cancel_tasks(task)
+    assert heard[0][0] == "worker_lost"
+    assert (heard[0][1]["worker_id"], heard[0][1]["exit_code"]) == (worker.worker_id, -9)
+
+
+async def test_the_end_of_a_free_worker_reaches_its_pool_and_nobody_can_claim_it(
+    yard: Yard, temporal: Client
+) -> None:
+    worker = await yard.worker()
+    async with listening(temporal, names.worker_pool_id(POOL)) as handle:
+        task = asyncio.create_task(watch(yard, temporal).run())
+        yard.launcher.end(worker.task_id)
+        heard = await signals(handle, 1)
+        await tasks.cancel_tasks(task)
+    assert heard == [("worker_gone", {"worker_id": worker.worker_id})]
+    assert not await ask(yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id)))
+
+
+class Busy:
+    """Stands for a Temporal that is slow with the pool's workflow alone."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.signalled: list[str] = []
+        self._id = ""
+
+    def get_workflow_handle(self, workflow_id: str) -> Busy:
+        self._id = workflow_id
+        return self
+
+    async def signal(self, name: str, message: object) -> None:
+        self.signalled.append(self._id)
+        if self._id == names.worker_pool_id(POOL):
+            await self.free.wait()
+
+    async def until(self, workflow_id: str, times: int) -> None:
+        while self.signalled.count(workflow_id) < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_signal(yard: Yard) -> None:
+    user, worker = await user_with_worker(yard, "behind")
+    first, *others = [await yard.worker() for _ in range(5)]
+    busy, pool = Busy(), names.worker_pool_id(POOL)
+    temporal: Any = busy
+    task = asyncio.create_task(watch(yard, temporal).run())
+    yard.launcher.end(first.task_id)
+    await busy.until(pool, 1)
+    for one in others:
+        yard.launcher.end(one.task_id)
+    yard.launcher.end(worker.task_id)
+    await busy.until(names.user_worker_id(user), 1)
+    assert busy.signalled.count(pool) == 1
+    busy.free.set()
+    await busy.until(pool, 2)
+    last = await yard.worker()
+    yard.launcher.end(last.task_id)
+    await busy.until(pool, 3)
+    await tasks.cancel_tasks(task)
+    assert busy.signalled.count(pool) == 3
+
+
+async def test_an_end_that_the_workflow_ordered_is_not_told_again(yard: Yard, temporal: Client) -> None:
+    user, worker = await user_with_worker(yard, "ordered")
+    async with yard.database.session() as session:
+        await worker_sessions.end_session(session, claim_id="c1", reason="idle")
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        yard.launcher.end(worker.task_id)
+        async for ended in yard.launcher.exits():
+            await watch(yard, temporal).tell(ended)
+            break
+        assert await handle.query(ListenerWorkflow.heard) == []
+
+
+async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Client) -> None:
+    _, worker = await user_with_worker(yard, "alone")
+    yard.launcher.end(worker.task_id)
+    async for ended in yard.launcher.exits():
+        await watch(yard, temporal).tell(ended)
+        break
+    assert not await ask(yard.client.exists(keys.pool_worker(POOL, worker.worker_id)))
+
+
+async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
+    yard: Yard, temporal: Client
+) -> None:
+    user, worker = await user_with_worker(yard, "unseen")
+    free = await yard.worker()
+    yard.launcher.end(free.task_id)
+    yard.launcher.end(worker.task_id, 137, "oom_killed")
+    async with (
+        listening(temporal, names.user_worker_id(user)) as handle,
+        listening(temporal, names.worker_pool_id(POOL)) as pool,
+    ):
+        for told in (3, 4):  # a launcher tells from its first end on, unless it is told from where
+            yard.launcher._position = 0
+            task = asyncio.create_task(watch(yard, temporal).run())
+            heard = await signals(handle, 1)
+            again = await yard.worker()
+            yard.launcher.end(again.task_id)
+            while again.worker_id not in str(await pool.query(ListenerWorkflow.heard)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            # Heard is not yet noted as told, and what is not is told again: that changes only the count.
+            while await ask(yard.client.get(keys.EXITS_TOLD)) != f"fake:{told}".encode():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await tasks.cancel_tasks(task)
+        gone = [said["worker_id"] for _, said in await pool.query(ListenerWorkflow.heard)]
+        assert len(set(gone)) == len(gone)
+        assert await signals(handle, 1) == heard
+    assert [(name, said["exit_code"], said["reason"]) for name, said in heard] == [
+        ("worker_lost", 137, "oom_killed")
+    ]
+
+
+async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignment(
+    yard: Yard, temporal: Client
+) -> None:
+    _, worker = await user_with_worker(yard, "closes")
+    yard.launcher.end(worker.task_id)
+    async for ended in yard.launcher.exits():
+        await watch(yard, temporal).tell(ended)
+        break
+    async with yard.database.session() as session:
+        assert await worker_sessions.open_session_of_worker(session, worker.worker_id) is None
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+    assert row is not None
+    assert (row.end_reason, row.crashed) == ("killed, no workflow", False)
+
+
+async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
+    user = f"relay-{os.getpid()}"
+    board = SharedState()  # numbers the events, as it does in a worker
+    kinds = [
+        WorkerEventKind.CONNECTED,
+        WorkerEventKind.RECONNECTING,
+        WorkerEventKind.CONNECTED,
+        WorkerEventKind.DEGRADED,
+        WorkerEventKind.OWNER_MISSING,
+        WorkerEventKind.SESSION_REPLACED,
+        WorkerEventKind.CONNECTED,
+        WorkerEventKind.FAILED,
+        WorkerEventKind.FENCED,
+        WorkerEventKind.CLOSED,
+    ]
+    by_supervisor = (WorkerEventKind.OWNER_MISSING, WorkerEventKind.FENCED)
+    events = [
+        WorkerEvent(
+            worker_id="w1",
+            user_id=user,
+            epoch=1,
+            sequence=board.next_supervisor_event() if kind in by_supervisor else board.next_session_event(),
+            kind=kind,
+            at_ms=1000,
+            detail="why",
+        )
+        for kind in kinds
+    ]
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        await Relay(temporal).handle(events)
+        heard = await signals(handle, 8)
+    relayed = [event for event in events[1:] if event.kind != WorkerEventKind.CLOSED]
+    assert [(name, said["kind"], said["sequence"], said["detail"]) for name, said in heard] == [
+        ("worker_event", event.kind, event.sequence, "why") for event in relayed
+    ]
+
+
+async def test_events_that_no_workflow_can_hear_are_logged_once_and_hold_up_nobody(temporal: Client) -> None:
+    user = f"relay-late-{os.getpid()}"
+    strange = ["nobody-at-all", "x" * 2000, "", "a\x00b"]
+
+    def event(user_id: str) -> WorkerEvent:
+        return WorkerEvent(
+            worker_id="w1", user_id=user_id, epoch=1, sequence=4, kind=WorkerEventKind.RECONNECTING, at_ms=1
+        )
+
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        relay = Relay(temporal)
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(3):
+                await relay.handle([*(event(name) for name in strange), event(user)])
+        assert len(await signals(handle, 3)) == 3
+    assert [line["event"] for line in logs] == ["event_of_no_workflow"] * len(strange)

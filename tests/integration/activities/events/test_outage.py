@@ -1,0 +1,88 @@
+"""Relay, orchestrator and Temporal away: what happens meanwhile is told afterwards, all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+from temporalio.client import Client
+
+from activities.events.exit_watcher import ExitWatcher
+from activities.events.recorder import Recorder
+from activities.events.relay import Relay
+from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.pool.entries import ask
+from infra import tasks
+from infra.local.servers import TemporalServer
+from tests.integration.activities import listener
+from tests.integration.activities.claims.test_ending import serving_user
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.events.test_events import until_acknowledged
+from tests.integration.activities.scripted import POOL
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind, encode
+from workflows import names
+
+
+@asynccontextmanager
+async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator[None]:
+    """The loops that tell, as one process of an orchestrator runs them."""
+    relay = EventStream(yard.client, RELAY_GROUP, Relay(temporal), consumer=name, abandoned_ms=100)
+    recorder = EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), consumer=name)
+    watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+    running = [asyncio.create_task(loop()) for loop in (relay.run, recorder.run, watch.run)]
+    try:
+        yield
+    finally:
+        await tasks.cancel_tasks(*running)
+
+
+async def tell(yard: Yard, user: str, sequence: int) -> None:
+    kind = WorkerEventKind.RECONNECTING if sequence % 4 == 0 else WorkerEventKind.CONNECTED
+    event = WorkerEvent(worker_id="w1", user_id=user, epoch=1, sequence=sequence, kind=kind, at_ms=sequence)
+    await ask(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+
+
+async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
+    while not set(wanted) <= {str(line["event"]) for line in logs}:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, tmp_path: Path) -> None:
+    talker, _, _ = await serving_user(yard)
+    dying, first, _ = await serving_user(yard)
+    doomed, second, _ = await serving_user(yard)
+    with TemporalServer(tmp_path / "temporal") as server:
+        client = await Client.connect(server.address)
+        for user in (talker, dying, doomed):
+            await listener.start(client, names.user_worker_id(user))
+        with structlog.testing.capture_logs() as logs:
+            async with orchestrator(yard, client, "one"):
+                await tell(yard, talker, 4)
+                await until_acknowledged(yard, RELAY_GROUP)
+                await asyncio.to_thread(server.stop)
+                await tell(yard, talker, 6)
+                yard.launcher.end(first.task_id)
+                await until(logs, "event_stream_waits", "exit_not_told")
+        # Now no orchestrator runs either. What the first one had taken is still its own.
+        assert (await ask(yard.client.xpending(keys.EVENTS, RELAY_GROUP)))["pending"] == 1
+        for sequence in (8, 10, 12):
+            await tell(yard, talker, sequence)
+        yard.launcher.end(second.task_id)
+        await asyncio.to_thread(server.start)
+        async with orchestrator(yard, await Client.connect(server.address), "two"):
+            heard = await listener.heard_by(client, names.user_worker_id(talker), 5)
+            ends = [
+                await listener.heard_by(client, names.user_worker_id(user), 1) for user in (dying, doomed)
+            ]
+    assert sorted(said["sequence"] for _, said in heard) == [4, 6, 8, 10, 12]
+    assert [[(name, said["worker_id"]) for name, said in told] for told in ends] == [
+        [("worker_lost", first.worker_id)],
+        [("worker_lost", second.worker_id)],
+    ]

@@ -1,0 +1,297 @@
+"""Maintenance with real servers: each anomaly is cleaned up by the second pass, and nothing else touched."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from temporalio.client import Client
+from temporalio.testing import ActivityEnvironment
+
+from activities.maintenance.anomalies import AnomalyKind
+from activities.pool.entries import ask
+from infra.database.workers import maintenance
+from infra.database.workers import sessions as worker_sessions
+from infra.local.servers import TemporalServer
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.listener import ListenerWorkflow, listening
+from tests.integration.activities.maintenance.maintaining import MaintainedFleet
+from tests.integration.activities.scripted import POOL
+from worker_runtime.protocol import keys
+from workflows import names
+
+
+@pytest.fixture
+async def fleet(yard: Yard, temporal_server: TemporalServer) -> MaintainedFleet:
+    made = MaintainedFleet(yard, await Client.connect(temporal_server.address))
+    await made.fill(serving=4, free=2)
+    await made.quiet()
+    return made
+
+
+async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    user = await fleet.yard.user()
+    await ask(fleet.yard.client.set(keys.mark(user), "7:p-gone"))
+    await ask(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+
+    async def gone() -> bool:
+        return not await ask(fleet.yard.client.exists(keys.mark(user), keys.metadata(user)))
+
+    return gone
+
+
+async def mark_of_another_worker(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    """Its worker is dead, and nobody has noticed yet: the watcher's business. The mark is ours."""
+    one = fleet.serving[0]
+    await ask(fleet.yard.client.set(keys.mark(one.user), "7:p-gone"))
+
+    async def gone() -> bool:
+        return bool(await ask(fleet.yard.client.get(keys.mark(one.user))) != b"7:p-gone")
+
+    return gone
+
+
+async def metadata_without_a_mark(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    user = await fleet.yard.user()
+    await ask(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+
+    async def gone() -> bool:
+        return not await ask(fleet.yard.client.exists(keys.metadata(user)))
+
+    return gone
+
+
+async def free_worker_that_does_not_run(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    await ask(fleet.yard.client.zadd(keys.pool_ready(POOL), {"p-gone": 1}))
+
+    async def gone() -> bool:
+        return await ask(fleet.yard.client.zscore(keys.pool_ready(POOL), "p-gone")) is None
+
+    return gone
+
+
+async def task_that_announces_nothing(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    task = await fleet.launched("p-silent")
+
+    async def gone() -> bool:
+        return task.task_id not in await fleet.running()
+
+    return gone
+
+
+async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    one = fleet.serving.pop()
+    async with fleet.yard.database.session() as session:
+        await worker_sessions.end_session(session, claim_id=one.ref.claim_id, reason="by hand")
+    await ask(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
+
+    async def gone() -> bool:
+        left = await ask(fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user)))
+        return one.ref.task_id not in await fleet.running() and not left
+
+    return gone
+
+
+async def worker_claimed_for_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    worker = await fleet.yard.worker("p-claimed")
+    entry = keys.pool_worker(POOL, "p-claimed")
+    await ask(fleet.yard.client.hset(entry, mapping={"state": "claimed", "claim": "lost"}))
+    await ask(fleet.yard.client.zrem(keys.pool_ready(POOL), "p-claimed"))
+
+    async def gone() -> bool:
+        return worker.task_id not in await fleet.running() and not await ask(fleet.yard.client.exists(entry))
+
+    return gone
+
+
+async def two_workers_of_a_user(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    """Of the earlier epoch, and by the books not over."""
+    older = fleet.serving.pop()
+    await fleet.execute("update users set epoch = epoch + 1 where id = :id", id=older.user)
+
+    async def gone() -> bool:
+        return older.ref.task_id not in await fleet.running() and await ended(fleet, older.ref.claim_id)
+
+    return gone
+
+
+async def claim_that_got_nowhere(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    user = await fleet.yard.user()
+    async with fleet.yard.database.session() as session:
+        await worker_sessions.assign_epoch(session, user_id=user, claim_id="nowhere", pool=POOL)
+    await fleet.execute(
+        "update worker_sessions set assigned_at = assigned_at - interval '1 h' where claim_id = 'nowhere'"
+    )
+
+    async def gone() -> bool:
+        return await ended(fleet, "nowhere")
+
+    return gone
+
+
+async def worker_that_drains_for_ever(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    one = fleet.serving.pop()
+    await one.renew("Draining")
+
+    async def gone() -> bool:
+        return one.ref.task_id not in await fleet.running() and await ended(fleet, one.ref.claim_id)
+
+    return gone
+
+
+async def worker_that_nobody_uses(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    one = fleet.serving.pop()
+    await one.renew(idle=86_400.0)
+
+    async def gone() -> bool:
+        return one.ref.task_id not in await fleet.running() and await ended(fleet, one.ref.claim_id)
+
+    return gone
+
+
+async def worker_that_is_dead_by_the_books_alive(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+    one = fleet.serving.pop()
+    fleet.yard.launcher.end(one.ref.task_id)
+    await ask(fleet.yard.client.delete(keys.mark(one.user), keys.metadata(one.user)))
+
+    async def gone() -> bool:
+        return await ended(fleet, one.ref.claim_id)
+
+    return gone
+
+
+async def ended(fleet: MaintainedFleet, claim_id: str) -> bool:
+    async with fleet.yard.database.session() as session:
+        row = await worker_sessions.session_of_claim(session, claim_id)
+    return row is not None and row.ended_at is not None
+
+
+ANOMALIES = [
+    (mark_of_nobody, AnomalyKind.ORPHAN_MARK),
+    (mark_of_another_worker, AnomalyKind.STALE_MARK),
+    (metadata_without_a_mark, AnomalyKind.STALE_MARK),
+    (free_worker_that_does_not_run, AnomalyKind.STALE_MARK),
+    (task_that_announces_nothing, AnomalyKind.ORPHAN_TASK),
+    (task_whose_assignment_is_over, AnomalyKind.ORPHAN_TASK),
+    (two_workers_of_a_user, AnomalyKind.DUPLICATE),
+    (worker_claimed_for_nobody, AnomalyKind.OVERDUE),
+    (claim_that_got_nowhere, AnomalyKind.OVERDUE),
+    (worker_that_drains_for_ever, AnomalyKind.OVERDUE),
+    (worker_that_nobody_uses, AnomalyKind.OVERDUE),
+    (worker_that_is_dead_by_the_books_alive, AnomalyKind.OVERDUE),
+]
+
+
+@pytest.mark.parametrize(("plant", "kind"), ANOMALIES, ids=[plant.__name__ for plant, _ in ANOMALIES])
+async def test_the_second_pass_cleans_it_up_and_nothing_else(
+    fleet: MaintainedFleet,
+    plant: Callable[[MaintainedFleet], Awaitable[Callable[[], Awaitable[bool]]]],
+    kind: AnomalyKind,
+) -> None:
+    gone = await plant(fleet)
+    first, nothing = await fleet.run()
+    assert (first.found, first.confirmed, nothing) == (1, 0, {})
+    assert not await gone()
+    healthy = {one.ref.task_id for one in fleet.serving}
+    second, outcomes = await fleet.run()
+    assert (second.found, second.confirmed, second.guarded) == (1, 1, "")
+    assert sum(outcomes.values()) == 1
+    assert not {"failed", "healed", "in_flight", "outage"} & outcomes.keys(), outcomes
+    assert await gone()
+    assert healthy <= await fleet.running()
+    async with fleet.yard.database.session() as session:
+        shown = await maintenance.pass_summary(session)
+    assert shown is not None
+    assert (shown.found, shown.outcomes) == ({kind.value: 1}, outcomes)
+    if plant is not mark_of_another_worker:  # that user's worker has no mark of its own now
+        assert (await fleet.scan()).found == 0
+
+
+async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -> None:
+    gone = await worker_that_drains_for_ever(fleet)
+    user = next(iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving}))
+    await ask(fleet.yard.client.lpush(keys.processing(user), "an order"))
+    await fleet.run()
+    assert (await fleet.run())[1] == {"in_flight": 1}
+    assert not await gone()
+    await ask(fleet.yard.client.delete(keys.processing(user)))
+    assert (await fleet.run())[1] == {"stopped": 1}
+    assert await gone()
+
+
+async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(fleet: MaintainedFleet) -> None:
+    kept, gone = fleet.serving[:2]
+    for one in (kept, gone):
+        await one.renew("Draining")
+    deleted = await mark_of_nobody(fleet)
+    await ask(fleet.yard.client.lpush(keys.processing(kept.user), "an order"))
+    await fleet.run()
+    assert (await fleet.run())[1] == {"in_flight": 1, "stopped": 1, "deleted": 1}
+    assert await deleted()
+    assert (await ended(fleet, kept.ref.claim_id), await ended(fleet, gone.ref.claim_id)) == (False, True)
+    assert gone.ref.task_id not in await fleet.running()
+
+
+async def test_a_second_attempt_does_not_call_healed_what_the_first_cleaned_up(
+    fleet: MaintainedFleet,
+) -> None:
+    gone = await worker_that_drains_for_ever(fleet)
+    await fleet.run()
+    scanned = await fleet.scan()
+    first = await fleet.yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+    assert (first.outcomes, await gone()) == ({"stopped": 1}, True)
+    again = ActivityEnvironment()
+    again.info = replace(again.info, attempt=2)
+    second = await again.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+    assert second.outcomes == {"earlier": 1}
+
+
+async def open_rows(fleet: MaintainedFleet) -> list[maintenance.AssignmentRow]:
+    async with fleet.yard.database.session() as session:
+        return await maintenance.open_assignments(session)
+
+
+async def test_a_worker_that_recovers_between_two_looks_is_left_alone(fleet: MaintainedFleet) -> None:
+    one = fleet.serving[0]
+    await one.renew("Draining")
+    await fleet.run()
+    scanned = await fleet.scan()
+    assert scanned.confirmed == 1
+    await one.renew("Active")
+    cleaned = await fleet.yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+    assert cleaned.outcomes == {"healed": 1}
+    assert fleet.yard.launcher.stops == []
+
+
+async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedFleet) -> None:
+    one = fleet.serving[0]
+    await one.renew("Draining")
+    view = {
+        "user_id": one.user,
+        "state": "Active",
+        "since": 1.0,
+        "worker": {
+            "worker_id": one.ref.worker_id,
+            "task_id": one.ref.task_id,
+            "epoch": one.ref.epoch,
+            "claim_id": one.ref.claim_id,
+            "pool": POOL,
+        },
+        "attempts": 1,
+        "reason": "",
+        "next_step": "",
+        "deadline": None,
+    }
+    async with listening(fleet.temporal, names.user_worker_id(one.user)) as handle:
+        await handle.signal("shows", view)
+        await fleet.run()
+        assert (await fleet.run())[1] == {"signalled": 1}
+        heard = [said for said in await handle.query(ListenerWorkflow.heard) if said[0] == "examine"]
+    assert [said["worker_id"] for _, said in heard] == [one.ref.worker_id]
+    assert fleet.yard.launcher.stops == []
+
+
+async def test_a_pass_that_follows_too_soon_does_not_count(fleet: MaintainedFleet) -> None:
+    fleet.use(fleet.yard.client, confirm=60.0)
+    assert (await fleet.scan()).number == 0

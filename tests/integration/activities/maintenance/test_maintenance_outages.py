@@ -1,0 +1,209 @@
+"""no-healthy-kill: whatever happens to Valkey, the launcher or the clocks, no healthy worker is stopped.
+
+In each story a planted anomaly stands there as well, so that maintenance has something to do, and is seen to
+do it when all is quiet again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from temporalio.client import Client
+
+from activities.events.mark_watcher import MarkWatcher
+from activities.pool.entries import ask
+from infra import tasks
+from infra.launchers.fake import FakeLauncher
+from infra.launchers.port import Task
+from infra.local.servers import TemporalServer, ValkeyServer
+from infra.valkey import client as valkey
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.maintenance.maintaining import (
+    ForgetfulLauncher,
+    MaintainedFleet,
+    own_line,
+    renewing,
+)
+from tests.integration.activities.scripted import born
+from worker_runtime.protocol import keys
+
+SERVING, FREE = 8, 3
+
+
+@pytest.fixture
+async def temporal(temporal_server: TemporalServer) -> Client:
+    return await Client.connect(temporal_server.address)
+
+
+async def ready(yard: Yard, temporal: Client) -> tuple[MaintainedFleet, Task]:
+    """A fleet that is well, and a task that should be stopped, seen by one pass."""
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(SERVING, FREE)
+    await fleet.quiet()
+    orphan = await fleet.launched("p-silent")
+    scanned, _ = await fleet.run()
+    assert (scanned.found, scanned.guarded) == (1, "")
+    return fleet, orphan
+
+
+@asynccontextmanager
+async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
+    """The watcher beside, which puts owner keys back."""
+    settings = fleet.yard.settings.model_copy(update={"watch_period": 0.05})
+    task = asyncio.create_task(MarkWatcher(fleet.yard.client, fleet.temporal, settings).run())
+    try:
+        yield
+    finally:
+        await tasks.cancel_tasks(task)
+
+
+@asynccontextmanager
+async def own_valkey(yard: Yard, folder: Path) -> AsyncIterator[ValkeyServer]:
+    """A server that may be stopped; the yard is on it."""
+    with ValkeyServer(folder / "valkey", durable=False) as server:
+        yard.client = valkey.connect_valkey(server.url)
+        yard.launcher = FakeLauncher(born(yard.client, yard.keys, yard.made))
+        yard.__post_init__()
+        try:
+            yield server
+        finally:
+            await yard.client.aclose()
+
+
+async def until_marked(fleet: MaintainedFleet) -> None:
+    """Until the marks and the entries of all are back, by themselves."""
+    free = fleet.yard.made.keys() - {one.ref.worker_id for one in fleet.serving} - {"p-silent"}
+    wanted = [keys.mark(one.user) for one in fleet.serving]
+    wanted += [keys.pool_worker("default", worker) for worker in free]
+    while await ask(fleet.yard.client.exists(*wanted)) < len(wanted):  # noqa: ASYNC110 — Valkey has no event
+        await asyncio.sleep(0.02)
+
+
+async def cleans_up_again(fleet: MaintainedFleet, orphan: Task) -> None:
+    """Nobody was stopped; two quiet passes later the orphan alone is."""
+    assert fleet.yard.launcher.stops == []
+    assert len(await fleet.running()) == SERVING + FREE + 1
+    for _ in range(4):
+        _, outcomes = await fleet.run()
+        if outcomes:
+            break
+    assert outcomes == {"stopped": 1}
+    assert [task for task, _ in fleet.yard.launcher.stops] == [orphan.task_id]
+
+
+async def test_a_flush_under_load_stops_nobody_and_the_marks_come_back(yard: Yard, temporal: Client) -> None:
+    fleet, orphan = await ready(yard, temporal)
+    scanned = await fleet.scan()
+    assert scanned.confirmed == 1
+    await yard.client.flushall()
+    # What was confirmed before the flush, too: its cleaning begins after it.
+    batch = fleet.batch(scanned)
+    assert (await yard.run(fleet.maintenance.clean_up, batch)).outcomes == {"outage": 1}
+    assert (await fleet.run())[0].guarded == "the generation is missing"
+    async with watched(fleet), renewing(fleet):
+        await until_marked(fleet)
+        assert (await fleet.run())[0].guarded in (
+            "the pass before could not look",
+            "the generation has changed",
+        )
+        await yard.client.flushall()
+        await until_marked(fleet)
+        await fleet.run()
+        await cleans_up_again(fleet, orphan)
+
+
+async def test_a_valkey_that_comes_back_empty_or_as_it_was_stops_nobody(
+    yard: Yard, temporal: Client, tmp_path: Path
+) -> None:
+    async with own_valkey(yard, tmp_path) as server:
+        fleet, orphan = await ready(yard, temporal)
+        await asyncio.to_thread(server.stop)
+        assert (await fleet.run())[0].guarded == "Valkey could not be read"
+        await asyncio.to_thread(server.start)
+        async with watched(fleet), renewing(fleet):
+            await until_marked(fleet)
+            assert (await fleet.run())[0].guarded == "the pass before could not look"
+            await cleans_up_again(fleet, orphan)
+
+
+async def test_a_valkey_that_was_restarted_between_two_passes_stops_nobody(
+    yard: Yard, temporal: Client, tmp_path: Path
+) -> None:
+    """With the same generation: its data came back."""
+    async with own_valkey(yard, tmp_path) as server:
+        fleet, orphan = await ready(yard, temporal)
+        generation = await ask(yard.client.get(keys.GENERATION))
+        await yard.client.aclose()  # its connections: none is found broken later
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
+        await ask(yard.client.set(keys.GENERATION, generation))
+        async with watched(fleet), renewing(fleet):
+            assert (await fleet.run())[0].guarded == "Valkey was restarted"
+            await until_marked(fleet)
+            await cleans_up_again(fleet, orphan)
+
+
+async def test_a_valkey_that_only_maintenance_cannot_reach_stops_nobody(
+    yard: Yard, temporal: Client, valkey_server: ValkeyServer
+) -> None:
+    fleet, orphan = await ready(yard, temporal)
+    async with own_line(valkey_server.port) as (line, client), renewing(fleet):
+        fleet.use(client)
+        scanned = await fleet.scan()
+        assert (scanned.guarded, scanned.confirmed) == ("", 1)
+        line.break_off()
+        cleaned = await yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+        assert cleaned.outcomes == {"outage": 1}
+        for _ in range(2):
+            assert (await fleet.run())[0].guarded == "Valkey could not be read"
+        line.cut = False
+        assert (await fleet.run())[0].guarded == "the pass before could not look"
+        await cleans_up_again(fleet, orphan)
+
+
+async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(yard: Yard, temporal: Client) -> None:
+    yard.launcher = launcher = ForgetfulLauncher(born(yard.client, yard.keys, yard.made))
+    yard.__post_init__()
+    fleet, orphan = await ready(yard, temporal)
+    scanned = await fleet.scan()
+    launcher.forgets = True
+    assert (await yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))).outcomes == {"outage": 1}
+    async with renewing(fleet):
+        assert (await fleet.run())[0].guarded == "the launcher lists far fewer tasks"
+        # It stays like that: living workers that it does not list show that it is wrong.
+        assert (await fleet.run())[0].guarded == "the launcher does not list living workers"
+        marks = [await ask(yard.client.get(keys.mark(one.user))) for one in fleet.serving]
+        assert None not in marks
+        launcher.forgets = False
+        await cleans_up_again(fleet, orphan)
+
+
+async def test_a_launcher_that_does_not_answer_stops_nobody(yard: Yard, temporal: Client) -> None:
+    fleet, orphan = await ready(yard, temporal)
+    yard.launcher.unreachable = True
+    assert (await fleet.run())[0].guarded == "the launcher could not be read"
+    yard.launcher.unreachable = False
+    assert (await fleet.run())[0].guarded == "the pass before could not look"
+    await cleans_up_again(fleet, orphan)
+
+
+@pytest.mark.parametrize("step", ["1 day", "-1 day"])
+async def test_a_step_of_the_clocks_stops_nobody(yard: Yard, temporal: Client, step: str) -> None:
+    """PostgreSQL's clock steps: all that was written before seems so much older, or to lie in the future."""
+    fleet, orphan = await ready(yard, temporal)
+    fleet.use(yard.client, confirm=600.0)
+    await fleet.execute(f"update maintenance_passes set began_at = began_at - interval '{step}'")  # noqa: S608
+    await fleet.execute(
+        f"update worker_sessions set assigned_at = assigned_at - interval '{step}', "  # noqa: S608
+        f"claimed_at = claimed_at - interval '{step}', connected_at = connected_at - interval '{step}'"
+    )
+    # No clock that can be set makes two looks lie further apart than they do.
+    assert (await fleet.scan()).number == 0
+    fleet.use(yard.client)
+    await fleet.run()
+    assert {task for task, _ in yard.launcher.stops} <= {orphan.task_id}
+    assert len(await fleet.running() - {orphan.task_id}) == SERVING + FREE

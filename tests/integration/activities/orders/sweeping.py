@@ -1,0 +1,152 @@
+"""A stage for orders that nobody follows: PostgreSQL, Valkey, Temporal, and orders in any state.
+
+`python -m tests.integration.activities.orders.sweeping DATABASE VALKEY TEMPORAL LEASE` is a sweeper to be
+killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from redis.asyncio import Redis
+from sqlalchemy import update
+from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.orders.sweeper import OrderSweeper
+from activities.pool.entries import ask
+from infra.database import accounts, users
+from infra.database.engine import Database
+from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.market.calendar import TAIPEI
+from infra.settings import Settings
+from infra.temporal.starter import WorkerActivator
+from infra.valkey import client as valkey
+from infra.vault import vault
+from infra.vault.key_pairs import MasterKeyRing
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Credentials
+from workflows.names import order_id as order_id_of
+from workflows.names import user_worker_id
+
+GENERATION = "generation-1"
+
+
+@dataclass
+class SweeperStage:
+    client: Redis
+    database: Database
+    temporal: Client
+    settings: Settings
+    user_id: str = ""
+    #: All orders that were made.
+    ordered: list[uuid.UUID] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.user_id = f"u{uuid.uuid4().hex[:8]}"
+
+    async def prepare(self, ring: MasterKeyRing) -> None:
+        await valkey.ensure_generation(self.client, GENERATION)
+        credentials = Credentials(api_key="k", secret_key="s")
+        encrypted = await vault.encrypt_credentials(
+            credentials, ring.public, user_id=self.user_id, account_id="main"
+        )
+        async with self.database.session() as session:
+            await users.create_user(session, self.user_id)
+            await accounts.put_account(
+                session,
+                user_id=self.user_id,
+                account_id="main",
+                broker="paper",
+                broker_type="stock",
+                simulation=True,
+                encrypted=encrypted,
+            )
+
+    def sweeper(self, **options: Any) -> OrderSweeper:
+        ensuring = WorkerActivator(self.temporal, self.settings)
+        return OrderSweeper(self.client, self.database, self.temporal, ensuring, self.settings, **options)
+
+    async def order(
+        self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
+    ) -> uuid.UUID:
+        """An order with so many seconds until its deadline; `due`: the sweeper has to look at it now."""
+        new = orders.NewOrder(
+            user_id=self.user_id,
+            account_id="main",
+            client_order_id=uuid.uuid4().hex,
+            fingerprint="f",
+            symbol="2330",
+            side="buy",
+            quantity=2,
+            price_type="MKT",
+            price=None,
+            time_in_force="IOC",
+            generation=generation,
+            deadline_at=datetime.now(UTC) + timedelta(seconds=left),
+            trading_day=datetime.now(TAIPEI).date(),
+            unknown_blocks="off",
+        )
+        async with self.database.session() as session:
+            order_id = (await orders.accept_order(session, new)).order.id
+            self.ordered.append(order_id)
+            if due:
+                columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)
+            if columns:
+                await session.execute(update(Order).where(Order.id == order_id).values(**columns))
+        return order_id
+
+    async def row(self, order_id: uuid.UUID) -> Order:
+        async with self.database.session() as session:
+            return await orders.get_order(session, order_id)
+
+    async def queued(self) -> list[bytes]:
+        found: list[bytes] = await ask(self.client.lrange(keys.requests(self.user_id), 0, -1))
+        return found
+
+    async def mark(self) -> None:
+        """A worker seems to be alive, so that nobody starts one."""
+        await self.client.set(keys.mark(self.user_id), "1:w")
+
+    async def followed(self, order_id: uuid.UUID) -> bool:
+        """Whether the order's workflow runs."""
+        return await self.running(f"order-{order_id}")
+
+    async def end(self) -> None:
+        """The workflows that were started for the user and the orders: nobody runs them here, and a worker of
+        a later test on the same Temporal would."""
+        found = {user_worker_id(self.user_id), *map(order_id_of, map(str, self.ordered))}
+        for workflow_id in found:
+            with suppress(RPCError):  # as a rule there is none
+                await self.temporal.get_workflow_handle(workflow_id).terminate("the test is over")
+
+    async def running(self, workflow_id: str) -> bool:
+        try:
+            found = await self.temporal.get_workflow_handle(workflow_id).describe()
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return False
+            raise
+        return found.status == WorkflowExecutionStatus.RUNNING
+
+
+async def main(database_url: str, valkey_url: str, temporal_address: str, lease: float) -> None:
+    database = Database(database_url)
+    temporal = await Client.connect(temporal_address)
+    settings = Settings(database_url=database_url)
+    ensuring = WorkerActivator(temporal, settings)
+    sweeper = OrderSweeper(
+        valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, lease=lease
+    )
+    await sweeper.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])))

@@ -1,0 +1,243 @@
+"""Orders whose followers died: the sweeper takes them on, whatever happened before."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from asyncio.subprocess import DEVNULL
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from redis.asyncio import Redis
+from temporalio.client import Client
+
+from activities.pool.entries import ask
+from infra.database.engine import Database
+from infra.database.orders import attention
+from infra.database.orders import watch as order_watch
+from infra.local.servers import TemporalServer, ValkeyServer
+from infra.settings import Settings
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestQueue, place_request
+from infra.vault.key_pairs import MasterKeyRing
+from tests.integration.activities.orders.sweeping import SweeperStage
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import (
+    Answer,
+    Failure,
+    OrderOutcome,
+    OrderState,
+    PlaceOrder,
+    decode,
+    encode,
+)
+from worker_runtime.protocol.requests import parse_frame
+from workflows.names import user_worker_id
+
+
+@pytest.fixture
+async def stage(
+    valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer
+) -> AsyncIterator[SweeperStage]:
+    database = Database(migrated_database)
+    temporal = await Client.connect(temporal_server.address)
+    settings = Settings(
+        database_url=migrated_database, claim_timeout=0.5, connect_timeout=0.5, sweep_period=0.05
+    )
+    stage = SweeperStage(valkey_client, database, temporal, settings)
+    await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
+    await stage.mark()
+    yield stage
+    await stage.end()
+    await database.close()
+
+
+async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(stage: SweeperStage) -> None:
+    order_id, began = await stage.order(), datetime.now(UTC)
+    await asyncio.gather(stage.sweeper().round(), stage.sweeper().round())
+    await stage.order(due=False)  # not due: left alone
+    [item] = await stage.queued()
+    request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
+    assert (request.order_id, request.reply_to) == (str(order_id), "")
+    found = await stage.row(order_id)
+    assert found.state == "accepted"
+    assert found.verify_at is not None
+    assert found.verify_at > began + timedelta(seconds=1)  # it was due a second before
+
+
+async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
+    order_id = await stage.order()
+    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), "channel"), 30.0)
+    await ask(stage.client.rpop(keys.requests(stage.user_id)))
+    await stage.sweeper().round()
+    assert await stage.queued() == []
+
+
+@pytest.mark.parametrize("queued", [True, False])
+async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
+    stage: SweeperStage, queued: bool
+) -> None:
+    order_id = await stage.order(left=-5.0)
+    request = place_request(await stage.row(order_id), "channel")
+    if queued:
+        await RequestQueue(stage.client).enqueue(request, 30.0)
+    await stage.sweeper().round()
+    found = await stage.row(order_id)
+    assert (found.state, found.reason_code, found.verify_at) == ("expired", "DEADLINE_EXCEEDED", None)
+    answer = await RequestQueue(stage.client).answer(stage.user_id, str(order_id))
+    assert answer is not None
+    assert answer.outcome is not None
+    assert answer.outcome.state is OrderState.EXPIRED
+    await RequestQueue(stage.client).enqueue(request, 30.0)  # the API's own, held up until now
+    assert await stage.queued() == []
+
+
+@pytest.mark.parametrize("queued", [True, False])
+async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_and_never_executed(
+    stage: SweeperStage, queued: bool
+) -> None:
+    order_id = await stage.order(left=-5.0)
+    request = place_request(await stage.row(order_id), "channel")
+    if queued:
+        await RequestQueue(stage.client).enqueue(request, 30.0)
+    note: dict[Any, Any] = {
+        "server": await valkey.read_server_id(stage.client),
+        "at_ms": (await stage.client.time())[0] * 1000,
+    }
+    await ask(stage.client.hset(keys.SERVER_SINCE, mapping=note))
+    await stage.sweeper().round()
+    assert (await stage.row(order_id)).state == "unknown"
+    assert await stage.followed(order_id)
+    await RequestQueue(stage.client).enqueue(request, 30.0)
+    assert await stage.queued() == []
+
+
+async def test_an_overdue_order_is_left_to_its_api_for_a_moment(stage: SweeperStage) -> None:
+    order_id = await stage.order(left=-5.0)
+    assert await stage.sweeper(grace=60.0).round() == 1
+    assert (await stage.row(order_id)).state == "accepted"
+
+
+async def test_an_answer_that_nobody_read_is_written(stage: SweeperStage) -> None:
+    order_id = await stage.order(left=-5.0)
+    outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
+    answer = encode(Answer(request_id=str(order_id), outcome=outcome))
+    await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
+    await stage.sweeper().round()
+    found = await stage.row(order_id)
+    assert (found.state, found.filled_quantity, found.verify_at) == ("filled", 2, None)
+
+
+async def test_an_order_that_a_worker_could_not_read_is_rejected(stage: SweeperStage) -> None:
+    order_id = await stage.order(left=-5.0)
+    failure = Failure(code="MALFORMED_MESSAGE", detail="not JSON")
+    answer = encode(Answer(request_id=str(order_id), failure=failure))
+    await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
+    await stage.sweeper().round()
+    found = await stage.row(order_id)
+    assert (found.state, found.reason_code) == ("rejected", "MALFORMED_MESSAGE")
+
+
+async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and_followed(
+    stage: SweeperStage,
+) -> None:
+    order_id = await stage.order(left=-5.0)
+    await stage.client.set(keys.journal(stage.user_id, str(order_id)), "1")
+    await stage.sweeper().round()
+    assert (await stage.row(order_id)).state == "unknown"
+    assert await stage.followed(order_id)
+
+
+@pytest.mark.parametrize("left", [20.0, -5.0])
+async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
+    stage: SweeperStage, left: float
+) -> None:
+    order_id = await stage.order(left=left, generation="before the flush")
+    await stage.sweeper().round()
+    assert (await stage.row(order_id)).state == "unknown"
+    assert await stage.followed(order_id)
+    assert await stage.queued() == []
+
+
+async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) -> None:
+    order_id = await stage.order(left=-5.0)
+    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), ""), 30.0)
+    user = stage.user_id
+    await ask(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
+    await stage.sweeper().round()
+    assert (await stage.row(order_id)).state == "accepted"
+    assert await stage.followed(order_id)
+
+
+@pytest.mark.parametrize("state", ["submitting", "unknown", "submitted", "part_filled"])
+async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_later(
+    stage: SweeperStage, state: str
+) -> None:
+    order_id = await stage.order(state=state)
+    await stage.sweeper().round()
+    assert await stage.followed(order_id)
+    found = await stage.row(order_id)
+    assert found.verify_at is not None
+    assert found.verify_at > datetime.now(UTC) + timedelta(seconds=60)
+    # A person wants to know: at once, though the workflow runs.
+    async with stage.database.session() as session:
+        await attention.recheck_order(session, order_id, actor="key:7")
+    assert await stage.sweeper().round() == 1
+
+
+async def test_while_valkey_is_away_nothing_is_concluded(stage: SweeperStage) -> None:
+    order_id = await stage.order(left=-5.0)
+    away = SweeperStage(Redis(port=1), stage.database, stage.temporal, stage.settings)
+    await away.sweeper(lease=0.1).round()
+    assert (await stage.row(order_id)).state == "accepted"
+    while await stage.sweeper().round() == 0:  # noqa: ASYNC110 - until the lease has ended
+        await asyncio.sleep(0.02)
+    assert (await stage.row(order_id)).state == "expired"
+
+
+@pytest.mark.timeout(120)
+async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
+    stage: SweeperStage, valkey_server: ValkeyServer, temporal_server: TemporalServer
+) -> None:
+    ids = {await stage.order(left=600.0) for _ in range(150)}  # more than a slow machine needs
+    program = [sys.executable, "-m", "tests.integration.activities.orders.sweeping"]
+    servers = [stage.settings.database_url, valkey_server.url, temporal_server.address, "1.0"]
+    sweepers = [await asyncio.create_subprocess_exec(*program, *servers, stdout=DEVNULL) for _ in range(2)]
+    try:
+        while not await stage.queued():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        sweepers[0].kill()
+        while len(await stage.queued()) < len(ids):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        # All of them once more, after the kill: what was queued before is known.
+        later = datetime.now(UTC) + timedelta(seconds=1)
+        while not all(due and due > later for due in [(await stage.row(one)).verify_at for one in ids]):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    finally:
+        for sweeper in sweepers:
+            with suppress(ProcessLookupError):
+                sweeper.kill()
+            await sweeper.wait()
+    queued = [uuid.UUID(parse_frame(item).request_id) for item in await stage.queued()]
+    assert sorted(queued) == sorted(ids)
+    async with stage.database.session() as session:
+        assert await order_watch.count_abandoned(session) == 0
+
+
+async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_another_one_started(
+    stage: SweeperStage,
+) -> None:
+    """A drain that opens no new run, or an end over failing logins: nobody but the sweeper looks."""
+    order_id = await stage.order()
+    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), "channel"), 30.0)
+    await stage.client.delete(keys.mark(stage.user_id))
+    await stage.sweeper().round()
+    while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    assert len(await stage.queued()) == 1  # for the next worker, or for the sweeper once it is overdue
+    assert (await stage.row(order_id)).state == "accepted"

@@ -1,0 +1,270 @@
+"""One look at an order: events first, then the broker's list, and what its silence proves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from decimal import Decimal
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec import structs
+from redis.asyncio import Redis
+from temporalio.client import Client
+from temporalio.testing import ActivityEnvironment
+
+from activities.orders.account_query import AccountQueryClient
+from activities.orders.verification import OrderActivities
+from activities.pool.entries import ask
+from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
+from infra.database.workers import sessions as worker_sessions
+from infra.local.servers import TemporalServer
+from infra.settings import Settings
+from infra.temporal.starter import WorkerActivator
+from infra.vault.key_pairs import MasterKeyRing
+from tests.integration.activities.orders.sweeping import SweeperStage
+from tests.integration.activities.reporting_worker import ReportingWorker
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import SessionDown, WorkerUnavailable
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.messages import (
+    Answer,
+    Fill,
+    OrderEvent,
+    OrderOutcome,
+    OrderState,
+    PriceType,
+    Side,
+    TimeInForce,
+    encode,
+)
+from workflows.order import messages as om
+
+
+@pytest.fixture
+async def stage(
+    valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer
+) -> AsyncIterator[SweeperStage]:
+    database = Database(migrated_database)
+    temporal = await Client.connect(temporal_server.address)
+    settings = Settings(database_url=migrated_database, claim_timeout=0.5, connect_timeout=0.5)
+    stage = SweeperStage(valkey_client, database, temporal, settings)
+    await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
+    yield stage
+    await stage.end()
+    await database.close()
+
+
+def verifying(stage: SweeperStage) -> OrderActivities:
+    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
+    return OrderActivities(stage.client, stage.database, asking)
+
+
+async def look(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
+    request = om.VerifyOrder(order_id=str(order_id), user_id=stage.user_id, look=0, timeout=20.0)
+    return await ActivityEnvironment().run((by or verifying(stage)).verify_order, request)
+
+
+async def listed(
+    stage: SweeperStage, order_id: uuid.UUID, state: OrderState, *lots: int, side: Side = Side.BUY
+) -> ExchangeOrder:
+    fills = [
+        Fill(fill_id=f"f{at}", quantity=many, price=Decimal(100 + at), at_ms=1)
+        for at, many in enumerate(lots)
+    ]
+    return ExchangeOrder(
+        broker_order_id=f"B-{order_id.hex[:6]}",
+        tag=(await stage.row(order_id)).tag,
+        symbol="2330",
+        side=side,
+        quantity=2,
+        price_type=PriceType.MARKET,
+        price=None,
+        time_in_force=TimeInForce.IOC,
+        state=state,
+        fills=fills,
+    )
+
+
+async def test_a_final_order_asks_nobody(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="filled")
+    async with ReportingWorker(stage.client, stage.user_id) as worker:
+        seen = await look(stage, order_id)
+    assert (seen.standing, seen.state, worker.asked) == (om.OrderStanding.FINAL, "filled", [])
+
+
+async def test_an_order_that_nobody_knows_ends_its_workflow(stage: SweeperStage) -> None:
+    assert (await look(stage, uuid.uuid4())).standing == om.OrderStanding.GONE
+
+
+async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="submitting")
+    outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
+    answer = encode(Answer(request_id=str(order_id), outcome=outcome))
+    await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
+    assert (await look(stage, order_id)).standing == om.OrderStanding.FINAL
+    assert (await stage.row(order_id)).filled_quantity == 2
+
+
+async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="unknown")
+    found = await listed(stage, order_id, OrderState.FILLED, 1, 1)
+    async with ReportingWorker(stage.client, stage.user_id, found):
+        seen = await look(stage, order_id)
+    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
+    row = await stage.row(order_id)
+    assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
+    assert (row.average_price, row.verify_at) == (Decimal("100.5"), None)
+
+
+async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_stands_for(
+    stage: SweeperStage,
+) -> None:
+    order_id = await stage.order(state="unknown", symbol="TXFR1")
+    found = structs.replace(await listed(stage, order_id, OrderState.FILLED, 2), symbol="TXFL6")
+    async with ReportingWorker(stage.client, stage.user_id, found):
+        seen = await look(stage, order_id)
+    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
+
+
+async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncertain(
+    stage: SweeperStage,
+) -> None:
+    order_id = await stage.order(left=-30.0, state="unknown")
+    sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
+    async with ReportingWorker(stage.client, stage.user_id, sold):
+        seen = await look(stage, order_id)
+    assert (seen.standing, seen.complete, seen.certain) == (om.OrderStanding.MISSING, True, False)
+
+
+async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="unknown")
+    found = await listed(stage, order_id, OrderState.PART_FILLED, 1)
+    async with ReportingWorker(stage.client, stage.user_id, found):
+        for _ in range(2):
+            seen = await look(stage, order_id)
+    assert (seen.standing, seen.state) == (om.OrderStanding.LISTED, "part_filled")
+    assert (await stage.row(order_id)).filled_quantity == 1
+
+
+async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: SweeperStage) -> None:
+    order_id, earlier = await stage.order(state="unknown"), await stage.order(state="filled")
+    sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
+    taken = await listed(stage, order_id, OrderState.FILLED, 2)
+    async with stage.database.session() as session:
+        row = await orders.get_order(session, earlier)
+        row.tag, row.trading_day = taken.tag, datetime(2026, 1, 5, tzinfo=UTC).date()
+        row.broker_order_id = taken.broker_order_id
+    async with ReportingWorker(stage.client, stage.user_id, sold, taken):
+        seen = await look(stage, order_id)
+    assert seen.standing == om.OrderStanding.MISSING
+
+
+async def serve(stage: SweeperStage, *, ended: bool) -> int:
+    """The row of a worker; returns its epoch."""
+    claim = uuid.uuid4().hex
+    async with stage.database.session() as session:
+        assigned = await worker_sessions.assign_epoch(
+            session, claim_id=claim, user_id=stage.user_id, pool="default"
+        )
+        await worker_sessions.set_worker(session, claim_id=claim, worker_id=claim, task_id="t", warm=True)
+        if ended:
+            await worker_sessions.end_session(session, claim_id=claim, reason="died")
+    return assigned.epoch
+
+
+@pytest.mark.parametrize("died", [True, False])
+async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: SweeperStage, died: bool) -> None:
+    order_id = await stage.order(left=-30.0, state="unknown")
+    epoch = await serve(stage, ended=died)
+    if died:
+        await serve(stage, ended=False)
+    told = OrderEvent(
+        event_id="e",
+        order_id=str(order_id),
+        user_id=stage.user_id,
+        epoch=epoch,
+        state=OrderState.SUBMITTING,
+        at_ms=int(time.time() * 1000),
+    )
+    async with stage.database.session() as session:
+        await orders.record_event(session, told)
+    async with ReportingWorker(stage.client, stage.user_id) as worker:
+        seen = await look(stage, order_id)
+        worker.certain = False
+        unsure = await look(stage, order_id)
+        worker.complete = False
+        partial = await look(stage, order_id)
+    assert (seen.standing, seen.complete, seen.certain, seen.dead) == (
+        om.OrderStanding.MISSING,
+        True,
+        True,
+        died,
+    )
+    assert abs(seen.quiet_since - time.time()) < 20
+    assert (unsure.complete, unsure.certain) == (True, False)
+    assert (partial.complete, partial.certain) == (False, False)
+
+
+async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="unknown")
+    async with ReportingWorker(stage.client, stage.user_id) as worker:
+        worker.failure = SessionDown("it is being rebuilt")
+        seen = await look(stage, order_id)
+    assert (seen.standing, seen.code, seen.detail) == (
+        om.OrderStanding.UNASKED,
+        "SESSION_DOWN",
+        "it is being rebuilt",
+    )
+
+
+async def test_without_a_worker_one_is_asked_for_first(stage: SweeperStage) -> None:
+    seen = await look(stage, await stage.order(state="unknown"))
+    assert (seen.standing, seen.code) == (om.OrderStanding.UNASKED, "WORKER_UNAVAILABLE")
+    assert "no worker within" in seen.detail
+
+
+async def test_looks_at_one_account_share_a_question(stage: SweeperStage) -> None:
+    by = verifying(stage)
+    ids = [await stage.order(state="unknown") for _ in range(5)]
+    async with ReportingWorker(stage.client, stage.user_id) as worker:
+        seen = await asyncio.gather(*(look(stage, order_id, by) for order_id in ids))
+    assert {one.standing for one in seen} == {om.OrderStanding.MISSING}
+    assert len(worker.asked) < 5
+
+
+@pytest.mark.parametrize(
+    ("state", "settled"), [("unknown", True), ("accepted", True), ("submitted", False), ("filled", False)]
+)
+async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absent(
+    stage: SweeperStage, state: str, settled: bool
+) -> None:
+    order_id = await stage.order(state=state)
+    request = om.SettleAbsent(order_id=str(order_id), reason="never reached the broker: …")
+    assert await ActivityEnvironment().run(verifying(stage).settle_absent, request) == settled
+    row = await stage.row(order_id)
+    assert row.state == ("rejected" if settled else state)
+    if settled:
+        assert (row.reason_code, row.verify_at) == ("WORKER_LOST", None)
+        assert "never reached the broker" in (row.reason or "")
+
+
+async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -> None:
+    order_id = await stage.order(state="unknown")
+    request = om.DemandAttention(order_id=str(order_id), reason="nobody knows")
+    assert await ActivityEnvironment().run(verifying(stage).demand_attention, request)
+    assert (await stage.row(order_id)).attention == "nobody knows"
+
+
+async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: SweeperStage) -> None:
+    await stage.client.set(keys.mark(stage.user_id), "1:w")
+    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
+    question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
+    rings = [await ask(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
+    assert all(rings), "one ring, and nobody took the question"
+    with pytest.raises(WorkerUnavailable):
+        await question

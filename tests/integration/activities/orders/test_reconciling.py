@@ -1,0 +1,336 @@
+"""Our books beside the broker's, after a login."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from decimal import Decimal
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec import structs
+from redis.asyncio import Redis
+from sqlalchemy import text
+from temporalio.client import Client
+
+from activities.events.recorder import Recorder
+from infra.database.engine import Database
+from infra.database.trading import reconciliations
+from infra.database.trading.models import Reconciliation
+from infra.local.servers import TemporalServer
+from infra.settings import Settings
+from infra.vault.key_pairs import MasterKeyRing
+from tests.integration.activities.orders.sweeping import SweeperStage
+from worker_runtime.protocol.errors import AccountBlocked
+from worker_runtime.protocol.exchange import ExchangeOrder, Position
+from worker_runtime.protocol.messages import (
+    AccountReported,
+    Fill,
+    OrderEvent,
+    OrderState,
+    PriceType,
+    Side,
+    TimeInForce,
+)
+from worker_runtime.protocol.requests import AccountReport, encode_report
+
+
+@pytest.fixture
+async def stage(
+    valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer
+) -> AsyncIterator[SweeperStage]:
+    database = Database(migrated_database)
+    temporal = await Client.connect(temporal_server.address)
+    stage = SweeperStage(valkey_client, database, temporal, Settings(database_url=migrated_database))
+    await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
+    yield stage
+    await database.close()
+
+
+async def a_filled_order(stage: SweeperStage, lots: int = 2, broker_order_id: str = "B-1") -> uuid.UUID:
+    order_id = await stage.order(
+        due=False,
+        state="filled",
+        filled_quantity=lots,
+        broker_order_id=broker_order_id,
+        verify_at=None,
+    )
+    await a_while_passes(stage)
+    return order_id
+
+
+async def a_while_passes(stage: SweeperStage) -> None:
+    async with stage.database.session() as session:
+        await session.execute(text("update orders set updated_at = updated_at - interval '5 minutes'"))
+
+
+def held(symbol: str, lots: int) -> Position:
+    return Position(symbol=symbol, quantity=lots, average_price=Decimal(100))
+
+
+def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILLED) -> ExchangeOrder:
+    return ExchangeOrder(
+        broker_order_id=broker_order_id,
+        tag="000001",
+        symbol="2330",
+        side=Side.BUY,
+        quantity=2,
+        price_type=PriceType.MARKET,
+        price=None,
+        time_in_force=TimeInForce.IOC,
+        state=state,
+        fills=[
+            Fill(fill_id=f"{broker_order_id}-{at}", quantity=many, price=Decimal(100), at_ms=1)
+            for at, many in enumerate(lots)
+        ],
+    )
+
+
+async def report(
+    stage: SweeperStage,
+    *positions: Position,
+    orders: tuple[ExchangeOrder, ...] = (),
+    complete: bool = True,
+    certain: bool = True,
+    ago: float = 0.0,
+    blocks: bool = False,
+) -> None:
+    """What a session tells after its login, through the recorder."""
+    now = int((time.time() - ago) * 1000)
+    found = AccountReport(
+        account_id="main",
+        taken_at_ms=now,
+        complete=complete,
+        absence_certain=certain,
+        orders=list(orders),
+        positions=list(positions),
+    )
+    event = AccountReported(
+        worker_id="w",
+        user_id=stage.user_id,
+        account_id="main",
+        epoch=1,
+        at_ms=now,
+        report=encode_report(found),
+    )
+    await Recorder(stage.database, differences_block=blocks).handle([event])
+
+
+async def rows(stage: SweeperStage) -> list[Reconciliation]:
+    async with stage.database.session() as session:
+        return list(await reconciliations.reconciliations_of_user(session, stage.user_id))
+
+
+async def resolve(stage: SweeperStage, row: Reconciliation) -> None:
+    async with stage.database.session() as session:
+        await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="bought by hand")
+
+
+async def test_books_that_agree_leave_no_trace(stage: SweeperStage) -> None:
+    await report(stage)
+    await a_filled_order(stage)
+    await report(stage, held("2330", 2), orders=(listed("B-1", 2),))
+    assert await rows(stage) == []
+
+
+async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(stage: SweeperStage) -> None:
+    await report(stage)
+    await a_filled_order(stage)
+    for _ in range(2):
+        await report(stage, held("2330", 3), held("2317", -1))
+    [row] = await rows(stage)
+    assert row.differences == {
+        "positions": [
+            {"symbol": "2317", "ours": 0, "broker": -1},
+            {"symbol": "2330", "ours": 2, "broker": 3},
+        ]
+    }
+    assert not row.blocks
+
+
+async def test_what_another_comparison_does_not_find_any_more_is_closed(stage: SweeperStage) -> None:
+    await report(stage)
+    await report(stage, held("2330", 3))
+    await report(stage, held("2330", 4))
+    await report(stage, complete=False)
+    newest, older = await rows(stage)
+    assert (newest.resolved_at, older.resolved_by) == (None, "reconciliation")
+    await report(stage)
+    assert [row.resolved_by for row in await rows(stage)] == ["reconciliation"] * 2
+
+
+async def test_symbols_in_which_something_is_under_way_are_left_out(stage: SweeperStage) -> None:
+    await report(stage)
+    await stage.order(state="submitted")
+    await report(stage, held("2330", 1))
+    assert await rows(stage) == []
+
+
+async def test_an_order_that_is_not_ours_is_a_difference(stage: SweeperStage) -> None:
+    await report(stage, orders=(listed("P-9", 1),))
+    [row] = await rows(stage)
+    assert row.differences == {"foreign_orders": ["P-9"]}
+
+
+async def test_fills_that_nobody_heard_of_are_written_and_lost_ones_are_a_difference(
+    stage: SweeperStage,
+) -> None:
+    order_id = await a_filled_order(stage, lots=1)
+    await report(stage, orders=(listed("B-1", 1, 1),), complete=False)
+    assert (await stage.row(order_id)).filled_quantity == 2
+    await report(stage, orders=(listed("B-1", 1),), complete=False)
+    assert await rows(stage) == []  # the listing may be older than the fill
+    await a_while_passes(stage)
+    await report(stage, orders=(listed("B-1", 1),), complete=False, certain=False)
+    assert await rows(stage) == []  # this broker's lists lag
+    await report(stage, orders=(listed("B-1", 1),), complete=False)
+    [row] = await rows(stage)
+    assert row.differences == {"fills": [{"order": str(order_id), "ours": 2, "broker": 1}]}
+
+
+async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_somebody_looked(
+    stage: SweeperStage,
+) -> None:
+    await report(stage)
+    await report(stage, held("2330", 3), blocks=True)
+    with pytest.raises(AccountBlocked):
+        await stage.order()
+    [row] = await rows(stage)
+    await resolve(stage, row)
+    await stage.order()
+    with pytest.raises(reconciliations.ReconciliationNotFound):
+        async with stage.database.session() as session:
+            await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="again")
+
+
+async def test_what_an_account_held_before_its_first_comparison_is_where_its_books_begin(
+    stage: SweeperStage,
+) -> None:
+    order_id = await stage.order(symbol="2454", due=False)  # the order that brought the worker
+    await report(stage, held("2454", 5), complete=False)
+    await report(stage, held("2330", 10), held("2454", 5))
+    done = OrderEvent(
+        event_id="1",
+        order_id=str(order_id),
+        user_id=stage.user_id,
+        epoch=1,
+        state=OrderState.FILLED,
+        at_ms=int(time.time() * 1000),
+        filled_quantity=1,
+    )
+    await Recorder(stage.database).handle([done])
+    await a_while_passes(stage)
+    await report(stage, held("2330", 10), held("2454", 6))
+    assert await rows(stage) == []
+    await report(stage, held("2330", 9), held("2454", 6))
+    [row] = await rows(stage)
+    assert row.differences == {"positions": [{"symbol": "2330", "ours": 10, "broker": 9}]}
+
+
+async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_begins_with(
+    stage: SweeperStage,
+) -> None:
+    order_id = await stage.order(due=False)
+    now = int(time.time() * 1000)
+    events = [
+        OrderEvent(
+            event_id=str(lots),
+            order_id=str(order_id),
+            user_id=stage.user_id,
+            epoch=1,
+            state=OrderState.PART_FILLED if lots == 1 else OrderState.FILLED,
+            at_ms=at_ms,
+            filled_quantity=lots,
+        )
+        for lots, at_ms in ((1, now - 60_000), (2, now))
+    ]
+    await Recorder(stage.database).handle(events)
+    await report(stage, held("2330", 4), ago=30)
+    await a_while_passes(stage)
+    await report(stage, held("2330", 5))
+    assert await rows(stage) == []
+
+
+async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is(stage: SweeperStage) -> None:
+    await report(stage)
+    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
+    await resolve(stage, (await rows(stage))[0])
+    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
+    assert [row.resolved_by for row in await rows(stage)] == ["key:7"]
+    await report(stage, held("2330", 4), orders=(listed("P-1", 1), listed("P-2", 1)))
+    assert (await rows(stage))[0].differences == {
+        "foreign_orders": ["P-2"],
+        "positions": [{"symbol": "2330", "ours": 3, "broker": 4}],
+    }
+
+
+async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(stage: SweeperStage) -> None:
+    await report(stage)
+    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
+    both = (await rows(stage))[0].differences
+    await report(stage, complete=False)
+    order_id = await stage.order(state="submitted")
+    await report(stage)  # something is under way in the symbol, and the day's list is new
+    [row] = await rows(stage)
+    assert (row.differences, row.resolved_at) == (both, None)
+    async with stage.database.session() as session:
+        await session.execute(text("update orders set state = 'cancelled', broker_order_id = 'P-1'"))
+    await a_while_passes(stage)
+    await report(stage)  # the order is known as ours by now
+    assert [row.resolved_by for row in await rows(stage)] == ["reconciliation"]
+    assert (await stage.row(order_id)).filled_quantity == 0
+
+
+@pytest.mark.parametrize("by_tag", [True, False])
+async def test_an_order_that_we_hold_for_rejected_and_the_broker_filled_is_a_difference(
+    stage: SweeperStage, by_tag: bool
+) -> None:
+    await report(stage)
+    order_id = await stage.order(
+        due=False, state="rejected", broker_order_id=None if by_tag else "B-1", verify_at=None
+    )
+    await a_while_passes(stage)
+    tag = (await stage.row(order_id)).tag
+    for _ in range(2):
+        # The broker's own id is proof enough for the fill; a tag alone is not.
+        lots = held("2330", 0 if by_tag else 1)
+        await report(stage, lots, orders=(structs.replace(listed("B-1", 1), tag=tag, quantity=1),))
+        await a_while_passes(stage)
+    [row] = await rows(stage)
+    assert row.differences == {"states": [{"order": str(order_id), "ours": "rejected", "broker": "filled"}]}
+
+
+async def test_an_order_that_has_ended_here_and_works_at_the_broker_is_a_difference(
+    stage: SweeperStage,
+) -> None:
+    await report(stage)
+    order_id = await stage.order(due=False, state="cancelled", broker_order_id="B-1", verify_at=None)
+    await a_while_passes(stage)
+    works = listed("B-1", state=OrderState.SUBMITTED)
+    await report(stage, orders=(works,), certain=False)
+    assert await rows(stage) == []
+    await a_while_passes(stage)
+    await report(stage, orders=(works,))
+    [row] = await rows(stage)
+    assert row.differences == {
+        "states": [{"order": str(order_id), "ours": "cancelled", "broker": "submitted"}]
+    }
+
+
+async def test_two_comparisons_at_once_leave_one_open_row(stage: SweeperStage) -> None:
+    await report(stage)
+    await asyncio.gather(*(report(stage, held("2330", lots)) for lots in range(1, 5)))
+    assert [row.resolved_at for row in await rows(stage)].count(None) == 1
+    async with stage.database.session() as session:
+        [waiting] = await reconciliations.open_reconciliations(session)
+        assert await reconciliations.open_reconciliations(session, after=waiting.id) == []
+
+
+async def test_a_report_that_cannot_be_read_does_not_stop_the_others(stage: SweeperStage) -> None:
+    broken = AccountReported(
+        worker_id="w", user_id=stage.user_id, account_id="main", epoch=1, at_ms=1, report={"orders": 7}
+    )
+    await Recorder(stage.database).handle([broken])
+    assert await rows(stage) == []

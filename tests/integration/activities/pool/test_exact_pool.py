@@ -1,0 +1,142 @@
+"""exact-pool: for N wanted workers N are launched, also with stale lists, lost answers and a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+from redis.asyncio import Redis
+from temporalio.client import Client, WorkflowHandle
+from temporalio.worker import Worker
+
+from activities.pool.entries import ask
+from activities.pool.launch import LaunchActivities
+from activities.pool.sizing import PoolActivities, PoolDemand
+from infra import tasks
+from infra.launchers.fake import UnsteadyLauncher
+from infra.launchers.port import LaunchSpec, Task
+from infra.local.servers import TemporalServer, ValkeyServer
+from infra.market import calendar
+from infra.valkey import client as valkey
+from tests.integration.activities.conftest import Yard
+from worker_runtime.protocol import keys, scripts
+from workflows import names
+from workflows.sandbox import workflow_runner
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
+
+POOL = "exact"
+WANTED = 500
+#: Seconds by which the list of tasks is behind.
+LAG = 5.0
+#: The answer of every so many launches is lost.
+LOSES = 40
+
+
+class AnnouncingWorkers:
+    """Announce themselves a moment after their launch, and never renew: they outlive the test."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+        self._starting: set[asyncio.Task[None]] = set()
+        #: The client has no more connections than that to spare.
+        self._turn = asyncio.Semaphore(8)
+
+    async def start(self, spec: LaunchSpec, task: Task) -> None:
+        starting = asyncio.create_task(self._announce(task))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+
+    async def _announce(self, task: Task) -> None:
+        await asyncio.sleep(int(task.task_id.rpartition("-")[2]) % 10 * 0.05)
+        worker = keys.pool_worker(POOL, task.worker_id)
+        claim = (keys.pool_claim(POOL, ""), keys.pool_born(POOL, ""))
+        told = ("public_key", b"k" * 32, "proof", b"", "task", task.task_id, "version", "test")
+        async with self._turn:
+            await valkey.run_script(
+                self._client,
+                scripts.ANNOUNCE_WORKER,
+                [worker, keys.pool_ready(POOL), *claim],
+                [task.worker_id, 600_000, "", keys.CLAIM_TTL, *told],
+            )
+
+    async def close(self) -> None:
+        await tasks.cancel_tasks(*self._starting)
+
+
+@asynccontextmanager
+async def orchestrator(
+    temporal: Client, valkey_url: str, yard: Yard, launcher: UnsteadyLauncher
+) -> AsyncIterator[None]:
+    """One that knows nothing of an earlier one, and lets go of what is in hand when it ends."""
+    client = valkey.connect_valkey(valkey_url, max_connections=256)
+    launching = LaunchActivities(client, yard.database, launcher, yard.settings, yard.keys)
+    pool = PoolActivities(
+        client, yard.database, launcher, PoolDemand(yard.database, calendar.load_calendar())
+    )
+    async with (
+        client,
+        Worker(
+            temporal,
+            task_queue=names.LIFECYCLE_QUEUE,
+            workflows=[WorkerPoolWorkflow],
+            workflow_runner=workflow_runner(),
+            activities=[pool.count_pool, pool.shrink_pool],
+        ),
+        Worker(
+            temporal,
+            task_queue=names.LAUNCH_QUEUE,
+            activities=[launching.launch_pool_worker],
+            graceful_shutdown_timeout=timedelta(),
+        ),
+    ):
+        yield
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(180)
+async def test_five_hundred_wanted_are_five_hundred_launched(
+    yard: Yard, valkey_server: ValkeyServer, temporal_server: TemporalServer
+) -> None:
+    temporal = await Client.connect(temporal_server.address)
+    workers = AnnouncingWorkers(yard.client)
+    launcher = UnsteadyLauncher(list_lag=LAG, loses=LOSES, on_launch=workers.start)
+    policy = PoolPolicy(target=WANTED)
+    handle: WorkflowHandle[WorkerPoolWorkflow, None] = await temporal.start_workflow(
+        WorkerPoolWorkflow.run,
+        pm.PoolInput(
+            pool=POOL, policy=policy, configured=policy, exact=True, counts_apart=True, check_period=0.5
+        ),
+        id=names.worker_pool_id(POOL),
+        task_queue=names.LIFECYCLE_QUEUE,
+    )
+    try:
+        async with orchestrator(temporal, valkey_server.url, yard, launcher):
+            await until(lambda: len(launcher.launched) >= WANTED // 2)
+        assert len(launcher.launched) < WANTED
+        async with orchestrator(temporal, valkey_server.url, yard, launcher):
+            ready = keys.pool_ready(POOL)
+            while await ask(yard.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            view = await handle.query(WorkerPoolWorkflow.view)
+            # Until the list shows all of them, and a few looks beyond.
+            end = time.monotonic() + LAG + 1.0
+            while time.monotonic() < end or (view.ready, view.starting) != (WANTED, 0):
+                await asyncio.sleep(0.1)
+                view = await handle.query(WorkerPoolWorkflow.view)
+    finally:
+        await handle.terminate()
+        await workers.close()
+    # Lost answers, and those that the restart cut off.
+    assert view.failures >= WANTED // LOSES
+    assert len(launcher.launched) == len({spec.config.worker_id for spec in launcher.launched}) == WANTED
+    assert not launcher.stops

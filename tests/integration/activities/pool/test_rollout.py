@@ -1,0 +1,162 @@
+"""Rollouts under load: no claim fails, a bad version is put back, users move with their sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import select
+from temporalio.client import Client
+
+from infra import tasks
+from infra.database.models import AuditEntry
+from infra.local.servers import TemporalServer
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.pool.rolling import Dock
+from workflows.rollout.messages import AbortRollout, RolloutPhase
+from workflows.rollout.workflow import RolloutWorkflow
+from workflows.user_worker import messages as m
+
+#: Free workers that the pool keeps.
+READY = 4
+
+
+@pytest.fixture
+async def dock(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Dock]:
+    yard.settings = yard.settings.model_copy(update={"worker_version": "1"})
+    temporal = await Client.connect(temporal_server.address)
+    made = Dock(yard, temporal)
+    async with made.serving():
+        yield made
+
+
+async def claims(dock: Dock, users: list[str], pause: float, failed: list[str]) -> None:
+    """One user after the other, at a steady rate; who fails is noted."""
+
+    async def one(user_id: str) -> None:
+        try:
+            await dock.ensure(user_id)
+        except Exception as error:  # every failure counts, whatever it is
+            failed.append(f"{user_id}: {error!r}")
+
+    under_way = []
+    for user_id in users:
+        under_way.append(asyncio.create_task(one(user_id)))
+        await asyncio.sleep(pause)
+    await asyncio.gather(*under_way)
+
+
+@pytest.mark.timeout(240)
+async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users_move(dock: Dock) -> None:
+    users = [await dock.yard.user() for _ in range(30)]
+    failed: list[str] = []
+    await dock.start_pool(READY)
+    for user_id in users[:4]:
+        await dock.ensuring.ensure(user_id)
+    loaded = asyncio.create_task(claims(dock, users[4:], 0.15, failed))
+    rollout = await dock.start_rollout("2")
+    result = await rollout.result()
+    await loaded
+    assert result.phase == RolloutPhase.DONE
+    assert failed == []
+    await dock.until_ready({"2": READY})
+    # The last one's old worker is gone when the rollout is done; the new one may still be on its way.
+    for user_id in users[:4]:
+        await dock.ensuring.ensure(user_id)
+        view = await dock.view(user_id)
+        assert view.worker is not None
+        assert view.worker.version == "2"
+
+
+@pytest.mark.timeout(240)
+async def test_free_workers_are_ended_as_new_ones_are_ready(dock: Dock) -> None:
+    await dock.start_pool(READY)
+    rollout = await dock.start_rollout("2")
+    result = await rollout.result()
+    assert (result.phase, result.retired) == (RolloutPhase.DONE, READY)
+    await dock.until_ready({"2": READY})
+    assert {task.version for task in await dock.yard.launcher.list()} == {"2"}
+
+
+@pytest.mark.timeout(240)
+async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(dock: Dock) -> None:
+    dock.bad = {"2"}
+    users = [await dock.yard.user() for _ in range(6)]
+    failed: list[str] = []
+    pool = await dock.start_pool(READY)
+    loaded = asyncio.create_task(claims(dock, users[:2], 0.2, failed))
+    rollout = await dock.start_rollout("2")
+    result = await rollout.result()
+    await loaded
+    assert result.phase == RolloutPhase.ROLLED_BACK
+    assert "no worker became ready" in result.reason
+    assert failed == []
+    assert (await pool.query("view"))["release"]["version"] == ""
+    await dock.until_ready({"1": READY})
+    await claims(dock, users[2:], 0.1, failed)
+    assert failed == []
+    async with dock.yard.database.session() as session:
+        told = (await session.scalars(select(AuditEntry).order_by(AuditEntry.id))).all()
+    assert [entry.data["event"] for entry in told] == ["begins", "is rolled back", "ends: rolled_back"]
+
+
+@pytest.mark.timeout(240)
+async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_waits_for_it(dock: Dock) -> None:
+    dock.hanging = {"2"}
+    users = [await dock.yard.user() for _ in range(8)]
+    failed: list[str] = []
+    await dock.start_pool(READY, launch_timeout=4.0)
+    floor = asyncio.create_task(dock.watch_floor(READY))
+    rollout = await dock.start_rollout("2")
+    await claims(dock, users, 0.4, failed)  # more than were free: as a rule some are launched for their user
+    result = await rollout.result()
+    await dock.until_ready({"1": READY})
+    await tasks.cancel_tasks(floor)
+    assert (result.phase, result.retired) == (RolloutPhase.ROLLED_BACK, 0)
+    assert "was not ready within 4 s" in result.reason
+    assert failed == []
+    assert dock.shortage == 0
+    cold = [spec.config for spec in dock.yard.launcher.launched if spec.config.reserved_claim]
+    assert {config.version for config in cold} <= {"1"}
+
+
+@pytest.mark.timeout(240)
+async def test_a_version_that_freezes_when_it_is_claimed_goes_back_and_its_users_are_served(
+    dock: Dock,
+) -> None:
+    dock.frozen = {"2"}
+    dock.patience(5.0)
+    users = [await dock.yard.user() for _ in range(6)]
+    failed: list[str] = []
+    await dock.start_pool(READY)
+    floor = asyncio.create_task(dock.watch_floor(READY))
+    rollout = await dock.start_rollout("2", proof=300.0)
+    async with dock.hearing_exits():
+        await dock.until_ready({"2": READY})  # all that is to be seen from outside is well
+        await claims(dock, users, 0.1, failed)
+        result = await rollout.result()
+        await dock.until_ready({"1": READY})
+    await tasks.cancel_tasks(floor)
+    assert result.phase == RolloutPhase.ROLLED_BACK
+    assert result.reason.endswith("users in a row got a worker that did not serve them")
+    assert failed == []
+    assert dock.shortage == 0
+    for user_id in users:
+        worker = (await dock.view(user_id)).worker
+        assert worker is not None
+        assert worker.version == "1"
+
+
+@pytest.mark.timeout(240)
+async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(dock: Dock) -> None:
+    user_id = await dock.yard.user()
+    await dock.start_pool(2)
+    await dock.ensuring.ensure(user_id)
+    dock.bad = {"2"}
+    rollout = await dock.start_rollout("2")
+    await rollout.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))
+    result = await rollout.result()
+    assert (result.phase, result.reason) == (RolloutPhase.ROLLED_BACK, "not today")
+    await dock.until_ready({"1": 2})
+    assert (await dock.view(user_id)).state == m.WorkerState.ACTIVE

@@ -1,0 +1,168 @@
+"""Orders that wait for a person, over the API."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
+from infra.database.trading import reconciliations
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order
+from tests.integration.api.scripted_worker import failed
+from worker_runtime.protocol.errors import OutcomeUnknown
+from worker_runtime.protocol.messages import Failure, OrderState
+
+UNKNOWN = failed(OrderState.UNKNOWN, Failure.of(OutcomeUnknown("timeout")))
+
+
+async def an_unknown_order(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> dict[str, Any]:
+    await start_worker(api.user, UNKNOWN)
+    placed = await user.post(f"/users/{api.user}/orders", json=an_order())
+    assert placed.status_code == 202, placed.text
+    order: dict[str, Any] = placed.json()
+    async with api.services.database.session() as session:
+        row = await orders.get_order(session, uuid.UUID(order["id"]))
+        row.state = "unknown"  # as the recorder writes it
+    return order
+
+
+async def demand(api: ServedApi, order: dict[str, Any], reason: str = "nobody knows") -> None:
+    async with api.services.database.session() as session:
+        assert await attention.demand_attention(session, uuid.UUID(order["id"]), reason)
+
+
+async def test_an_unknown_order_blocks_its_symbol_and_says_which_it_is(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    order = await an_unknown_order(api, user, start_worker)
+    refused = await user.post(f"/users/{api.user}/orders", json=an_order(2))
+    assert (refused.status_code, refused.json()["code"]) == (409, "SYMBOL_BLOCKED")
+    assert order["id"] in refused.json()["detail"]
+    other = await user.post(f"/users/{api.user}/orders", json=an_order(3, symbol="2317"))
+    assert other.status_code == 202
+
+
+async def test_operators_see_what_waits_page_by_page(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    first = await an_unknown_order(api, user, start_worker)
+    placed = await user.post(f"/users/{api.user}/orders", json=an_order(2, symbol="2317"))
+    second = placed.json()
+    await demand(api, first)
+    await demand(api, second, "another story")
+    async with api.client(api.admin_key) as admin:
+        page = (await admin.get("/attention?limit=1")).json()
+        [shown] = page["orders"]
+        assert (shown["id"], shown["state"], shown["known_state"]) == (
+            first["id"],
+            "needs_attention",
+            "unknown",
+        )
+        assert (shown["attention"], shown["final"]) == ("nobody knows", False)
+        rest = (await admin.get("/attention", params={"cursor": page["next_cursor"]})).json()
+    assert [one["id"] for one in rest["orders"]] == [second["id"]]
+    assert rest["next_cursor"] is None
+    assert (await user.get("/attention")).status_code == 403
+    seen = (await user.get(f"/orders/{first['id']}")).json()
+    assert (seen["state"], seen["attention"]) == ("needs_attention", "nobody knows")
+    assert "needs_attention" in [step["step"] for step in seen["timeline"]]
+
+
+async def test_a_user_has_an_own_order_looked_at_again_and_no_other(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    order = await an_unknown_order(api, user, start_worker)
+    await demand(api, order)
+    again = await user.post(f"/orders/{order['id']}/recheck")
+    assert (again.status_code, again.json()["state"]) == (202, "needs_attention")
+    async with api.services.database.session() as session:
+        assert (await orders.get_order(session, uuid.UUID(order["id"]))).verify_at is not None
+    async with api.client(api.admin_key) as admin:
+        made = await admin.post("/users", json={"user_id": f"{api.user}-other"})
+        assert (await admin.post(f"/orders/{uuid.uuid4()}/recheck")).status_code == 404
+    async with api.client(made.json()["api_key"]) as other:
+        assert (await other.post(f"/orders/{order['id']}/recheck")).status_code == 404
+
+
+async def test_an_operator_ends_an_order_once_and_its_symbol_is_free(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    order = await an_unknown_order(api, user, start_worker)
+    await demand(api, order)
+    path = f"/orders/{order['id']}/resolve"
+    end = {"state": "filled", "filled_quantity": 1, "average_price": "1005.5", "reason": "seen in the app"}
+    assert (await user.post(path, json=end)).status_code == 403
+    async with api.client(api.admin_key) as admin:
+        ended = await admin.post(path, json=end)
+        assert ended.status_code == 200, ended.text
+        assert (ended.json()["state"], ended.json()["average_price"]) == ("filled", "1005.5")
+        assert (await admin.get("/attention")).json()["orders"] == []
+        for call in (admin.post(path, json=end), admin.post(f"/orders/{order['id']}/recheck")):
+            late = await call
+            assert (late.status_code, late.json()["code"]) == (409, "ORDER_SETTLED")
+    free = await user.post(f"/users/{api.user}/orders", json=an_order(2))
+    assert free.status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"state": "submitted", "reason": "r"}, "RESOLUTION_INVALID"),
+        ({"state": "filled", "reason": "r"}, "RESOLUTION_INVALID"),
+        (
+            {"state": "filled", "filled_quantity": 2, "average_price": "1", "reason": "r"},
+            "RESOLUTION_INVALID",
+        ),
+        ({"state": "cancelled", "reason": ""}, "INVALID_REQUEST"),
+        ({"state": "cancelled", "filled_quantity": -1, "reason": "r"}, "INVALID_REQUEST"),
+        ({"state": "cancelled", "filled_quantity": 1.5, "reason": "r"}, "INVALID_REQUEST"),
+        ({"state": "gone", "reason": "r"}, "INVALID_REQUEST"),
+        ({"state": "cancelled", "reason": "r", "more": 1}, "INVALID_REQUEST"),
+    ],
+)
+async def test_an_end_that_cannot_be_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, body: dict[str, Any], code: str
+) -> None:
+    order = await an_unknown_order(api, user, start_worker)
+    async with api.client(api.admin_key) as admin:
+        refused = await admin.post(f"/orders/{order['id']}/resolve", json=body)
+    assert (refused.status_code, refused.json()["code"]) == (422, code)
+    assert (await user.get(f"/orders/{order['id']}")).json()["state"] == "unknown"
+
+
+async def test_differences_with_the_broker_are_shown_and_closed_by_an_operator(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    async with api.services.database.session() as session:
+        row = await reconciliations.note_differences(
+            session,
+            user_id=api.user,
+            account_id="main",
+            epoch=1,
+            differences={"foreign_orders": ["P-1"]},
+            blocks=True,
+        )
+    assert row is not None
+    blocked = await user.post(f"/users/{api.user}/orders", json=an_order())
+    assert (blocked.status_code, blocked.json()["code"]) == (409, "ACCOUNT_BLOCKED")
+    [shown] = (await user.get(f"/users/{api.user}/reconciliations")).json()["reconciliations"]
+    assert (shown["blocks"], shown["differences"]) == (True, {"foreign_orders": ["P-1"]})
+    path, why = f"/reconciliations/{shown['id']}/resolve", {"reason": "bought by hand"}
+    assert (await user.post(path, json=why)).status_code == 403
+    assert (await user.get("/reconciliations")).status_code == 403
+    async with api.client(api.admin_key) as admin:
+        assert (await admin.get("/reconciliations")).json() == {"reconciliations": [shown]}
+        assert (await admin.get(f"/reconciliations?after={shown['id']}")).json() == {"reconciliations": []}
+        closed = await admin.post(path, json=why)
+        assert closed.status_code == 200, closed.text
+        assert closed.json()["resolved_at"] is not None
+        assert (await admin.post(path, json=why)).status_code == 404
+        assert (await admin.get("/reconciliations")).json() == {"reconciliations": []}
+    freed = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
+    assert freed.status_code == 202

@@ -1,0 +1,140 @@
+"""Pre-trade checks over the API: each mistake has its own code, and a repeat is none."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.database.trading import limits as trading_limits
+from infra.database.trading.limits import LimitOverrides
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order, on_one_day, running_api
+
+
+async def put_account(api: ServedApi, account_id: str, broker: str, broker_type: str) -> None:
+    body = {"broker": broker, "broker_type": broker_type, "api_key": "canary", "secret_key": "canary"}
+    async with api.client(api.key) as user:
+        path = f"/users/{api.user}/accounts/{account_id}/credentials"
+        answer = await user.put(path, json=body | {"person_id": "A123456789"})
+        assert answer.status_code == 200, answer.text
+
+
+async def limit(api: ServedApi, account_id: str = "main", **limits: Any) -> None:
+    async with api.services.database.session() as session:
+        await trading_limits.put_limits(
+            session, api.user, account_id, LimitOverrides(**limits), actor="key:1"
+        )
+
+
+@pytest.fixture
+async def place(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker) -> Any:
+    await start_worker(api.user)
+
+    async def placed(number: int = 1, **changes: Any) -> tuple[int, str]:
+        answer = await user.post(f"/users/{api.user}/orders", json=an_order(number, **changes))
+        body = answer.json()
+        return answer.status_code, body.get("code") or body["state"]
+
+    return placed
+
+
+async def test_the_settings_limit_holds_without_one_of_the_accounts_own(api: ServedApi, place: Any) -> None:
+    assert await place(1, quantity=499) == (201, "filled")
+    assert await place(2, quantity=500) == (422, "QUANTITY_LIMIT")
+
+
+async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> None:
+    await on_one_day()
+    await limit(api, max_quantity=2, max_notional=Decimal(1_000_000), max_daily_orders=3)
+    assert await place(1, quantity=3) == (422, "QUANTITY_LIMIT")
+    assert await place(2, quantity=1, price="1000.01") == (422, "NOTIONAL_LIMIT")
+    assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
+    assert await place(4, quantity=2, price="500") == (201, "filled")
+    # A market order counts with the last price that is known: 500. It is written a moment after the answer.
+    async with api.services.database.session(autocommit=True) as session:
+        while await trading_limits.last_price(session, api.user, "2330") is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
+    assert await place(6, symbol="2317", price_type="MKT", price=None) == (422, "NOTIONAL_LIMIT")
+    assert await place(4, quantity=2, price="500") == (200, "filled")  # repeats are none of the day's orders
+    assert await place(7, price="1") == (201, "filled")
+    assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")
+    assert await place(7, price="1") == (200, "filled")
+
+
+async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: ServedApi, place: Any) -> None:
+    await limit(api, duplicate_window_s=60)
+    answers = await asyncio.gather(*(place(number) for number in range(5)))
+    assert sorted(answers) == [(201, "filled"), *[(409, "DUPLICATE_ORDER")] * 4]
+    assert await place(answers.index((201, "filled"))) == (200, "filled")
+    assert await place(10, quantity=2) == (201, "filled")
+    await limit(api, duplicate_window_s=0)
+    async with api.services.database.session() as session:
+        assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
+
+
+async def test_taifex_takes_no_market_order_that_rests(api: ServedApi, place: Any) -> None:
+    await put_account(api, "futures", "paper", "futures")
+    market = {"account_id": "futures", "symbol": "TXFA6", "price_type": "MKT", "price": None}
+    assert await place(1, **market, time_in_force="ROD") == (422, "PRICE_TYPE_RULE")
+    assert await place(2, **market, time_in_force="IOC") == (201, "filled")
+    assert await place(3, price_type="MKT", price=None, time_in_force="ROD") == (201, "filled")
+
+
+async def test_symbols_and_hours_are_checked_for_real_brokers(
+    api: ServedApi, place: Any, tmp_path: Path
+) -> None:
+    await put_account(api, "real", "shioaji", "stock")
+    assert await place(1, symbol="NOSUCH") == (
+        201,
+        "filled",
+    )  # the paper exchange trades whatever is asked for
+    assert await place(2, account_id="real", symbol="NOSUCH") == (422, "UNKNOWN_SYMBOL")
+    today = datetime.now(UTC).astimezone().date()
+    days = {str(today.fromordinal(today.toordinal() + number)): "closed" for number in (-1, 0, 1)}
+    closed = tmp_path / "closed.json"
+    closed.write_text(str(days).replace("'", '"'))
+    opened = tmp_path / "opened.json"
+    opened.write_text(str(dict.fromkeys(days, "00:00-23:59:59.999999")).replace("'", '"'))
+    for path, expected in ((closed, "MARKET_CLOSED"), (opened, "CLIENT_ORDER_ID_REUSED")):
+        changed = api.settings.model_copy(update={"calendar_file": str(path)})
+        async with running_api(changed) as other, other.client(api.key) as user:
+            order = an_order(1, account_id="real")
+            if path is closed:
+                order = an_order(3, account_id="real")
+            answer = await user.post(f"/users/{api.user}/orders", json=order)
+        assert answer.json()["code"] == expected
+
+
+async def test_an_account_that_is_not_there_is_still_told_so(place: Any) -> None:
+    assert await place(1, account_id="nobodys", quantity=9_000) == (422, "UNKNOWN_ACCOUNT")
+
+
+async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
+    api: ServedApi, user: httpx.AsyncClient, place: Any
+) -> None:
+    path = f"/users/{api.user}/accounts/main/limits"
+    wanted = {
+        "max_quantity": 1,
+        "max_notional": "900.50",
+        "max_daily_orders": None,
+        "duplicate_window_s": None,
+    }
+    assert (await user.put(path, json=wanted)).json()["code"] == "FORBIDDEN"
+    async with api.client(api.admin_key) as admin:
+        for wrong in ({"max_quantity": -1}, {"max_notional": "NaN"}, {"max_quantity": 1.5}, {"other": 1}):
+            assert (await admin.put(path, json=wrong)).json()["code"] == "INVALID_REQUEST"
+        missing = await admin.put(path.replace("main", "nobodys"), json=wanted)
+        assert missing.json()["code"] == "UNKNOWN_ACCOUNT"
+        assert (await admin.put(path, json=wanted)).status_code == 200
+    seen = (await user.get(path)).json()
+    assert seen | {"max_notional": None} == wanted | {"max_notional": None}
+    assert Decimal(seen["max_notional"]) == Decimal("900.5")
+    assert await place(1, quantity=2) == (422, "QUANTITY_LIMIT")
+    assert await place(2, quantity=1, price="0.91") == (422, "NOTIONAL_LIMIT")
+    assert await place(3, quantity=1, price="0.9") == (201, "filled")

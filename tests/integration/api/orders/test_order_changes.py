@@ -1,0 +1,374 @@
+"""Cancels and changes: taken out of the queue or sent behind the order, with reasons, never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from sqlalchemy import select, update
+
+from infra.database.models import AuditEntry, Order, OrderEventRow
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.integration.api.scripted_worker import Question, ScriptedWorker, silent, until
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
+from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder
+
+_WHOLE = {"quantity": 10, "price": "1000"}
+
+
+def resting(order: PlaceOrder) -> Answer:
+    outcome = OrderOutcome(
+        order_id=order.order_id, state=OrderState.SUBMITTED, broker_order_id=f"P-{order.tag}"
+    )
+    return Answer(request_id=order.request_id, outcome=outcome)
+
+
+def done(question: Question) -> Answer:
+    """As the broker does what is asked."""
+    assert not isinstance(question, QueryAccount)
+    state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
+    return Answer(
+        request_id=question.request_id, outcome=OrderOutcome(order_id=question.order_id, state=state)
+    )
+
+
+def refused(code: str, state: OrderState | None = None, filled: int = 0) -> Any:
+    def reply(question: Question) -> Answer:
+        assert not isinstance(question, QueryAccount)
+        outcome = None
+        if state is not None:
+            outcome = OrderOutcome(order_id=question.order_id, state=state, filled_quantity=filled)
+        failure = Failure(code=code, detail="why")
+        return Answer(request_id=question.request_id, outcome=outcome, failure=failure)
+
+    return reply
+
+
+async def placed(api: ServedApi, user: httpx.AsyncClient, number: int = 1, **changes: Any) -> str:
+    body = an_order(number, **{**_WHOLE, **changes})
+    answer = await user.post(f"/users/{api.user}/orders", json=body)
+    assert answer.status_code in (201, 202), answer.text
+    return str(answer.json()["id"])
+
+
+async def working(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, reply: Any = done
+) -> tuple[ScriptedWorker, str]:
+    """A worker and an order that rests at the broker."""
+    worker = await start_worker(api.user, resting)
+    worker.reply = reply
+    return worker, await placed(api, user)
+
+
+async def set_row(api: ServedApi, order_id: str, **values: Any) -> None:
+    async with api.services.database.session() as session:
+        await session.execute(update(Order).where(Order.id == UUID(order_id)).values(values))
+
+
+async def test_a_working_order_is_cancelled_behind_it_in_the_queue(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    (asked,) = worker.asked
+    assert isinstance(asked, CancelOrder)
+    assert (asked.order_id, asked.account_id, asked.symbol) == (order_id, "main", "2330")
+    assert asked.tag == worker.popped[0].tag
+    again = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    assert (again.status_code, again.json()["state"]) == (200, "cancelled")
+    assert len(worker.asked) == 1
+
+
+async def test_an_order_that_nobody_took_is_withdrawn_and_no_worker_ever_sees_it(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
+    waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=20", json=an_order()))
+    queue = keys.requests(api.user)
+    end = time.monotonic() + 10
+    while not await api.services.valkey.llen(queue):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+    (order,) = (await user.get(f"/users/{api.user}/orders")).json()["orders"]
+    answer = await user.post(f"/orders/{order['id']}/cancel", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    assert answer.json()["reason"] == "cancelled before it was sent to the broker"
+    assert await api.services.valkey.llen(queue) == 0
+    first = await waiting  # whoever placed it hears of it
+    assert (first.status_code, first.json()["state"]) == (201, "cancelled")
+    worker = await start_worker(api.user)
+    await placed(api, user, 2)
+    assert [one.order_id for one in worker.popped] != [order["id"]]
+    steps = [one["step"] for one in (await user.get(f"/orders/{order['id']}")).json()["timeline"]]
+    assert steps == ["accepted", "cancelled"]
+
+
+async def test_of_a_cancel_and_a_worker_exactly_one_gets_a_queued_order(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
+    ids = []
+    for number in range(12):
+        answer = await user.post(
+            f"/users/{api.user}/orders?wait=0", json=an_order(number, symbol=f"S{number}")
+        )
+        ids.append(answer.json()["id"])
+    await until(lambda: api.services.answers.pending == len(ids))
+    cancels = [user.post(f"/orders/{one}/cancel", json={"request_id": "x"}) for one in reversed(ids)]
+    worker = await start_worker(api.user)  # it fills what it gets
+    worker.reply = refused("ORDER_REJECTED", OrderState.FILLED, 1)
+    answers = await asyncio.gather(*cancels)
+    taken = {one.order_id for one in worker.popped}
+    for order_id, answer in zip(reversed(ids), answers, strict=True):
+        if order_id in taken:
+            assert answer.json()["code"] in ("ORDER_SETTLED", "ORDER_REJECTED"), answer.text
+            assert answer.json()["order"]["state"] == "filled"
+        else:
+            assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+
+
+async def test_a_cancel_of_an_order_that_a_worker_has_taken_follows_it(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(api.user, silent)
+    worker.reply = done
+    answer = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
+    await worker.taken.wait()
+    cancelled = await user.post(f"/orders/{answer.json()['id']}/cancel", json={"request_id": "x"})
+    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
+    assert len(worker.asked) == 1
+
+
+@pytest.mark.parametrize("state", ["filled", "rejected", "expired"])
+@pytest.mark.parametrize("what", ["cancel", "replace"])
+async def test_a_final_order_is_neither_cancelled_nor_changed(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, what: str, state: str
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    await set_row(api, order_id, state=state)
+    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
+    answer = await user.post(f"/orders/{order_id}/{what}", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (409, "ORDER_SETTLED")
+    assert answer.json()["order"]["state"] == state
+    assert worker.asked == []
+
+
+async def test_a_cancel_that_came_too_late_says_so(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    reply = refused("ORDER_REJECTED", OrderState.FILLED, 10)
+    _, order_id = await working(api, user, start_worker, reply)
+    answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    body = answer.json()
+    assert (answer.status_code, body["code"], body["detail"]) == (422, "ORDER_REJECTED", "why")
+    assert (body["order"]["state"], body["order"]["filled_quantity"]) == ("filled", 10)
+
+
+async def test_a_cancel_without_an_answer_goes_on_after_its_wait(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker, lambda question: None)
+    answer = await user.post(f"/orders/{order_id}/cancel?wait=0.1", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (202, "submitted")
+    await until(lambda: len(worker.asked) == 1)
+    again = asyncio.create_task(user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"}))
+    await asyncio.sleep(0)
+    await worker.answer(b"", done(worker.asked[0]), worker.asked[0].reply_to)
+    assert (await again).json()["state"] == "cancelled"
+    assert len(worker.asked) == 1
+
+
+async def test_a_cancel_that_came_to_nothing_is_sent_anew_by_a_repeat_under_the_same_id(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    """A worker that dies with a cancel in its hands leaves it to its successor, which does not send it."""
+    worker, order_id = await working(api, user, start_worker, refused("OUTCOME_UNKNOWN"))
+    for sent in (1, 2):
+        answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+        assert answer.json()["code"] == "OUTCOME_UNKNOWN"
+        assert len(worker.asked) == sent
+    worker.reply = done
+    answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    assert len({one.request_id for one in worker.asked}) == 3
+
+
+async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker, lambda question: None)
+    settings = api.settings.model_copy(update={"order_deadline": 5.0})  # within which the worker takes it
+    async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
+        answer = await elsewhere.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
+        assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
+    worker.reply = done
+    answer = await user.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    assert len(worker.asked) == 2
+
+
+async def test_an_order_that_an_earlier_cancel_took_back_is_cancelled_for_the_later_one(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    reply = refused("ORDER_REJECTED", OrderState.CANCELLED)
+    _, order_id = await working(api, user, start_worker, reply)
+    answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+
+
+async def test_a_change_that_no_worker_takes_is_taken_back(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    await worker.stop()
+    settings = api.settings.model_copy(update={"order_deadline": 1.0})
+    async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
+        answer = await elsewhere.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
+        body = answer.json()
+        assert (answer.status_code, body["code"], body["retryable"]) == (504, "NO_ANSWER", True)
+        assert body["order"]["state"] == "submitted"
+        assert await quick.services.valkey.llen(keys.requests(api.user)) == 0
+
+
+async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    body = {"request_id": "r-1", "quantity": 4, "price": "999.50"}
+    answer = await user.post(f"/orders/{order_id}/replace", json=body)
+    shown = answer.json()
+    assert (answer.status_code, shown["quantity"], shown["price"]) == (200, 4, "999.5")
+    (asked,) = worker.asked
+    assert isinstance(asked, ReplaceOrder)
+    assert (asked.quantity, asked.price) == (4, Decimal("999.50"))
+    again = await user.post(f"/orders/{order_id}/replace", json=body | {"price": 999.5})
+    assert (again.status_code, again.json()["quantity"]) == (200, 4)
+    other = await user.post(f"/orders/{order_id}/replace", json=body | {"quantity": 3})
+    assert (other.status_code, other.json()["code"]) == (409, "REQUEST_ID_REUSED")
+    assert len(worker.asked) == 1
+    seen = (await user.get(f"/orders/{order_id}")).json()
+    assert (seen["quantity"], seen["price"], seen["state"]) == (4, "999.5", "submitted")
+    assert "change asked for: quantity 4, price 999.50" in [one["detail"] for one in seen["timeline"]]
+    async with api.services.database.session() as session:
+        rows = await session.scalars(
+            select(AuditEntry.data).where(AuditEntry.action == "order.replace_requested")
+        )
+        assert [row["request_id"] for row in rows] == ["r-1"]
+
+
+async def test_a_change_is_never_sent_again_after_its_deadline(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    body = {"request_id": "r-1", "quantity": 4}
+    assert (await user.post(f"/orders/{order_id}/replace", json=body)).status_code == 200
+    # As if much time had passed: its deadline has, and all that Valkey knew of it is gone.
+    passed = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
+    async with api.services.database.session() as session:
+        row = await session.get_one(OrderEventRow, f"{order_id}:replace:r-1")
+        row.data = {**row.data, "deadline_at": passed}
+    for key in await api.services.valkey.keys("trading:*"):
+        await api.services.valkey.delete(key)
+    again = await user.post(f"/orders/{order_id}/replace", json=body)
+    assert (again.status_code, again.json()["quantity"]) == (200, 4)
+    assert len(worker.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"quantity": 11}, "REPLACE_INVALID"),
+        ({"quantity": 2}, "REPLACE_INVALID"),  # 3 are filled
+        ({"quantity": 10}, "REPLACE_INVALID"),  # as it is
+        ({"quantity": 10, "price": "1000.0"}, "REPLACE_INVALID"),
+        ({"quantity": 0}, "INVALID_REQUEST"),
+        ({"quantity": -1}, "INVALID_REQUEST"),
+        ({"quantity": 1.5}, "INVALID_REQUEST"),
+        ({"quantity": "5"}, "INVALID_REQUEST"),
+        ({"price": "-1"}, "INVALID_REQUEST"),
+        ({"price": 0}, "INVALID_REQUEST"),
+        ({"price": "NaN"}, "INVALID_REQUEST"),
+        ({"price": "1.00001"}, "INVALID_REQUEST"),
+        ({}, "INVALID_REQUEST"),
+        ({"quantity": None, "price": None}, "INVALID_REQUEST"),
+        ({"quantity": 5, "symbol": "2317"}, "INVALID_REQUEST"),
+        ({"quantity": 5, "request_id": "a b"}, "INVALID_REQUEST"),
+        ({"quantity": 5, "request_id": ""}, "INVALID_REQUEST"),
+        ({"quantity": 5, "request_id": "x" * 65}, "INVALID_REQUEST"),
+        ({"quantity": 5, "request_id": None}, "INVALID_REQUEST"),
+    ],
+)
+async def test_a_change_that_cannot_be_is_refused_and_not_sent(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, body: dict[str, Any], code: str
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    await set_row(api, order_id, filled_quantity=3, state="part_filled")
+    answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", **body})
+    assert (answer.status_code, answer.json()["code"]) == (422, code)
+    assert worker.asked == []
+
+
+async def test_a_market_order_gets_no_price(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, _ = await working(api, user, start_worker)
+    order_id = await placed(api, user, 2, price_type="MKT", price=None, time_in_force="IOC")
+    answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", "price": "5"})
+    assert (answer.status_code, answer.json()["code"]) == (422, "REPLACE_INVALID")
+    assert worker.asked == []
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("accepted", "NOT_AT_BROKER"), ("submitting", "NOT_AT_BROKER"), ("unknown", "ORDER_UNKNOWN")],
+)
+async def test_an_order_that_is_not_surely_at_the_broker_is_not_changed(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, state: str, code: str
+) -> None:
+    worker = await start_worker(api.user, silent)
+    order_id = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()["id"]
+    await set_row(api, order_id, state=state)
+    answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", "price": "5"})
+    assert (answer.status_code, answer.json()["code"]) == (409, code)
+    assert answer.json()["order"]["state"] == state
+    assert worker.asked == []
+
+
+async def test_an_order_of_unknown_outcome_may_be_cancelled(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    await set_row(api, order_id, state="unknown")
+    answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    assert len(worker.asked) == 1
+
+
+@pytest.mark.parametrize("what", ["cancel", "replace"])
+async def test_an_order_of_somebody_else_is_not_found(
+    api: ServedApi, user: httpx.AsyncClient, what: str
+) -> None:
+    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
+    answer = await user.post(f"/orders/{uuid4()}/{what}", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
+    async with running_api(api.settings) as other, other.client(other.key) as stranger:
+        await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
+        made = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
+        answer = await stranger.post(f"/orders/{made.json()['id']}/{what}", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
+
+
+@pytest.mark.parametrize("body", [{}, {"request_id": 5}, {"request_id": "x", "why": "y"}, [], "x"])
+async def test_a_cancel_that_cannot_be_read_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, body: Any
+) -> None:
+    answer = await user.post(f"/orders/{uuid4()}/cancel", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")

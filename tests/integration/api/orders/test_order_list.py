@@ -1,0 +1,190 @@
+"""Lists and exports of orders, on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from sqlalchemy import update
+
+from api.orders.export import COLUMNS, PAGE
+from infra.database.models import Order
+from infra.database.orders import acceptance as orders
+from infra.database.orders import attention
+from tests.integration.api.conftest import ServedApi
+
+_BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
+
+
+async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: Any) -> list[UUID]:
+    """Orders a minute apart, the first at `_BEGIN`, as their rows; `changes` of the row go with it."""
+    made = []
+    async with api.services.database.session() as session:
+        for number in range(first, first + count):
+            new = orders.NewOrder(
+                user_id=api.user,
+                account_id="main",
+                client_order_id=f"c-{number}",
+                fingerprint="f",
+                symbol="2330",
+                side="buy",
+                quantity=1,
+                price_type="LMT",
+                price=None,
+                time_in_force="ROD",
+                generation="g",
+                deadline_at=_BEGIN,
+                trading_day=_BEGIN.date(),
+            )
+            order = (await orders.accept_order(session, new)).order
+            values = {"created_at": _BEGIN + timedelta(minutes=number), **changes}
+            await session.execute(update(Order).where(Order.id == order.id).values(values))
+            made.append(order.id)
+    return made
+
+
+async def listed(user: httpx.AsyncClient, api: ServedApi, **query: Any) -> list[str]:
+    answer = await user.get(f"/users/{api.user}/orders", params=query)
+    assert answer.status_code == 200, answer.text
+    return [order["client_order_id"] for order in answer.json()["orders"]]
+
+
+async def test_pages_are_the_newest_first_and_new_orders_do_not_move_them(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    await write(api, 7)
+    seen, cursor = [], None
+    for number in range(3):
+        params = {"limit": 3, **({"cursor": cursor} if cursor else {})}
+        page = (await user.get(f"/users/{api.user}/orders", params=params)).json()
+        seen += [order["client_order_id"] for order in page["orders"]]
+        cursor = page["next_cursor"]
+        await write(api, first=100 + number)
+    assert seen == [f"c-{number}" for number in range(6, -1, -1)]
+    assert cursor is None
+
+
+async def test_orders_of_one_instant_are_all_on_some_page(api: ServedApi, user: httpx.AsyncClient) -> None:
+    made = await write(api, 5, created_at=_BEGIN)
+    seen, cursor = [], None
+    for _ in made:
+        params = {"limit": 1, **({"cursor": cursor} if cursor else {})}
+        page = (await user.get(f"/users/{api.user}/orders", params=params)).json()
+        seen += [UUID(order["id"]) for order in page["orders"]]
+        cursor = page["next_cursor"]
+    assert sorted(seen) == sorted(made)
+    assert cursor is None
+
+
+async def test_each_filter_leaves_the_others_out(api: ServedApi, user: httpx.AsyncClient) -> None:
+    await write(api, 1, first=0, state="filled", symbol="2317", side="sell")
+    await write(api, 1, first=1, state="submitted")
+    (raised,) = await write(api, 1, first=2)
+    await write(api, 1, first=3, state="cancelled")
+    async with api.services.database.session() as session:
+        assert await attention.demand_attention(session, raised, "not found at the broker")
+    assert await listed(user, api, state="open") == ["c-2", "c-1"]
+    assert await listed(user, api, state="final") == ["c-3", "c-0"]
+    assert await listed(user, api, state="needs_attention") == ["c-2"]
+    assert await listed(user, api, state="accepted") == []  # it is shown as needs_attention
+    assert await listed(user, api, state=["submitted", "filled"]) == ["c-1", "c-0"]
+    assert await listed(user, api, symbol="2317") == await listed(user, api, side="sell") == ["c-0"]
+    assert await listed(user, api, client_order_id="c-1") == ["c-1"]
+    assert await listed(user, api, account="other") == []
+    early, late = _BEGIN + timedelta(minutes=1), _BEGIN + timedelta(minutes=3)
+    assert await listed(user, api, **{"from": early.isoformat(), "to": late.isoformat()}) == ["c-2", "c-1"]
+    (shown,) = (await user.get(f"/users/{api.user}/orders?state=needs_attention")).json()["orders"]
+    assert (shown["state"], shown["attention"], shown["final"]) == (
+        "needs_attention",
+        "not found at the broker",
+        False,
+    )
+    assert (await user.get(f"/orders/{raised}")).json()["state"] == "needs_attention"
+
+
+@pytest.mark.parametrize("path", ["orders", "orders.csv"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"state": "done"},
+        {"account": "no/such"},
+        {"symbol": "'; drop table orders"},
+        {"side": "long"},
+        {"client_order_id": "a b"},
+        {"client_order_id": "x" * 65},
+        {"from": "yesterday"},
+        {"from": "2026-11-20T01:00:00"},  # without a zone
+        {"to": "0001-01-01T00:00:00+23:59"},
+        {"from": "9999-12-31T23:59:59-12:00"},
+        {"from": "2026-11-20T01:00:00Z", "to": "2026-11-20T01:00:00Z"},
+        {"statee": "open"},
+    ],
+)
+async def test_a_filter_that_cannot_be_meant_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, path: str, query: dict[str, str]
+) -> None:
+    answer = await user.get(f"/users/{api.user}/{path}", params=query)
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"limit": 0},
+        {"limit": 501},
+        {"limit": "many"},
+        {"cursor": "x"},
+        {"cursor": "!!"},
+        {"cursor": "_" * 32},
+        {"cursor": "A" * 65},
+    ],
+)
+async def test_a_page_that_no_list_has_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, query: dict[str, str]
+) -> None:
+    answer = await user.get(f"/users/{api.user}/orders", params=query)
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("path", ["orders", "orders.csv"])
+async def test_only_the_user_and_operators_see_a_list(api: ServedApi, path: str) -> None:
+    async with api.client(api.key) as user, api.client(api.admin_key) as admin:
+        foreign = await user.get(f"/users/somebody-else/{path}")
+        assert (foreign.status_code, foreign.json()["code"]) == (404, "NOT_FOUND")
+        unknown = await admin.get(f"/users/nobody/{path}")
+        assert (unknown.status_code, unknown.json()["code"]) == (404, "USER_NOT_FOUND")
+        assert (await admin.get(f"/users/{api.user}/{path}")).status_code == 200
+
+
+async def test_the_export_has_every_order_once_across_pages(api: ServedApi, user: httpx.AsyncClient) -> None:
+    made = await write(api, PAGE + 3)
+    answer = await user.get(f"/users/{api.user}/orders.csv")
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8; header=present"
+    assert f"orders-{api.user}.csv" in answer.headers["content-disposition"]
+    assert answer.text.count("\r\n") == len(made) + 1
+    rows = list(csv.DictReader(io.StringIO(answer.text, newline="")))
+    assert tuple(rows[0]) == COLUMNS
+    assert [UUID(row["id"]) for row in rows] == made[::-1]
+
+
+async def test_an_export_of_nothing_is_its_header(api: ServedApi, user: httpx.AsyncClient) -> None:
+    answer = await user.get(f"/users/{api.user}/orders.csv", params={"symbol": "2317"})
+    assert answer.text == ",".join(COLUMNS) + "\r\n"
+
+
+async def test_a_spreadsheet_runs_nothing_of_an_export(api: ServedApi, user: httpx.AsyncClient) -> None:
+    reason = '=HYPERLINK("http://evil","x")\r\n@sum, "quoted"'
+    await write(api, 1, reason=reason, symbol="-2+3", state="rejected", client_order_id="-cmd")
+    answer = await user.get(f"/users/{api.user}/orders.csv")
+    (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
+    assert (row["reason"], row["symbol"], row["client_order_id"]) == (f"'{reason}", "'-2+3", "'-cmd")
+    assert (row["accepted_at"], row["quantity"], row["reduce_only"]) == (
+        "2026-11-20T01:00:00.000000Z",
+        "1",
+        "false",
+    )

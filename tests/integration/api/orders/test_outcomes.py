@@ -1,0 +1,73 @@
+"""The settler writes what the recorder left undone, and leaves it the time to do it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime, timedelta
+from uuid import UUID, uuid4
+
+import pytest
+
+from api.orders.outcomes import PERIOD, NotedOutcome, OutcomeWriter
+from infra.database.engine import Database
+from infra.database.orders import acceptance as orders
+from tests.integration.api.conftest import ServedApi
+from worker_runtime.protocol.messages import OrderOutcome, OrderState
+
+
+async def accepted(api: ServedApi) -> UUID:
+    now = datetime.now(UTC)
+    new = orders.NewOrder(
+        user_id=api.user,
+        account_id="main",
+        client_order_id=uuid4().hex,
+        fingerprint="f",
+        symbol="2330",
+        side="buy",
+        quantity=1,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        generation="g",
+        deadline_at=now + timedelta(seconds=30),
+        trading_day=now.date(),
+    )
+    return (await orders.accept_order_alone(api.services.database, new)).order.id
+
+
+async def state(database: Database, order_id: UUID) -> str:
+    async with database.session() as session:
+        return (await orders.get_order(session, order_id)).state
+
+
+def filled(order_id: UUID) -> NotedOutcome:
+    outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=1)
+    return NotedOutcome(outcome, None)
+
+
+async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedApi) -> None:
+    database = api.services.database
+    settler = OutcomeWriter(database)
+    order_id = await accepted(api)
+    settler.start()
+    await asyncio.sleep(PERIOD - 0.1)  # the first round comes at once
+    noted = time.monotonic()
+    settler.note(filled(order_id))
+    while await state(database, order_id) == "accepted":
+        assert time.monotonic() < noted + 30
+        await asyncio.sleep(0.02)
+    assert time.monotonic() - noted >= PERIOD
+    assert await state(database, order_id) == "filled"
+    await settler.close()
+
+
+@pytest.mark.parametrize("count", [1, 201])
+async def test_whatever_is_noted_is_written_at_the_end(api: ServedApi, count: int) -> None:
+    database = api.services.database
+    settler = OutcomeWriter(database)
+    ids = [await accepted(api) for _ in range(count)]
+    for order_id in ids:
+        settler.note(filled(order_id))
+    await settler.close()
+    assert {await state(database, order_id) for order_id in ids} == {"filled"}

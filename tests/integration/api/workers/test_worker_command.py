@@ -1,0 +1,108 @@
+"""`berth worker …` as a process, against a real API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from infra.database.workers import timeline
+from tests.integration.api.conftest import ServedApi, served
+from tests.integration.api.lifecycle import LifecycleStub
+from tests.integration.api.scripted_worker import until
+from workflows.user_worker.messages import ReloadResult
+
+BERTH = str(Path(sys.executable).with_name("berth"))
+Command = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+async def started(*words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(BERTH, "worker", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
+    )
+
+
+@pytest.fixture
+def key_file(whole_api: ServedApi, tmp_path: Path) -> Path:
+    path = tmp_path / "admin.key"
+    path.touch(mode=0o600)
+    path.write_text(whole_api.admin_key)
+    return path
+
+
+async def test_an_operator_sees_and_steers_a_worker(
+    whole_api: ServedApi, lifecycle: LifecycleStub, key_file: Path
+) -> None:
+    api, user = whole_api, whole_api.user
+    async with served(api) as url:
+        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
+
+        async def berth(*words: str) -> tuple[int, str, str]:
+            process = await started(*words, *where)
+            out, err = await process.communicate()
+            return process.returncode or 0, out.decode(), err.decode()
+
+        nobody = await berth("stop", user)
+        assert nobody == (1, "", "error: NO_WORKER: The user has no running worker.\n")
+        assert await berth("start", user) == (0, f"{user} is Active with worker scripted, epoch 1\n", "")
+        code, out, _ = await berth("show", user)
+        assert code == 0
+        assert "2 of late" in out
+        code, out, _ = await berth("show", user, "--json")
+        assert json.loads(out)["lifecycle"]["crashes"] == 2
+        while not json.loads((await berth("list", "--user", user, "--json"))[1]):
+            pass  # the index is a moment behind
+        code, out, _ = await berth("list", "--user", user)
+        assert out.splitlines()[1].split()[:4] == [user, "Active", "scripted", "default"]
+        code, _, err = await berth("list", "--state", "active")
+        assert code == 1
+        assert "'Reconnecting'" in err
+
+        assert await berth("reload-credentials", user) == (0, f"{user}: reloaded\n", "")
+        lifecycle.reload = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
+        code, _, err = await berth("reload-credentials", user)
+        refused = "error: LOGIN_REJECTED: wrong key; the worker keeps the session it had\n"
+        assert (code, err) == (1, refused)
+        assert (await berth("resume", user, "--reason", "repaired"))[0] == 0
+        assert (await berth("stop", user, "--reason", "done"))[0] == 0
+        await until(lambda: len(lifecycle.signals) == 2)  # the command does not wait for its workflow
+    assert lifecycle.signals == [("resume", ""), ("shutdown", "done")]
+
+
+async def test_a_timeline_is_listed_and_followed(whole_api: ServedApi, key_file: Path) -> None:
+    api = whole_api
+
+    async def note(number: int, before: str, after: str) -> None:
+        row = timeline.NewTransition(
+            number=number, at=1_800_000_000.0, before=before, after=after, reason="because"
+        )
+        async with api.services.database.session() as session:
+            await timeline.record_transitions(session, user_id=api.user, chain="chain", transitions=[row])
+
+    await note(0, "PoolIdle", "Claimed")
+    async with served(api) as url:
+        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
+        process = await started("timeline", api.user, *where)
+        out, _ = await process.communicate()
+        assert out.decode().splitlines()[1].split()[1:5] == ["2027-01-15", "08:00:00", "PoolIdle", "Claimed"]
+
+        process = await started("timeline", api.user, "--follow", "--json", *where)
+        assert process.stdout is not None
+        first = json.loads(await process.stdout.readline())
+        await note(1, "Claimed", "Active")
+        second = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        assert [(row["before"], row["after"]) for row in (first, second)] == [
+            ("PoolIdle", "Claimed"),
+            ("Claimed", "Active"),
+        ]
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+        assert (process.returncode, err) == (130, b"")

@@ -1,0 +1,63 @@
+"""The scripts on a Valkey Cluster: all keys of one tag lie in one slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from infra.local.servers import ValkeyServer, free_port
+from tests.integration.jobs.fleet import eventually
+from tests.integration.jobs.stage import QueueStage, claim, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import JobStatus
+
+
+class ClusterNode(ValkeyServer):
+    """A cluster of one node, which holds all slots and refuses keys of several slots in one script."""
+
+    def command(self) -> Sequence[str]:
+        # A port of its own for the bus: the usual one, 10,000 higher, does not exist for the highest ports.
+        return [*super().command(), "--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+
+
+@pytest.fixture
+def cluster(short_directory: Path) -> Iterator[QueueStage]:
+    with ClusterNode(short_directory / "valkey", durable=False) as server:
+        stage = QueueStage(server.url)
+        stage.client.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        eventually(lambda: b"cluster_state:ok" in stage.client.execute("CLUSTER", "INFO"), "a cluster")
+        yield stage
+        stage.close()
+
+
+def test_every_script_runs_on_a_cluster(cluster: QueueStage) -> None:
+    one, two = cluster.runner("one"), cluster.runner("two")
+    cluster.enqueue("a", unique="key", group="g", idempotent=True, on_failed="handler")
+    cluster.enqueue("b", group="g", idempotent=True)
+    cluster.enqueue("c", queue="other", delay=60)
+    (job,) = claim(one)
+    assert one.progress("a", job.fence, b"1")
+    assert two.renew("idle", []).registered
+    assert die(one, two) == {"a": "returned"}
+    (job,) = claim(two)
+    assert end(two, job, JobStatus.FAILED) == "failed"
+    assert cluster.call(job_calls.requeue(["a"])) == ["a"]
+    assert cluster.call(job_calls.cancel("c")) == "cancelled"
+    assert cluster.call(job_calls.suspend(queue="other")) == 1
+    assert cluster.call(job_calls.configure({job_calls.limit_field("work"): "9"})) == 1
+    assert (
+        two.client.run(job_scripts.COUNT, [job_keys.meta(job_keys.FLEET_TAG)], ("r", 1, b'{"late": 1}')) == 1
+    )
+    two.ring()
+    order = []
+    while jobs := claim(two):
+        order += ids(jobs)
+        end(two, jobs[0], JobStatus.DONE)
+    assert len(order) == 3
+    assert {"a", "b"} < set(order)
+    assert two.held() == []
+    assert two.leave() == {}

@@ -1,0 +1,313 @@
+"""The life of a job: once per id, delayed, unique, leased, fenced, cancelled, requeued."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.integration.jobs.stage import QueueStage, claim, claiming, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import MAX_JOB, FailedJob, Job, JobStatus, read_job
+from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
+from worker_runtime.protocol.errors import MalformedMessage
+
+FLEET = job_keys.FLEET_TAG
+
+
+def test_a_job_is_taken_once_whatever_is_repeated(stage: QueueStage) -> None:
+    runner = stage.runner()
+    assert [stage.enqueue("j"), stage.enqueue("j")] == ["queued", "seen"]
+    (job,) = claim(runner)
+    assert stage.enqueue("j") == "seen"
+    end(runner, job)
+    assert stage.enqueue("j") == "seen"
+    assert claim(runner) == []
+
+
+def test_a_unique_key_is_taken_until_its_job_has_ended(stage: QueueStage) -> None:
+    runner = stage.runner()
+    assert stage.enqueue("a", unique="report:7") == "queued"
+    assert stage.call(job_calls.enqueue(Job(job_id="b", name="work", unique="report:7"))) == [
+        "duplicate",
+        "a",
+    ]
+    end(runner, claim(runner)[0], JobStatus.RETRY, delay=3600)
+    assert stage.enqueue("c", unique="report:7") == "duplicate"
+    stage.make_due("a")
+    end(runner, claim(runner)[0])
+    assert stage.enqueue("d", unique="report:7") == "queued"
+
+
+def test_a_delayed_job_waits_and_the_runner_learns_how_long(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("later", delay=3600)
+    claims = runner.turn([], 1)[1]
+    assert claims is not None
+    assert claims.status == "empty"
+    assert claims.due is not None
+    assert 3590 < claims.due <= 3600
+    stage.make_due("later")
+    assert ids(claim(runner)) == ["later"]
+
+
+def test_a_renewal_brings_up_what_is_due_and_rings(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("later", delay=3600)
+    stage.client.execute("DEL", *runner.bells())
+    stage.make_due("later")
+    runner.renew("idle", [])
+    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+    assert ids(claim(runner)) == ["later"]
+
+
+def test_the_result_is_stored_published_and_kept_for_a_while(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j")
+    (job,) = claim(runner)
+    assert end(runner, job) == "done"
+    result = stage.result("j")
+    assert result is not None
+    assert result.status == JobStatus.DONE
+    assert 490 < stage.client.execute("TTL", job_keys.result(FLEET, "j")) <= 500
+    assert stage.client.execute("EXISTS", job_keys.job(FLEET, "j")) == 0
+
+
+def test_a_runner_that_was_taken_over_writes_nothing(stage: QueueStage) -> None:
+    slow, quick = stage.runner("slow"), stage.runner("quick")
+    stage.enqueue("j", idempotent=True)
+    (old,) = claim(slow)
+    assert die(slow, quick) == {"j": "returned"}
+    assert end(slow, old) == "gone"
+    (new,) = claim(quick)
+    assert end(slow, old) == "gone"
+    assert new.fence > old.fence
+    assert (new.attempt, new.crashes) == (2, 1)
+    assert not slow.progress("j", old.fence, b"50")
+    assert quick.progress("j", new.fence, b"50")
+    assert end(quick, new) == "done"
+    assert end(quick, new) == "gone"
+
+
+def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(stage: QueueStage) -> None:
+    before = stage.runner("before")
+    stage.enqueue("j", idempotent=True)
+    (old,) = claim(before)
+    stage.client.execute("FLUSHALL")
+    after = stage.runner("after")
+    stage.enqueue("j", idempotent=True)  # by its producer, under the same id
+    (new,) = claim(after)
+    assert not before.progress("j", old.fence, b"50")
+    assert end(before, old) == "gone"
+    assert end(after, new) == "done"
+
+
+def test_a_returned_job_keeps_its_place(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    for number in range(3):
+        stage.enqueue(f"j{number}", idempotent=True)
+    claim(one)
+    die(one, two)
+    assert ids(claim(two, 3)) == ["j0", "j1", "j2"]
+
+
+def test_a_job_that_must_not_run_twice_fails_as_unknown_when_its_runner_dies(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("j")
+    claim(one)
+    assert die(one, two) == {"j": "failed"}
+    assert claim(two) == []
+    result = stage.result("j")
+    assert result is not None
+    assert result.failure is not None
+    assert (result.status, result.failure.code) == (JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")
+    assert stage.client.execute("ZSCORE", job_keys.failed(FLEET), "j") is not None
+
+
+def test_a_job_that_kills_its_runners_ends_as_failed(stage: QueueStage) -> None:
+    finder = stage.runner("finder")
+    stage.enqueue("bomb", idempotent=True)
+    fates = []
+    for _ in range(3):
+        victim = stage.runner("victim")
+        claim(victim)
+        fates.append(die(victim, finder))
+    assert fates == [{"bomb": "returned"}, {"bomb": "returned"}, {"bomb": "failed"}]
+    result = stage.result("bomb")
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure.code == "JOB_CRASHED"
+
+
+def test_a_runner_that_beat_since_is_not_reaped(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("j", idempotent=True)
+    claim(one)
+    seen = two.beats()[one.identity.runner_id]
+    assert one.renew("busy", ["j"]).registered
+    assert two.reap(one.identity.runner_id, seen) is None
+    assert ids(one.held() or []) == ["j"]
+
+
+def test_a_reaped_runner_learns_that_it_is_lost(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    die(one, two)
+    assert not one.renew("idle", []).registered
+    assert one.held() is None
+    claims = one.turn([], 1)[1]
+    assert claims is not None
+    assert claims.status == "lost"
+
+
+def test_a_runner_that_leaves_gives_back_without_counting_a_crash(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("again", idempotent=True)
+    stage.enqueue("once")
+    claim(one, 2)
+    assert one.leave() == {"again": "returned", "once": "failed"}
+    (job,) = claim(two)
+    assert (job.job_id, job.crashes) == ("again", 0)
+    assert list(two.beats()) == [two.identity.runner_id]
+
+
+def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j0")
+    stage.enqueue("j1")
+    (lost,) = claim(runner)
+    (found,) = runner.held() or []
+    assert (found.job_id, found.fence) == ("j0", lost.fence)
+    assert runner.client.run(job_scripts.CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))[0] == b"stale"
+    assert ids(claim(runner)) == ["j1"]
+
+
+def test_a_running_job_is_cancelled_through_its_runner(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j", idempotent=True)
+    (job,) = claim(runner)
+    assert stage.call(job_calls.cancel("j")) == "asked"
+    assert stage.client.execute("LPOP", runner.mail()) == f"cancel {job.fence} j".encode()
+    # It ended by itself just then: what would have been a retry is the end.
+    assert end(runner, job, JobStatus.RETRY) == "cancelled"
+    assert stage.call(job_calls.cancel("j")) == "unknown"
+
+
+def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("now")
+    stage.enqueue("later", delay=60, unique="key")
+    assert [stage.call(job_calls.cancel(job)) for job in ("now", "later")] == ["cancelled"] * 2
+    assert claim(runner) == []
+    result = stage.result("later")
+    assert result is not None
+    assert result.status == JobStatus.CANCELLED
+    assert stage.enqueue("next", unique="key") == "queued"
+
+
+def test_a_cancelled_job_does_not_come_back_after_its_runner_died(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("j", idempotent=True)
+    claim(one)
+    stage.call(job_calls.cancel("j"))
+    assert die(one, two) == {"j": "cancelled"}
+    assert claim(two) == []
+
+
+def test_a_failure_for_good_enqueues_its_handler_in_the_same_step(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("j", on_failed="report.failure")
+    claim(one)
+    assert die(one, two) == {"j": "failed"}
+    (handler,) = claim(two)
+    job = read_job(handler.body)
+    assert handler.job_id.startswith("j:failed:")
+    assert (job.job_id, job.name, job.idempotent) == (handler.job_id, "report.failure", True)
+    failed = msgspec.json.decode(job.args, type=FailedJob)
+    assert (failed.job_id, failed.name, failed.attempt) == ("j", "work", 1)
+    assert failed.failure.code == "JOB_OUTCOME_UNKNOWN"
+    # Requeued and failed again, while the first failure is still being handled: handled again.
+    stage.call(job_calls.requeue(["j"]))
+    end(two, claim(two)[0], JobStatus.FAILED)
+    (second,) = claim(two)
+    assert second.job_id.startswith("j:failed:")
+    assert second.job_id != handler.job_id
+    assert [end(two, handler), end(two, second)] == ["done", "done"]
+
+
+def test_an_attempt_that_will_be_tried_again_has_no_handler(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j", on_failed="report.failure")
+    end(runner, claim(runner)[0], JobStatus.RETRY, delay=60)
+    assert claim(runner) == []
+
+
+def test_failed_jobs_are_requeued_as_new_ones(stage: QueueStage) -> None:
+    runner = stage.runner()
+    for name in ("a", "b"):
+        stage.enqueue(name, unique=f"key-{name}")
+        end(runner, claim(runner)[0], JobStatus.FAILED)
+    stage.enqueue("other", unique="key-b")
+    assert stage.call(job_calls.requeue(["a", "b", "never"])) == ["a"]
+    assert ids(claim(runner)) == ["other"]
+    (again,) = claim(runner)
+    assert (again.job_id, again.attempt, again.crashes) == ("a", 1, 0)
+    assert stage.client.execute("TTL", job_keys.job(FLEET, "a")) == -1
+
+
+@pytest.mark.parametrize("what", [{}, {"queue": "default"}, {"runner": "r"}])
+def test_suspension_lasts_and_resuming_wakes_the_runners(stage: QueueStage, what: dict[str, str]) -> None:
+    runner = stage.runner("r")
+    stage.enqueue("j")
+    assert stage.call(job_calls.suspend(**what)) == 1
+    assert claim(runner) == []
+    successor = stage.runner("r")  # after a restart of the runner
+    assert claim(successor) == []
+    stage.client.execute("DEL", successor.mail())
+    assert stage.call(job_calls.resume(**what)) == 1
+    assert stage.client.execute("LLEN", successor.mail()) == 1
+    assert ids(claim(successor)) == ["j"]
+
+
+def test_users_and_fleet_have_queues_of_their_own(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.call(job_calls.enqueue(Job(job_id="j", name="work"), "42"))
+    assert claim(runner) == []
+    assert stage.client.execute("EXISTS", job_keys.job("42", "j")) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "Bad Name"},
+        {"queue": "a:b"},
+        {"on_failed": "Not A Name"},
+        {"job_id": "{x}"},
+        {"job_id": ""},
+        {"group": "white space"},
+        {"priority": 10},
+        {"timeout": 0},
+        {"delay": -1.0},
+        {"attempts": 0},
+        {"args": job_calls.encode_arguments("x" * MAX_JOB)},
+    ],
+)
+def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object]) -> None:
+    job = Job(**{"job_id": "j", "name": "work", **fields})  # type: ignore[arg-type]
+    with pytest.raises(MalformedMessage):
+        job_calls.enqueue(job)
+
+
+def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage: QueueStage) -> None:
+    for tag, kept in ((job_keys.user_tag("alice"), 50), (FLEET, 60)):
+        runner = JobQueue(stage.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
+        runner.join()
+        for number in range(60):
+            stage.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), tag))
+            end(runner, claim(runner)[0], JobStatus.FAILED)
+        left = [f"j{number:02}" for number in range(60 - kept, 60)]
+        listed = stage.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)
+        assert [job.decode() for job in listed] == left
+        assert stage.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60))) == kept
+        lives = stage.client.execute("TTL", job_keys.events(tag))
+        assert 0 < lives <= 86_400 if kept == 50 else lives == -1

@@ -1,0 +1,144 @@
+"""Metrics of the fleet: what waits, and what runners have counted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from infra.jobs import metrics
+from infra.jobs.client import JobClient
+from infra.metrics import MetricsPage
+from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
+from tests.integration.jobs.scripted import JobScript
+from tests.integration.jobs.stage import QueueStage
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.catalog import PingRunner
+from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
+
+
+async def page(client: Redis) -> dict[str, float]:
+    """The samples by their names and labels."""
+    written = MetricsPage()
+    await metrics.write_job_metrics(written, client)
+    lines = written.text().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+async def test_what_waits_is_told_by_queue_and_priority(stage: QueueStage, valkey_client: Redis) -> None:
+    for number in range(3):
+        stage.enqueue(f"a{number}", queue="a", priority=9)
+    stage.enqueue("low", queue="a", priority=1, name="other")
+    stage.enqueue("b", queue="b")
+    stage.enqueue("later", delay=60.0)
+    stage.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
+    found = await page(valkey_client)
+    assert found['berth_jobs_waiting{queue="a",priority="9"}'] == 3
+    assert found['berth_jobs_waiting{queue="a",priority="1"}'] == 1
+    assert found['berth_jobs_waiting{queue="b",priority="5"}'] == 1
+    assert found['berth_jobs_oldest_seconds{queue="a",priority="1"}'] >= 90
+    assert found['berth_jobs_oldest_seconds{queue="a",priority="9"}'] < 80
+    assert (found["berth_jobs_delayed"], found["berth_jobs_failed"], found["berth_jobs_runners"]) == (1, 0, 0)
+
+
+async def test_what_is_not_looked_at_is_counted_all_the_same(stage: QueueStage, valkey_client: Redis) -> None:
+    for number in range(metrics.SCANNED_JOBS + 5):
+        stage.enqueue(f"j{number}")
+    found = await page(valkey_client)
+    assert found['berth_jobs_waiting{queue="default",priority="5"}'] == metrics.SCANNED_JOBS
+    assert found['berth_jobs_waiting{queue="default",priority=""}'] == 5
+
+
+async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(
+    fleet: RunnerFleet, valkey_client: Redis
+) -> None:
+    first = fleet.start("one")
+    fleet.add("good")
+    fleet.add("bad", script=JobScript(fails="no"))
+    fleet.add("again", script=JobScript(retries=1))
+    for job in ("good", "bad", "again"):
+        fleet.result(job)
+    fleet.add("held", script=JobScript(until=fleet.gate()), idempotent=True)
+    fleet.started("held")
+    eventually(lambda: _started(fleet) == 5, "five starts")  # sent along with the next renewal
+    first.close()
+    second = fleet.start("two")
+    fleet.open()
+    fleet.result("held")
+    second.process.terminate()  # what is left is sent at its end
+    assert second.wait() == 0
+    found = await page(valkey_client)
+    ends = 'berth_jobs_runs_total{queue="default",job="scripted",outcome='
+    assert found[ends + '"done"}'] == 3
+    assert found[ends + '"failed"}'] == 1
+    assert found[ends + '"retry"}'] == 1
+    assert found['berth_jobs_reaped_total{outcome="returned"}'] == 1
+    assert found['berth_jobs_wait_seconds_count{queue="default",priority="5"}'] == 6
+    assert found['berth_jobs_run_seconds_count{job="scripted"}'] == 5
+    assert found['berth_jobs_run_seconds_bucket{job="scripted",le="+Inf"}'] == 5
+    assert found['berth_jobs_run_seconds_sum{job="scripted"}'] > 0
+    assert "berth_jobs_late_renewals_total" in found
+
+
+async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
+    stage: QueueStage, valkey_client: Redis
+) -> None:
+    for user, number in (("alice", 2), ("bob", 3), ("bob", 3)):
+        tag = job_keys.user_tag(user)
+        runner = JobQueue(stage.client, RunnerIdentity(f"r-{user}", user, "n"), tag)
+        runner.join()
+        # The reply of the first may have been lost: the same number again.
+        assert runner.renew("idle", (), counted=(1, b'{"ended|default|ping|done": %d}' % number)).registered
+    found = await page(valkey_client)
+    assert found['berth_user_jobs_runs_total{queue="default",job="ping",outcome="done"}'] == 5
+    assert not [name for name in found if "alice" in name or name.startswith("berth_jobs_runs_total")]
+
+
+async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
+    stage: QueueStage, short_directory: Path, valkey_client: Redis
+) -> None:
+    tag = job_keys.user_tag("alice")
+    stage.call(job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), tag))
+    config = RunnerConfig(name="alices", valkey_url=stage.url, tag=tag, lease=15.0)
+    runner = RunnerProcess(short_directory, config, "worker_runtime.jobs")
+    try:
+        done = job_keys.result(tag, "p-1")
+        eventually(lambda: stage.client.execute("EXISTS", done), "the job's result")
+        runner.send(signal.SIGTERM)  # long before its next renewal: what it counted goes along at its end
+        assert runner.wait() == 0
+    finally:
+        runner.close()
+    found = await page(valkey_client)
+    assert found['berth_user_jobs_runs_total{queue="default",job="ping",outcome="done"}'] == 1
+    assert found['berth_user_jobs_run_seconds_count{job="ping"}'] == 1
+    assert found['berth_user_jobs_wait_seconds_count{queue="default",priority="5"}'] == 1
+
+
+def _started(fleet: RunnerFleet) -> int:
+    reply = fleet.stage.client.execute("HGETALL", job_keys.totals(job_keys.FLEET_TAG))
+    totals = {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
+    return sum(value for name, value in totals.items() if name.startswith("wait|") and name[-3:] != "sum")
+
+
+async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_client: Redis) -> None:
+    lines: list[bytes] = []
+    desk = JobClient(valkey_client, lines.append)
+    for _ in range(2):
+        await desk.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
+    [line] = lines
+    told = json.loads(line)
+    assert told["event"] == {"action": "job-queued", "kind": "event", "dataset": "berth.jobs"}
+    assert told["labels"] == {
+        "job_id": "j-1",
+        "job": "ping",
+        "queue": "default",
+        "priority": 7,
+        "tag": "jobs",
+    }
+    assert told["@timestamp"].endswith("Z")
+    assert b"secret" not in line

@@ -1,0 +1,110 @@
+"""Rates for each key of a type, kept inside the claim."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tests.integration.jobs.stage import QueueStage, claim, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.queue import JobQueue
+
+#: Milliseconds: no test lasts as long, so nothing comes by itself.
+LONG = 3_600_000
+
+
+def drain(runner: JobQueue) -> list[str]:
+    order: list[str] = []
+    while jobs := claim(runner):
+        order += ids(jobs)
+        end(runner, jobs[0])
+    return order
+
+
+def test_a_key_has_its_burst_and_then_waits_while_others_go_on(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    stage.setting(job_calls.rate_burst_field("work"), 2)
+    runner = stage.runner()
+    for number in range(4):
+        stage.enqueue(f"a{number}", rate_key="a")
+    for number in range(3):
+        stage.enqueue(f"b{number}", rate_key="b")
+    stage.enqueue("free")
+    assert drain(runner) == ["a0", "a1", "b0", "b1", "free"]
+    assert [stage.field(job, "state") for job in ("a2", "a3", "b2")] == ["delayed"] * 3
+
+
+def test_each_job_that_comes_too_early_has_a_time_of_its_own(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    runner = stage.runner()
+    for number in range(4):
+        stage.enqueue(f"j{number}", rate_key="a")
+    assert drain(runner) == ["j0"]
+    due = [int(stage.field(f"j{number}", "due") or 0) for number in (1, 2, 3)]
+    assert [later - sooner for sooner, later in pairwise(due)] == [LONG, LONG]
+    assert drain(runner) == []  # nobody looks at them again before
+    for number in (2, 1, 3):
+        stage.make_due(f"j{number}")
+    assert sorted(drain(runner)) == ["j1", "j2", "j3"]
+
+
+def test_another_attempt_asks_for_its_turn_again(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    runner = stage.runner()
+    stage.enqueue("j", rate_key="a", retry_delay=0.0)
+    [job] = claim(runner)
+    assert end(runner, job, JobStatus.RETRY) == "retry"
+    assert claim(runner) == []
+    stage.make_due("j")
+    assert ids(claim(runner)) == ["j"]
+
+
+def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    runner = stage.runner()
+    for number in range(3):
+        stage.enqueue(f"other{number}", name="other", rate_key="a")
+        stage.enqueue(f"keyless{number}")
+    assert len(drain(runner)) == 6
+
+
+def test_a_delayed_turn_can_be_cancelled(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    runner = stage.runner()
+    stage.enqueue("j0", rate_key="a")
+    stage.enqueue("j1", rate_key="a")
+    assert drain(runner) == ["j0"]
+    assert stage.call(job_calls.cancel("j1")) == "cancelled"
+    assert claim(runner) == []
+
+
+def test_a_flood_of_one_key_is_put_off_in_pieces(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), LONG)
+    runner = stage.runner()
+    for number in range(501):
+        stage.enqueue(f"j{number}", rate_key="a")
+    stage.enqueue("last", name="other", priority=0)
+    claims = runner.turn([], 2)[1]
+    assert claims is not None
+    assert ids(claims.jobs) == ["j0"]
+    assert claims.due == 0.0  # the runner comes back at once
+    assert [job for _ in range(3) for job in ids(claim(runner))] == ["last"]
+
+
+def test_jobs_flow_at_their_rate(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), 20)
+    runner = stage.runner()
+    for number in range(4):
+        stage.enqueue(f"j{number}", rate_key="a")
+    began = 0
+    order: list[str] = []
+    late: list[int] = []
+    while len(order) < 4:
+        for job in claim(runner):
+            at = int(stage.field(job.job_id, "started_at") or 0)
+            began = began or at
+            late.append(at - began)
+            order.append(job.job_id)
+            end(runner, job)
+    assert order == ["j0", "j1", "j2", "j3"]
+    assert all(ms >= 20 * number - 1 for number, ms in enumerate(late)), late

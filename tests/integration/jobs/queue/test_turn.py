@@ -1,0 +1,132 @@
+"""A turn: the ends of jobs and the next claim in one script, whatever is repeated, late or unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs.stage import QueueStage, claim, claiming, die, ending, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, JobStatus
+from worker_runtime.jobs.queue import ClaimedJob, JobQueue
+
+FLEET = job_keys.FLEET_TAG
+
+
+def sent(runner: JobQueue, number: int, *ended: ClaimedJob) -> tuple[list[bytes], list[Any]]:
+    """A turn as it was sent once, with the number of its claim."""
+    ends = [value for job in ended for value in ending(job).arguments()]
+    args = (*claiming(runner, number), FAILED_TTL, BOOST_MS, *ends)
+    *outcomes, claims = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args)
+    return outcomes, claims
+
+
+def running(stage: QueueStage, name: str = "work") -> int:
+    return int(stage.client.execute("HGET", job_keys.running(FLEET, name), "n") or 0)
+
+
+def test_a_turn_ends_jobs_and_takes_the_next_ones(stage: QueueStage) -> None:
+    runner = stage.runner()
+    for number in range(4):
+        stage.enqueue(f"j{number}")
+    first, second = claim(runner, 2)
+    outcomes, claims = runner.turn([ending(first), ending(second, JobStatus.FAILED)], 3)
+    assert outcomes == ["done", "failed"]
+    assert claims is not None
+    assert ids(claims.jobs) == ["j2", "j3"]
+    assert ids(runner.held() or []) == ["j2", "j3"]
+    assert running(stage) == 2
+
+
+def test_a_turn_that_comes_twice_ends_nothing_twice_and_takes_nothing(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j0")
+    stage.enqueue("j1")
+    stage.enqueue("j2")
+    (job,) = claim(runner)
+    assert sent(runner, 2, job)[0] == [b"done"]
+    assert sent(runner, 2, job) == ([b"gone"], [b"stale", -1])
+    assert ids(runner.held() or []) == ["j1"]
+    assert stage.client.execute("XLEN", job_keys.events(FLEET)) == 1
+    assert running(stage) == 1
+
+
+def test_a_turn_that_comes_late_still_writes_its_ends(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j0")
+    stage.enqueue("j1")
+    (job,) = claim(runner)
+    runner.held()  # after the lost connection; what was sent before it takes nothing any more
+    assert sent(runner, 2, job) == ([b"done"], [b"stale", -1])
+    assert stage.result("j0") is not None
+    assert running(stage) == 0
+    outcomes, claims = runner.turn([ending(job)], 1)
+    assert outcomes == ["gone"]
+    assert claims is not None
+    assert ids(claims.jobs) == ["j1"]
+
+
+def test_a_turn_of_a_runner_that_was_taken_over_writes_and_takes_nothing(stage: QueueStage) -> None:
+    slow, quick = stage.runner("slow"), stage.runner("quick")
+    stage.enqueue("j", idempotent=True)
+    (job,) = claim(slow)
+    assert die(slow, quick) == {"j": "returned"}
+    outcomes, claims = slow.turn([ending(job)], 1)
+    assert outcomes == ["gone"]
+    assert claims is not None
+    assert (claims.status, claims.jobs) == ("lost", [])
+    assert ids(claim(quick)) == ["j"]
+
+
+def test_a_server_that_has_forgotten_the_scripts_is_told_again(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j0")
+    stage.enqueue("j1")
+    stage.client.execute("SCRIPT", "FLUSH")
+    (job,) = claim(runner)
+    stage.client.execute("SCRIPT", "FLUSH")
+    outcomes, claims = runner.turn([ending(job)], 1)
+    assert outcomes == ["done"]
+    assert claims is not None
+    stage.client.execute("SCRIPT", "FLUSH")
+    assert runner.turn([ending(claims.jobs[0])], 0) == (["done"], None)
+    assert running(stage) == 0
+
+
+def test_what_ends_makes_room_under_a_limit_in_the_same_turn(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.setting(job_calls.limit_field("work"), 1)
+    for number in range(3):
+        stage.enqueue(f"j{number}")
+    (job,) = claim(runner, 2)
+    outcomes, claims = runner.turn([ending(job)], 2)
+    assert outcomes == ["done"]
+    assert claims is not None
+    assert ids(claims.jobs) == ["j1"]
+    assert running(stage) == 1
+
+
+@pytest.mark.parametrize("name", ["work", "other"])
+def test_the_counts_of_what_runs_follow_a_turn(stage: QueueStage, name: str) -> None:
+    runner = stage.runner()
+    stage.enqueue("j0", name)
+    stage.enqueue("j1", "work")
+    (job,) = claim(runner)
+    assert running(stage, name) == 1
+    runner.turn([ending(job)], 1)
+    assert (running(stage, "work"), running(stage, "other")) == (1, 0)
+
+
+def test_a_retry_that_is_due_at_once_may_be_taken_in_the_same_turn(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j")
+    (job,) = claim(runner)
+    outcomes, claims = runner.turn([ending(job, JobStatus.RETRY)], 1)
+    assert outcomes == ["retry"]
+    assert claims is not None
+    assert [(again.job_id, again.attempt) for again in claims.jobs] == [("j", 2)]
+    assert ids(runner.held() or []) == ["j"]
+    assert running(stage) == 1

@@ -1,0 +1,163 @@
+"""Clocks that step: a runner's, on which nothing depends, and Valkey's, which tells when a job is due."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import clock
+from tests.integration.jobs.fleet import RunnerFleet, alive, eventually
+from tests.integration.jobs.scripted import JobScript
+from tests.integration.jobs.stage import QueueStage, claim, die, end, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.queue import JobQueue
+
+HOUR = 3600
+FLEET = job_keys.FLEET_TAG
+#: Seconds of a lease of runners that live: one that stands still for a while is not taken for dead.
+CALM = 3.0
+both_ways = pytest.mark.parametrize("step", [HOUR, -HOUR])
+
+
+def drain(runner: JobQueue) -> list[str]:
+    order = []
+    while jobs := claim(runner):
+        order += ids(jobs)
+        end(runner, jobs[0])
+    return order
+
+
+# --- a runner's clock -------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.timeout(120)
+def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
+    fleet: RunnerFleet, short_directory: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    hand = short_directory / "clock"
+    hand.write_text("0")
+    monkeypatch.setenv("BERTH_CLOCK", str(hand))
+    stepped = fleet.start("stepped", module="tests.integration.jobs.stepped", slots=3, lease=CALM)
+    fleet.add("first", script=JobScript(until=fleet.gate()), idempotent=True)
+    fleet.started("first")
+    other = fleet.start("other", lease=CALM)
+    fleet.stage.call(job_calls.suspend(runner="stepped"))
+    fleet.add("second", script=JobScript(until=fleet.gate()), idempotent=True)
+    old = fleet.started("second")
+    fleet.stage.call(job_calls.resume(runner="stepped"))
+
+    hand.write_text(str(step))
+    seen = [fleet.beat(name) for name in ("stepped", "other")]
+    for name, before in zip(("stepped", "other"), seen, strict=True):  # for more than a lease, of three beats
+        eventually(lambda name=name, before=before: fleet.beat(name) > before + 4, f"beats of {name}")  # type: ignore[misc]
+    for runner in (stepped, other):
+        assert runner.logged("job_runner_reaped") == runner.logged("job_runner_lost") == []
+
+    fleet.add("later", delay=1.0)  # by Valkey's clock
+    due = int(fleet.stage.field("later", "due") or 0)
+    result = fleet.result("later")
+    assert result.attempt == 1
+    assert abs(result.started_at_ms - due) > HOUR * 900  # the step was real: its own clock says so
+    assert fleet.stage.now_ms() >= due
+
+    other.send(signal.SIGKILL)  # within a lease it is noticed: not within an hour, nor at once
+    new = fleet.started("second", times=2)
+    assert new.fence > old.fence
+    assert alive(fleet.ledger("first")[0].pid)
+    fleet.open()
+    assert [fleet.result(job).attempt for job in ("first", "second")] == [1, 2]
+
+
+# --- Valkey's clock -----------------------------------------------------------------------------------
+
+
+@both_ways
+def test_a_step_of_valkeys_clock_changes_no_order_and_loses_and_doubles_nothing(
+    stage: QueueStage, step: int
+) -> None:
+    for number in range(3):
+        stage.enqueue(f"j{number}", idempotent=True)
+    clock.step(stage.client, step)
+    for number in range(3, 5):
+        stage.enqueue(f"j{number}")
+    assert stage.enqueue("j0") == "seen"
+    runner = stage.runner()
+    assert drain(runner) == [f"j{number}" for number in range(5)]
+    assert stage.client.execute("EXISTS", *(job_keys.job(FLEET, f"j{n}") for n in range(5))) == 0
+
+
+def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: QueueStage) -> None:
+    runner = stage.runner()
+    for name in ("ends", "again", "held"):
+        stage.enqueue(name)
+    ends, again, held = claim(runner, 3)
+    clock.step(stage.client, -HOUR)
+    assert runner.renew("busy", ["ends", "again", "held"]).registered
+    assert sorted(ids(runner.held() or [])) == ["again", "ends", "held"]
+    assert end(runner, ends) == "done"
+    assert end(runner, again, JobStatus.RETRY) == "retry"
+    (second,) = claim(runner)  # at once, not an hour later
+    assert (second.job_id, second.attempt) == ("again", 2)
+    assert second.fence > held.fence
+    assert [end(runner, one) for one in (again, second, held)] == ["gone", "done", "done"]
+
+
+def test_delays_move_with_valkeys_clock(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("later", delay=60)
+    clock.step(stage.client, -HOUR)
+    claims = runner.turn([], 1)[1]
+    assert claims is not None
+    assert claims.jobs == []
+    assert HOUR < (claims.due or 0) <= HOUR + 60
+    clock.step(stage.client, HOUR + 61)
+    runner = stage.runner()
+    assert ids(claim(runner)) == ["later"]
+
+
+def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("j", idempotent=True)
+    claim(one)
+    clock.step(stage.client, -HOUR)
+    assert die(one, two) == {"j": "returned"}
+    assert ids(claim(two)) == ["j"]
+
+
+def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: QueueStage) -> None:
+    runner = stage.runner()
+    for number in range(2):
+        stage.enqueue(f"g{number}", group="g")
+    (first,) = claim(runner)
+    clock.step(stage.client, -HOUR)
+    end(runner, first)
+    assert ids(claim(runner)) == ["g1"]
+
+
+def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: QueueStage) -> None:
+    stage.setting(job_calls.rate_field("work"), 10_000)  # milliseconds between two
+    runner = stage.runner()
+    stage.enqueue("j0", rate_key="a")
+    end(runner, claim(runner)[0])
+    clock.step(stage.client, -HOUR)
+    stage.enqueue("j1", rate_key="a")
+    claims = runner.turn([], 1)[1]
+    assert claims is not None
+    assert claims.jobs or (claims.due or 0) <= 10
+
+
+def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: QueueStage) -> None:
+    one, two = stage.runner("one"), stage.runner("two")
+    stage.enqueue("again", idempotent=True)
+    stage.enqueue("once")
+    claimed = claim(one, 2)
+    clock.step(stage.client, HOUR)
+    assert not one.renew("busy", ["again", "once"]).registered  # and so it ends them, and joins anew
+    assert die(one, two) == {"again": "returned", "once": "failed"}
+    assert [end(one, job) for job in claimed] == ["gone", "gone"]
+    assert ids(claim(stage.runner("three"), 2)) == ["again"]

@@ -1,0 +1,226 @@
+"""Claiming ahead: which jobs may wait in a runner's hand, and how they are given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs.stage import QueueStage, claim, die, end, ending, ids
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.queue import ClaimedJob, JobQueue
+
+FLEET = job_keys.FLEET_TAG
+
+
+def ahead(runner: JobQueue, want: int = 1, spare: int = 8, brief: str = "work") -> list[ClaimedJob]:
+    claims = runner.turn([], want, spare, brief)[1]
+    assert claims is not None
+    return claims.jobs
+
+
+def fill(stage: QueueStage, *job_ids: str, **fields: Any) -> None:
+    for job_id in job_ids:
+        stage.enqueue(job_id, **{"idempotent": True, **fields})
+
+
+def lane(stage: QueueStage, name: str = "work", queue: str = "default") -> list[tuple[bytes, float]]:
+    reply = stage.client.execute("ZRANGE", job_keys.subqueue(FLEET, queue, name), 0, -1, "WITHSCORES")
+    return [(job_id, float(score)) for job_id, score in zip(reply[::2], reply[1::2], strict=True)]
+
+
+def running(stage: QueueStage) -> int:
+    return int(stage.client.execute("HGET", job_keys.running(FLEET, "work"), "n") or 0)
+
+
+def test_plain_jobs_are_taken_ahead_in_their_order(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b", "c", "d")
+    fill(stage, "first", priority=9)
+    assert ids(ahead(runner, 1, 3)) == ["first", "a", "b", "c"]
+    assert running(stage) == 4
+    assert ids(ahead(runner, 0, 3)) == ["d"]
+    assert sorted(ids(runner.held() or [])) == ["a", "b", "c", "d", "first"]
+
+
+def test_a_turn_ends_jobs_and_takes_others_ahead_while_all_slots_are_busy(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b", "c")
+    first, _ = ahead(runner, 1, 1)
+    outcomes, claims = runner.turn([ending(first)], 0, 8, "work")
+    assert outcomes == ["done"]
+    assert claims is not None
+    assert ids(claims.jobs) == ["c"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"idempotent": False}, {"group": "g"}, {"name": "other"}],
+    ids=["must not run twice", "in a group", "not brief"],
+)
+def test_a_job_that_is_not_plain_is_not_taken_ahead_and_keeps_its_place(
+    stage: QueueStage, fields: dict[str, Any]
+) -> None:
+    runner = stage.runner()
+    fill(stage, "a")
+    fill(stage, "b", **fields)
+    fill(stage, "c")
+    name = fields.get("name", "work")
+    before = lane(stage, name)[-2:]
+    assert ids(ahead(runner)) == ["a"]
+    assert lane(stage, name)[-2:] == before
+    assert ids(claim(runner, 3)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("fields", [{"idempotent": False}, {"group": "g"}, {"name": "other"}])
+def test_nothing_is_taken_ahead_behind_a_job_that_is_not_plain(
+    stage: QueueStage, fields: dict[str, Any]
+) -> None:
+    runner = stage.runner()
+    fill(stage, "a", **fields)
+    fill(stage, "b", "c")
+    assert ids(ahead(runner)) == ["a"]
+    assert ids(ahead(runner, 0)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("setting", [job_calls.limit_field, job_calls.node_limit_field, job_calls.rate_field])
+def test_a_type_with_a_limit_or_a_rate_is_not_taken_ahead(stage: QueueStage, setting: Any) -> None:
+    runner = stage.runner()
+    stage.setting(setting("work"), 100)
+    fill(stage, "a", "b", rate_key="k")
+    assert ids(ahead(runner)) == ["a"]
+    assert ids(ahead(runner, 0)) == []
+    assert stage.field("b", "state") == "waiting"
+    assert stage.field("b", "granted") is None
+
+
+def test_a_job_that_came_back_from_a_crash_is_claimed_alone(stage: QueueStage) -> None:
+    runner, finder = stage.runner("one"), stage.runner("two")
+    fill(stage, "a", "b", "c")
+    assert ids(ahead(runner)) == ["a", "b", "c"]
+    die(runner, finder)
+    fill(stage, "d")
+    for job_id in ("a", "b", "c", "d"):
+        (job,) = ahead(finder)
+        assert job.job_id == job_id
+        end(finder, job)
+
+
+def test_a_suspended_queue_is_not_claimed_ahead(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b")
+    assert ids(ahead(runner, 1, 0)) == ["a"]
+    stage.call(job_calls.suspend(queue="default"))
+    assert ids(ahead(runner, 0)) == []
+
+
+def test_other_runners_are_woken_for_what_is_left(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.runner("idle")
+    fill(stage, "a", "b", "c")
+    stage.client.execute("DEL", *runner.bells())
+    ahead(runner, 1, 1)
+    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+
+
+def test_what_is_given_back_is_as_if_it_had_not_been_claimed(stage: QueueStage) -> None:
+    runner, other = stage.runner("one"), stage.runner("two")
+    stage.setting(job_calls.weight_field("default"), 4)
+    fill(stage, "a", "b", "c", "d")
+    before = lane(stage)
+    ready = job_keys.ready(FLEET)
+    first, *rest = ahead(runner, 1, 2)
+    stage.client.execute("DEL", job_keys.bell(FLEET))
+    assert runner.release(rest) == ["returned", "returned"]
+    assert lane(stage) == before[1:]
+    assert float(stage.client.execute("ZSCORE", ready, "default")) == 0.25
+    assert [stage.field("b", field) for field in ("state", "attempt", "crashes")] == ["waiting", "0", "0"]
+    assert (running(stage), ids(runner.held() or [])) == (1, ["a"])
+    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+    again = claim(other, 3)
+    assert [(job.job_id, job.attempt) for job in again] == [("b", 1), ("c", 1), ("d", 1)]
+    assert end(runner, rest[0]) == "gone"
+    assert end(runner, first) == "done"
+    assert end(other, again[0]) == "done"
+
+
+def test_a_queue_that_is_empty_meanwhile_gets_its_turns_back(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b", "c")
+    _, *rest = ahead(runner)
+    assert runner.release(rest) == ["returned", "returned"]
+    assert float(stage.client.execute("ZSCORE", job_keys.ready(FLEET), "default")) == 1
+
+
+def test_giving_back_twice_gives_back_once(stage: QueueStage) -> None:
+    runner, other = stage.runner("one"), stage.runner("two")
+    fill(stage, "a", "b")
+    _, job = ahead(runner)
+    assert runner.release([job]) == ["returned"]
+    assert runner.release([job]) == ["gone"]
+    assert ids(claim(other)) == ["b"]
+    assert runner.release([job]) == ["gone"]
+    assert (stage.field("b", "state"), stage.field("b", "attempt"), running(stage)) == ("running", "1", 2)
+
+
+def test_a_runner_that_was_taken_over_gives_nothing_back(stage: QueueStage) -> None:
+    runner, finder = stage.runner("one"), stage.runner("two")
+    fill(stage, "a", "b")
+    _, job = ahead(runner)
+    die(runner, finder)
+    assert runner.release([job]) == ["gone"]
+    assert stage.field("b", "attempt") == "1"
+    assert running(stage) == 0
+
+
+def test_a_cancelled_job_is_not_given_back_and_ends_as_cancelled(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b", "c")
+    _, *rest = ahead(runner)
+    assert stage.call(job_calls.cancel("b")) == "asked"
+    assert runner.release(rest) == ["cancelled", "returned"]
+    assert stage.field("b", "state") == "running"
+    assert end(runner, rest[0], JobStatus.CANCELLED) == "cancelled"
+    assert ids(claim(runner, 3)) == ["c"]
+
+
+def test_the_first_of_a_group_keeps_its_place_when_it_is_given_back(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", "b", group="g")
+    (job,) = claim(runner)
+    assert runner.release([job]) == ["returned"]
+    assert (stage.field("a", "state"), stage.field("b", "state")) == ("waiting", "grouped")
+    assert ids(claim(runner, 2)) == ["a"]
+
+
+def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.call(job_calls.configure({job_calls.weight_field("default"): "0"}))
+    fill(stage, "a", "b", "c")
+    _, *rest = ahead(runner, 1, 1)
+    assert runner.release(rest) == ["returned"]
+    assert (running(stage), ids(runner.held() or [])) == (1, ["a"])
+    assert sorted(ids(ahead(runner, 2, 0))) == ["b", "c"]
+
+
+@pytest.mark.parametrize("weight", ["0", "2"])
+def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(stage: QueueStage, weight: str) -> None:
+    runner = stage.runner()
+    stage.call(job_calls.configure({job_calls.weight_field("default"): weight}))
+    fill(stage, "only")
+    for _ in range(3):
+        [only] = ahead(runner, 1, 0)
+        assert runner.release([only]) == ["returned"]
+        assert (stage.field("only", "state"), stage.field("only", "attempt")) == ("waiting", "0")
+    stage.call(job_calls.configure({job_calls.weight_field("default"): None}))
+    assert ids(ahead(runner, 1, 0)) == ["only"]
+
+
+def test_a_claim_tells_whose_type_has_a_limit(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "free")
+    stage.enqueue("limited", name="narrow", idempotent=True)
+    stage.call(job_calls.configure({job_calls.limit_field("narrow"): "1"}))
+    assert {job.job_id: job.limited for job in ahead(runner, 2, 0)} == {"free": 0, "limited": 1}

@@ -1,0 +1,71 @@
+"""A worker as ECS starts it: its document in the environment, its task's id from the metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from activities.pool.entries import ask
+from infra.launchers.ecs.request import EcsTarget, run_task
+from infra.launchers.port import LaunchSpec
+from infra.local.servers import ValkeyServer
+from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
+from worker_runtime.process.container_launch import METADATA_VARIABLE
+from worker_runtime.protocol import keys, launch_document
+from worker_runtime.protocol.launch import WorkerConfig
+
+KEY = os.urandom(64)
+#: Seconds; far more than a start takes on a busy machine.
+PATIENCE = 30.0
+
+
+async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
+    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
+    config = WorkerConfig(
+        worker_id="w-ecs",
+        pool="default",
+        valkey_url=valkey_server.url,
+        launch_token=b"t" * 32,
+        orchestrator_key=bytes(range(32)),
+    )
+    place = EcsTarget(cluster="c", task_definition="berth-worker", capacity_providers={}, placement="none")
+    request = run_task(place, LaunchSpec(config=config), "token-1", KEY)
+    (override,) = request["overrides"]["containerOverrides"]
+    key_file = tmp_path / "launch.key"
+    key_file.write_bytes(base64.b64encode(KEY))
+    with metadata_server() as base:
+        environment = {
+            **os.environ,
+            **{one["name"]: one["value"] for one in override["environment"]},
+            launch_document.KEY_FILE: str(key_file),
+            METADATA_VARIABLE: base,
+        }
+        with (tmp_path / "worker.log").open("wb") as log:
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "worker_runtime"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while await valkey_client.zscore(keys.pool_ready("default"), "w-ecs") is None:
+                assert worker.returncode is None, (tmp_path / "worker.log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "worker.log").read_text()
+                await asyncio.sleep(0.02)
+            entry = await ask(valkey_client.hgetall(keys.pool_worker("default", "w-ecs")))
+            assert entry[b"task"] == TASK_ID.encode()
+        finally:
+            worker.terminate()
+            await asyncio.wait_for(worker.wait(), PATIENCE)
+    assert worker.returncode == 0
+    assert config.launch_token not in (tmp_path / "worker.log").read_bytes()

@@ -1,0 +1,119 @@
+"""A queue that may be an older copy: what the worker before may have submitted is not submitted again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.worker.stage import WorkerStage
+from tests.integration.worker.worker import eventually
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import OrderRejected
+from worker_runtime.protocol.messages import OrderState, PlaceOrder
+from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.order_checks import UnknownOutcomes
+from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_tracker import OrderTracker
+
+#: Milliseconds; as the API tells it.
+LIFETIME = 60_000
+ANOTHER = "another server, so that nothing is known of this one"
+
+
+def promoted(stage: WorkerStage, *, ago_ms: int = 0, server: str = "") -> int:
+    """Notes, as the watcher does, since when the server is known; returns that, in ms."""
+    at_ms = stage.now_ms() - ago_ms
+    stage.client.execute("HSET", keys.SERVER_SINCE, "server", server or stage.client.server(), "at_ms", at_ms)
+    return at_ms
+
+
+def queued(stage: WorkerStage, *, accepted_in_ms: int = 0) -> PlaceOrder:
+    order = stage.order(lifetime_ms=LIFETIME)
+    stage.enqueue(order, ttl_ms=LIFETIME + accepted_in_ms)
+    return order
+
+
+def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queue_has_it_again(
+    stage: WorkerStage,
+) -> None:
+    first = stage.active()
+    order = queued(stage)
+    assert stage.answer(order.request_id).failure is None
+    first.kill()
+    # A copy of the moment before the first worker popped it; the broker's list does not show it yet.
+    names = (keys.seen, keys.response, keys.journal)
+    stage.client.execute("DEL", *(name(stage.user, order.request_id) for name in names))
+    stage.client.execute("DEL", keys.journal(stage.user, order.order_id))
+    stage.enqueue(order, ttl_ms=LIFETIME - 1_000)
+    since = promoted(stage)
+    second = stage.ready()
+    assert stage.claim(second, claim_id="c2", epoch=2).failure is None
+    answer = stage.answer(order.request_id)
+    assert answer.outcome is not None
+    assert answer.outcome.state is OrderState.UNKNOWN
+    assert answer.failure is not None
+    assert "the worker before it may have submitted it" in answer.failure.detail
+    eventually(lambda: stage.now_ms() > since + 1_000, "the clocks of servers may differ by a second")
+    after = stage.order(symbol="2317", lifetime_ms=LIFETIME)
+    stage.enqueue(after, ttl_ms=LIFETIME + 8_000)  # accepted long after that, however late it is popped
+    assert stage.answer(after.request_id).failure is None
+    assert (first.placed(), second.placed()) == ([order.order_id], [after.order_id])
+
+
+class RefusingCalls:
+    """Stands for `Calls`; an order that comes as far as this would be submitted."""
+
+    def ready(self, account_id: str, piece: QueueItem) -> object:
+        raise OrderRejected("it would have been submitted")
+
+
+def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
+    """Whether a worker of this epoch carries out an order that was accepted so long after its claim."""
+    board, log = SharedState(), Log("ERROR")
+    board.session_number = 1
+    stage.own("w1", epoch)
+    board.assign(stage.user, "c1", epoch)
+    order = queued(stage, accepted_in_ms=accepted_in_ms)
+    outbox = SendBuffer(stage.client, stage.config(worker_id="w1"), board, log)
+    ledger = OrderTracker(epoch, outbox.event, log)
+    calls: Any = RefusingCalls()
+    placing = OrderSubmitter(calls, ledger, UnknownOutcomes(ledger), outbox=outbox, board=board, log=log)
+    inlet = RequestQueueReader(stage.client, board, "w1")
+    assert inlet.bound()
+    done = placing.execute(order, inlet.pop())
+    assert done is not None
+    outcome, failure = done
+    assert failure is not None
+    assert (outcome.state, failure.code) in {
+        (OrderState.REJECTED, "ORDER_REJECTED"),
+        (OrderState.UNKNOWN, "OUTCOME_UNKNOWN"),
+    }
+    return outcome.state is OrderState.REJECTED
+
+
+@pytest.mark.parametrize(
+    ("epoch", "noted", "expected"),
+    [
+        pytest.param(2, {}, False, id="the server came after the order"),
+        pytest.param(2, {"server": ANOTHER}, False, id="the server is not noted yet"),
+        pytest.param(2, {"ago_ms": 60_000}, True, id="the server was there before"),
+        pytest.param(2, None, True, id="nobody has noted any server"),
+        pytest.param(1, {}, True, id="there was no worker before"),
+    ],
+)
+def test_an_order_that_a_former_worker_may_have_had_is_executed_if_the_queue_can_be_no_older_copy(
+    stage: WorkerStage, epoch: int, noted: dict[str, Any] | None, expected: bool
+) -> None:
+    if noted is not None:
+        promoted(stage, **noted)
+    assert executed(stage, epoch=epoch, accepted_in_ms=-10_000) is expected
+
+
+def test_the_worker_that_was_there_by_then_executes_it(stage: WorkerStage) -> None:
+    # The time in which a pop stands still counts as if the order had been accepted so much earlier.
+    promoted(stage, ago_ms=-10_000)
+    assert executed(stage, epoch=2, accepted_in_ms=8_000)

@@ -1,0 +1,138 @@
+"""The fresh session's way back, step by step in this process, on a real Valkey."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.integration.worker.stage import WorkerStage
+from tests.integration.worker.worker import PATIENCE
+from worker_runtime.brokers.fake import FakeBroker, FakeMarket
+from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
+from worker_runtime.process.clock import boot_ns
+from worker_runtime.process.log import Log
+from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.replacement import WorkerExit
+from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.sealing import new_worker_key
+from worker_runtime.session.request_loop import RequestLoop
+from worker_runtime.session.resume import TELL_AGAIN, ResumeHandler
+from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
+
+
+def factory() -> BrokerFactory:
+    market = FakeMarket()
+
+    def create(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+        return FakeBroker(market, key.account_id, client, on_order)
+
+    return create
+
+
+class Fresh:
+    """A fresh session's parts, on a board that a predecessor left."""
+
+    def __init__(self, stage: WorkerStage, tell_again: float = TELL_AGAIN) -> None:
+        config = stage.config(worker_id="w-fresh")
+        log = Log("ERROR")
+        self.board = SharedState()
+        self.board.session_number, self.board.session_end = 2, -signal.SIGKILL
+        self.board.assign(stage.user, "c1", 1)
+        self.board.connected = 1
+        key = new_worker_key()
+        self.board.publish_key(key.public_key().public_bytes_raw())
+        self.client = Valkey(stage.url, timeout=PATIENCE)
+        outbox = SendBuffer(self.client, config, self.board, log)
+        self.serving = RequestLoop(
+            config,
+            self.board,
+            client=self.client,
+            outbox=outbox,
+            opener=CredentialOpener(key, self.board, config.worker_id),
+            load_factory=factory,
+            stopping=lambda: False,
+            wake=lambda: None,
+            log=log,
+        )
+        self.resuming = ResumeHandler(
+            config,
+            self.board,
+            client=self.client,
+            mark=WorkerMark(config, self.board),
+            outbox=outbox,
+            open_request_loop=lambda: self.serving,
+            log=log,
+            tell_again=tell_again,
+        )
+
+
+@pytest.fixture
+def make(stage: WorkerStage) -> Iterator[Callable[..., Fresh]]:
+    made: list[Fresh] = []
+
+    def fresh(**changes: float) -> Fresh:
+        made.append(Fresh(stage, **changes))
+        return made[-1]
+
+    yield fresh
+    for one in made:
+        one.client.close()
+
+
+def test_it_takes_the_lease_shows_its_key_and_tells_once(
+    stage: WorkerStage, make: Callable[..., Fresh]
+) -> None:
+    stage.own("w-fresh", 1)
+    fresh = make()
+    for _ in range(3):
+        fresh.resuming.run_due()
+    assert fresh.resuming.active
+    assert fresh.board.lease_session > boot_ns()
+    assert bytes.fromhex(stage.metadata()["public_key"]) == fresh.board.public_key()
+    assert stage.metadata()["state"] == WorkerActivity.Reconnecting.name
+    assert stage.kinds() == ["session_replaced"]
+    assert 0 < fresh.resuming.left() <= TELL_AGAIN
+
+
+def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
+    stage: WorkerStage, make: Callable[..., Fresh]
+) -> None:
+    stage.own("w-fresh", 1)
+    fresh = make(tell_again=0.0)
+    fresh.resuming.run_due()
+    fresh.resuming.run_due()
+    assert stage.kinds() == ["session_replaced"] * 2
+    key = ConnectionKey("fake", "stock", True, "a1")
+    fresh.serving.connections.load([OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"))])
+    fresh.resuming.run_due()
+    assert stage.kinds() == ["session_replaced"] * 2
+    assert fresh.resuming.left() == math.inf
+
+
+def test_without_an_owner_key_it_waits_and_says_nothing(
+    stage: WorkerStage, make: Callable[..., Fresh]
+) -> None:
+    fresh, began = make(), time.monotonic()
+    fresh.resuming.run_due()
+    assert not fresh.resuming.active
+    # The first wait is 25 to 50 ms; when it is over, the next look is due.
+    left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
+    assert 0 < left <= 1.0 or (left == 0 and not waits)
+    assert (stage.kinds(), stage.mark()) == ([], "")
+
+
+def test_under_a_later_owner_it_ends_fenced(stage: WorkerStage, make: Callable[..., Fresh]) -> None:
+    stage.own("another", 2)
+    fresh = make()
+    with pytest.raises(WorkerExit) as ends:
+        fresh.resuming.run_due()
+    assert ends.value.code is ExitCode.FENCED
+    assert fresh.board.fenced == 1

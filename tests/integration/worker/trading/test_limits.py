@@ -1,0 +1,231 @@
+"""Many workers of few persons ask for more than the exchange allows: it never has to refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
+from infra.exchange.records import Incident, LedgerOrder
+from infra.local.servers import ValkeyServer
+from tests.integration.worker.stage import GENERATION, WorkerStage
+from tests.integration.worker.worker import PATIENCE, SpawnedWorker, eventually
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.launch import Allowance, BrokerLimits, WorkerConfig
+from worker_runtime.protocol.messages import (
+    Answer,
+    Credentials,
+    OrderState,
+    PriceType,
+    TimeInForce,
+    decode,
+    encode,
+)
+from worker_runtime.protocol.requests import QueryAccount
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.rate_limiter import CallKind
+from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
+
+REAL = ["-m", "worker_runtime"]
+PERSONS, USERS = 4, 5
+LIMITS = BrokerLimits(orders_per_10s=40)
+
+
+class Crowd:
+    """Users with a worker each, behind one exchange."""
+
+    def __init__(self, valkey: ValkeyServer, exchange: ExchangeServer, folder: Path) -> None:
+        self.valkey = valkey
+        self.exchange = exchange
+        self.folder = folder
+        self.stages: list[WorkerStage] = []
+
+    def join(
+        self, person: str, egress: str = "", limits: BrokerLimits = LIMITS, **config: float
+    ) -> tuple[WorkerStage, SpawnedWorker]:
+        """Another user of the person, with a worker that is ready to be claimed."""
+        stage = WorkerStage(self.valkey.url, self.folder)
+        self.stages.append(stage)
+        stage.key = self.stages[0].key  # one orchestrator: the names of budgets are made with its key
+        stage.broker, stage.person = "paper", person
+        account = f"account-{stage.user}"
+        asyncio.run(self._register(account, person))
+        allowance = Allowance(paper=limits, egress=egress, egress_persons=PERSONS)
+        worker = stage.launch(REAL, paper_exchange=self.exchange.address, allowance=allowance, **config)
+        return stage, worker
+
+    def claim(self, stage: WorkerStage, worker: SpawnedWorker) -> str:
+        """The code of the claim's failure, or ''."""
+        stage.await_ready(worker)
+        reply = stage.claim(worker, accounts={f"account-{stage.user}": "key"})
+        return reply.failure.code if reply.failure else ""
+
+    def end_sessions(self, stage: WorkerStage) -> None:
+        async def end() -> None:
+            async with ExchangeAdmin(self.exchange.admin_url) as admin:
+                await admin.end_sessions(f"account-{stage.user}", "maintenance")
+
+        asyncio.run(end())
+
+    def incidents(self) -> list[Incident]:
+        async def ask() -> list[Incident]:
+            async with ExchangeAdmin(self.exchange.admin_url) as admin:
+                return await admin.incidents()
+
+        return asyncio.run(ask())
+
+    def ledger(self) -> list[LedgerOrder]:
+        async def ask() -> list[LedgerOrder]:
+            async with ExchangeAdmin(self.exchange.admin_url) as admin:
+                return await admin.ledger()
+
+        return asyncio.run(ask())
+
+    async def _register(self, account: str, person: str) -> None:
+        async with ExchangeAdmin(self.exchange.admin_url) as admin:
+            await admin.register(account, "key", "s", person_id=person)
+
+
+@pytest.fixture
+def crowd(valkey_server: ValkeyServer, short_directory: Path, tmp_path: Path) -> Iterator[Crowd]:
+    options = ["--orders-per-10s", str(LIMITS.orders_per_10s)]
+    with ExchangeServer(short_directory / "exchange", options=options) as exchange:
+        crowd = Crowd(valkey_server, exchange, tmp_path)
+        stage = WorkerStage(valkey_server.url, tmp_path)
+        stage.client.execute("FLUSHALL")
+        stage.client.close()
+        yield crowd
+        for one in crowd.stages:
+            one.close()
+
+
+def place(stage: WorkerStage, seconds: float) -> str:
+    """Enqueues a market order; returns the request id."""
+    order = stage.order(
+        account_id=f"account-{stage.user}",
+        price_type=PriceType.MARKET,
+        price=None,
+        time_in_force=TimeInForce.IOC,
+    )
+    stage.enqueue(order, ttl_ms=int(seconds * 1000))
+    return order.request_id
+
+
+def query(stage: WorkerStage, number: int, seconds: float) -> str:
+    request = QueryAccount(
+        request_id=f"q{number}",
+        user_id=stage.user,
+        account_id=f"account-{stage.user}",
+        reply_to=keys.answers("test"),
+        generation=GENERATION,
+    )
+    stage.enqueue_raw(request.request_id, encode(request), ttl_ms=int(seconds * 1000))
+    return request.request_id
+
+
+def answer(stage: WorkerStage, request_id: str, patience: float) -> Answer:
+    key = keys.response(stage.user, request_id)
+    data = eventually(lambda: stage.client.execute("GET", key), f"an answer to {request_id}", patience)
+    found: Answer = decode(data, Answer)
+    return found
+
+
+@pytest.mark.timeout(150)
+def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(crowd: Crowd) -> None:
+    joined = [crowd.join(f"person-{number % PERSONS}", "10.0.0.1") for number in range(PERSONS * USERS)]
+    assert [crowd.claim(stage, worker) for stage, worker in joined] == [""] * len(joined)
+    one_more = crowd.join("person-0", "10.0.0.1")
+    assert crowd.claim(*one_more) == "LOGIN_LIMITED"
+    asked = []
+    for stage, _ in joined:
+        asked += [(stage, query(stage, number, 60.0)) for number in range(3)]
+        asked += [(stage, place(stage, 60.0)) for _ in range(8)]
+    answers = [answer(stage, request_id, 60.0) for stage, request_id in asked]
+    assert [found.failure for found in answers if found.failure] == []
+    assert crowd.incidents() == []
+    assert len(crowd.ledger()) == 8 * len(joined)
+    assert any(worker.logged("budget_awaited") for _, worker in joined)
+    stored = crowd.stages[0].client.execute("KEYS", "broker:budget:*")
+    assert len(stored) > PERSONS
+    assert not any(b"person-" in key or b"10.0.0.1" in key for key in stored)
+
+
+@pytest.mark.parametrize(
+    ("what", "queries", "orders"),
+    [(CallKind.ORDER, 0, 1), (CallKind.QUERY, 1, 1), (CallKind.QUERY_AND_CHANGE, 1, 2)],
+)
+def test_a_call_counts_in_all_windows_that_it_falls_into(
+    stage: WorkerStage, what: CallKind, queries: int, orders: int
+) -> None:
+    config = WorkerConfig(
+        worker_id="w", pool="p", valkey_url="", launch_token=b"", orchestrator_key=b"secret"
+    )
+    board = SharedState()
+    board.epoch, board.claimed_session = 1, board.session_number  # a user's first worker: no count was lost
+    credentials = Credentials(api_key="k", secret_key="s")
+    account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials)
+    SharedRateLimiter(stage.client, config, board, Log("ERROR")).spend(account, what, lambda: 1.0)
+    counted = {
+        key.rsplit(b":", 1)[1]: stage.client.execute("ZCARD", key)
+        for key in stage.client.execute("KEYS", "broker:budget:*")
+        if not key.endswith(b":since")
+    }
+    assert (counted.get(b"queries", 0), counted.get(b"orders", 0)) == (queries, orders)
+
+
+def test_an_order_beyond_the_limit_waits_within_its_deadline_or_is_refused(crowd: Crowd) -> None:
+    # 6 of which 5 are used, and the listing after the login took 2 of these.
+    stage, worker = crowd.join("person", limits=BrokerLimits(orders_per_10s=6))
+    assert crowd.claim(stage, worker) == ""
+    granted = 3
+    for _ in range(granted):
+        assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
+    refused = answer(stage, place(stage, 5.0), PATIENCE)
+    # All of it took so long that there was room again, or the order was popped too late: then once more.
+    while refused.failure is None or refused.failure.code == "DEADLINE_EXCEEDED":
+        granted += refused.failure is None
+        refused = answer(stage, place(stage, 5.0), PATIENCE)
+    assert (refused.failure.code, refused.failure.retryable) == ("RATE_LIMITED", True)
+    assert "used up; ask again in" in refused.failure.detail
+    assert refused.outcome is not None
+    assert refused.outcome.state is OrderState.REJECTED
+    assert len(crowd.ledger()) == granted
+    assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
+    assert len(crowd.ledger()) == granted + 1
+    assert worker.end() == 0
+
+
+def test_a_worker_that_ends_gives_its_connection_to_the_next_one(crowd: Crowd) -> None:
+    one = BrokerLimits(connections=1)
+    stage, worker = crowd.join("person", limits=one)
+    assert crowd.claim(stage, worker) == ""
+    assert crowd.claim(*crowd.join("person", limits=one)) == "LOGIN_LIMITED"
+    assert worker.end() == 0
+    assert crowd.claim(*crowd.join("person", limits=one)) == ""
+    assert crowd.incidents() == []
+
+
+def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call_may(crowd: Crowd) -> None:
+    # 4 of which 3 are used in 5 s: the listing after the login takes 2, the next one has to wait.
+    stage, worker = crowd.join("person", limits=BrokerLimits(queries_per_5s=4), broker_timeout=3.5)
+    began = stage.now_ms()
+    assert crowd.claim(stage, worker) == ""
+    crowd.end_sessions(stage)
+    refused = answer(stage, place(stage, 1.0), PATIENCE)
+    # There is room again when the listing is that old.
+    assert refused.failure is not None or stage.now_ms() > began + 5000
+    # Else the worker had begun by itself to log in, and to wait, or the end of the session met the order.
+    others = {"DEADLINE_EXCEEDED", "SESSION_DOWN", "OUTCOME_UNKNOWN"}
+    if refused.failure is not None and refused.failure.code not in others:
+        assert refused.failure.code == "RATE_LIMITED"
+        assert refused.failure.retry_after_ms is not None
+        assert 0 < refused.failure.retry_after_ms <= 5500
+    assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
+    assert crowd.incidents() == []
+    assert worker.end() == 0

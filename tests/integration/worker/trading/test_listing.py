@@ -1,0 +1,141 @@
+"""What the broker lists after a login: missed fills are told, strangers reported, requests wait for it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from tests.integration.worker.stage import WorkerStage
+from tests.integration.worker.worker import eventually
+from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.messages import Fill, OrderEvent, OrderState, PlaceOrder
+
+FILL = Fill(fill_id="f1", quantity=2, price=Decimal("100.5"), at_ms=1)
+
+
+def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> ExchangeOrder:
+    return ExchangeOrder(
+        broker_order_id=f"b-{order.order_id}",
+        tag=order.tag,
+        symbol=order.symbol,
+        side=order.side,
+        quantity=order.quantity,
+        price_type=order.price_type,
+        price=order.price,
+        time_in_force=order.time_in_force,
+        state=state,
+        fills=list(fills),
+    )
+
+
+def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(stage: WorkerStage) -> None:
+    missed, stranger = stage.order(), stage.order()
+    stage.open_orders = [missed]
+    worker = stage.ready()
+    worker.broker_lists(at_broker(missed, OrderState.FILLED, FILL), at_broker(stranger, OrderState.SUBMITTED))
+    first = stage.order()
+    stage.enqueue(first)
+    assert stage.claim(worker).failure is None
+    stage.answer(first.request_id)
+    told = [event for event in stage.events() if isinstance(event, OrderEvent)]
+    assert [(event.order_id, event.state) for event in told[:2]] == [
+        (missed.order_id, OrderState.FILLED),
+        (first.order_id, OrderState.SUBMITTING),
+    ]
+    assert (told[0].fill, told[0].broker_order_id) == (FILL, f"b-{missed.order_id}")
+    [report] = stage.reports()
+    assert (report.account_id, report.complete, report.absence_certain) == ("a1", True, True)
+    assert [order.tag for order in report.orders] == [stranger.tag]
+
+
+def test_an_order_is_known_by_the_brokers_id_where_its_tag_is_used_by_another_one(stage: WorkerStage) -> None:
+    yesterdays = stage.order(broker_order_id="b-old", tag="same")
+    todays = stage.order(tag="same")
+    stage.open_orders = [yesterdays, todays]
+    worker = stage.ready()
+    worker.broker_lists(at_broker(todays, OrderState.CANCELLED))
+    assert stage.claim(worker).failure is None
+    assert stage.states(todays.order_id) == ["cancelled"]
+    assert stage.states(yesterdays.order_id) == []
+
+
+def test_an_open_order_that_still_waits_is_executed_and_one_that_the_broker_has_is_not(
+    stage: WorkerStage,
+) -> None:
+    waiting, there = stage.order(), stage.order()
+    stage.open_orders = [waiting, there]
+    worker = stage.ready()
+    worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
+    stage.enqueue(waiting)
+    stage.enqueue(there)
+    assert stage.claim(worker).failure is None
+    answer = stage.answer(there.request_id)
+    assert answer.outcome is not None
+    assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
+    assert worker.placed() == [waiting.order_id]
+
+
+def test_an_order_whose_submission_was_begun_is_unknown_and_not_placed_though_the_list_lacks_it(
+    stage: WorkerStage,
+) -> None:
+    """Valkey came back older: the order stands in its queue again, without a journal entry."""
+    begun, waiting = stage.order(), stage.order()
+    stage.open_orders = [msgspec.structs.replace(begun, begun=True), waiting]
+    worker = stage.ready()
+    stage.enqueue(begun)
+    stage.enqueue(waiting)
+    assert stage.claim(worker).failure is None
+    answer = stage.answer(begun.request_id)
+    assert answer.outcome is not None
+    assert answer.failure is not None
+    assert (answer.outcome.state, answer.failure.code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
+    assert stage.answer(waiting.request_id).failure is None
+    assert worker.placed() == [waiting.order_id]
+
+
+def test_an_order_that_the_broker_lists_while_it_waits_for_the_list_is_not_placed(stage: WorkerStage) -> None:
+    there = stage.order()
+    stage.open_orders = [there]
+    worker = stage.ready()
+    worker.tell_broker("unlisted")
+    worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
+    stage.enqueue(there)
+    assert stage.claim(worker).failure is None
+    eventually(lambda: stage.processing() == 1, "it was popped and waits for the list")
+    (worker.folder / "unlisted").unlink()
+    answer = stage.answer(there.request_id)
+    assert answer.outcome is not None
+    assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
+    assert worker.placed() == []
+
+
+def test_without_a_listing_requests_wait_and_the_worker_says_why(stage: WorkerStage) -> None:
+    worker = stage.ready()
+    worker.tell_broker("unlisted")
+    assert stage.claim(worker).failure is None
+    eventually(lambda: stage.kinds() == ["degraded"], "the missing list is told")
+    order, late = stage.order(), stage.order()
+    stage.enqueue(late, ttl_ms=4_000)  # it has to be taken before that, to hear why it waits
+    refused = stage.answer(late.request_id)
+    assert refused.failure is not None
+    assert refused.failure.code == "DEADLINE_EXCEEDED"
+    assert "BROKER_UNREACHABLE" in refused.failure.detail
+    stage.enqueue(order)
+    (worker.folder / "unlisted").unlink()
+    assert stage.answer(order.request_id).failure is None
+    assert worker.placed() == [order.order_id]
+    eventually(lambda: stage.kinds() == ["degraded", "connected"], "all is well")
+
+
+def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(stage: WorkerStage) -> None:
+    worker = stage.active()
+    lost = stage.order(symbol="LOST")
+    stage.enqueue(lost)
+    assert stage.answer(lost.request_id).failure is not None
+    worker.broker_lists(at_broker(lost, OrderState.FILLED, FILL))
+    assert stage.send(symbol="DOWN").failure is not None
+    assert stage.send().failure is None
+    assert len(worker.ledger("login")) == 2
+    assert stage.states(lost.order_id) == ["submitting", "unknown", "filled"]
+    assert [report.orders for report in stage.reports()] == [[], []]

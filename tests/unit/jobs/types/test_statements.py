@@ -1,0 +1,43 @@
+"""The daily statement as a person reads it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from tests.unit.jobs.types.test_orders import a_statement, row
+from worker_runtime.jobs.types.statements import statement_text
+
+
+def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
+    made = a_statement(
+        row(1),
+        row(2, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.50")),
+        row(3, symbol="2317", state="rejected", filled_quantity=0, average_price=None),
+        row(4, account_id="second", average_price=None),
+    )
+    assert statement_text(made).splitlines() == [
+        "User alice, 2026-11-20",
+        "",
+        "Orders: 4, of which not final yet: 1",
+        "",
+        "Account main",
+        "  2317: no fills (orders: 1 rejected)",
+        "  2330: bought 3 at 1001 on average; sold 2 at 1010.5 on average (orders: 1 filled, 1 part_filled)",
+        "",
+        "Account second",
+        "  2330: bought 3 at prices not all known (orders: 1 filled)",
+        "",
+        "Quantities are lots. Fees and taxes are the broker's and not in it.",
+    ]
+
+
+def test_a_day_without_orders_is_said_in_one_line() -> None:
+    assert statement_text(a_statement()).splitlines() == [
+        "User alice, 2026-11-20",
+        "",
+        "No orders on this day.",
+    ]
+
+
+def test_a_round_price_is_written_without_an_exponent() -> None:
+    assert "at 1000 on average" in statement_text(a_statement(row(1, average_price=Decimal("1000"))))

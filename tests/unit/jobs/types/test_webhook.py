@@ -1,0 +1,173 @@
+"""Deliveries to real receivers on this machine."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tests.unit.jobs.types.receiver import Receiver, receiving
+from worker_runtime.jobs.config import WebhookOutlet
+from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
+from worker_runtime.jobs.protocol.webhook_signing import recipient_key
+from worker_runtime.jobs.types.job_type import JobContext
+from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused, webhook_job
+from worker_runtime.jobs.types.webhook_client import AddressRefused, CertificateRefused, ReceiverUnreachable
+
+KEYS = (b"n" * 32, b"o" * 32)
+BODY = b'{"order": "o-1",  "state":"filled"}'
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+def deliver(url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = "") -> object:
+    outlet = WebhookOutlet(keys=KEYS, timeout=timeout, allow_private=allow_private, ca_file=ca_file)
+    work = DeliverWebhook(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
+    return webhook_job(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))
+
+
+def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipient(receiver: Receiver) -> None:
+    receipt = deliver(receiver.url)
+    assert isinstance(receipt, WebhookReceipt)
+    assert receipt.status == 200
+    [(path, headers, body)] = receiver.got
+    assert (path, body) == ("/hook?a=b", BODY)
+    told = (headers["Berth-Delivery"], headers["Berth-Event"], headers["Berth-Attempt"])
+    assert told == ("delivery-7", "order.filled", "2")
+    assert headers["Content-Type"] == "application/json"
+    at, *marks = headers["Berth-Signature"].split(",")
+    assert abs(int(at.removeprefix("t=")) - time.time()) < 60
+    for key, mark in zip(KEYS, marks, strict=True):
+        own = recipient_key(key, "alice").encode()
+        expected = hmac.digest(own, at.removeprefix("t=").encode() + b"." + BODY, "sha256").hex()
+        assert mark == f"v1={expected}"
+    assert recipient_key(KEYS[0], "alice") != recipient_key(KEYS[0], "bob")
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_a_status_that_may_pass_asks_for_another_attempt(receiver: Receiver, status: int) -> None:
+    receiver.answers = [(status, {"Retry-After": "17"})]
+    with pytest.raises(WebhookDeferred) as caught:
+        deliver(receiver.url)
+    assert caught.value.retryable
+    assert caught.value.delay == 17.0
+
+
+def test_a_receiver_does_not_hold_a_delivery_back_for_days(receiver: Receiver) -> None:
+    receiver.answers = [(503, {"Retry-After": "864000"})]
+    with pytest.raises(WebhookDeferred) as caught:
+        deliver(receiver.url)
+    assert caught.value.delay is None
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 410])
+def test_a_refusal_is_final(receiver: Receiver, status: int) -> None:
+    receiver.answers = [(status, {})]
+    with pytest.raises(WebhookRefused) as caught:
+        deliver(receiver.url)
+    assert not caught.value.retryable
+
+
+def test_a_redirect_is_not_followed(receiver: Receiver) -> None:
+    receiver.answers = [(302, {"Location": receiver.url}), (200, {})]
+    with pytest.raises(WebhookRefused, match="redirects"):
+        deliver(receiver.url)
+    assert len(receiver.got) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1/",
+        "https://127.0.0.1:1/",
+        "https://localhost:1/",
+        "https://10.0.0.1/",
+        "https://169.254.169.254/latest/meta-data/",
+        "https://[::1]/",
+        "https://[::ffff:127.0.0.1]/",
+        "https://[64:ff9b::7f00:1]/",
+        "https://[2002:7f00:1::]/",
+        "https://[::127.0.0.1]/",
+        "https://[::10.0.0.1]/",
+        "https://[fec0::1]/",
+        "https://224.0.0.1/",
+        "https://alice@example.com/",
+        "https://example.com:99999/",
+        "ftp://127.0.0.1/",
+    ],
+)
+def test_nothing_is_sent_to_our_own_network_nor_in_clear(url: str) -> None:
+    with pytest.raises(AddressRefused) as caught:
+        deliver(url, allow_private=False)
+    assert not caught.value.retryable
+
+
+def test_plain_http_leads_to_this_machine_only() -> None:
+    with pytest.raises(AddressRefused, match="plain http"):
+        deliver("http://10.0.0.1/")
+
+
+def test_a_receiver_that_is_away_or_silent_is_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ReceiverUnreachable) as caught:
+            deliver(f"http://127.0.0.1:{port}/", timeout=0.2)
+        assert caught.value.retryable
+    with pytest.raises(ReceiverUnreachable):
+        deliver(f"http://127.0.0.1:{port}/")
+
+
+def test_a_certificate_has_to_be_valid_for_its_name(tmp_path: Path) -> None:
+    path = _certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    with receiving(context) as receiver:
+        with pytest.raises(CertificateRefused):
+            deliver(receiver.url)
+        with pytest.raises(CertificateRefused):
+            deliver(receiver.url.replace("127.0.0.1", "localhost"), ca_file=str(path))
+        assert deliver(receiver.url, ca_file=str(path)) is not None
+        assert len(receiver.got) == 1
+
+
+def _certificate(folder: Path) -> Path:
+    """A certificate for 127.0.0.1, signed by itself, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "receiver")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "receiver.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+    return path

@@ -1,0 +1,98 @@
+"""What a cancel or a change costs of the person's orders."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from worker_runtime.brokers.fake import FakeBroker
+from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.lease import Lease
+from worker_runtime.process.log import Log
+from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
+from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_calls import BrokerCalls
+from worker_runtime.trading.order_changer import OrderChanger
+from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
+
+
+class LookFirstBroker(FakeBroker):
+    """Looks at the order before it changes it, as Shioaji's futures do."""
+
+    def queries_before_change(self, broker_order_id: str) -> bool:
+        return True
+
+
+class Looked(MarketConnections):
+    def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
+        return LookFirstBroker(self.market, key.account_id, client, on_order)
+
+
+class Spent(UnlimitedRateLimiter):
+    def __init__(self) -> None:
+        self.spent: list[CallKind] = []
+
+    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
+        self.spent.append(what)
+
+
+def resting() -> PlaceOrder:
+    return PlaceOrder(
+        request_id="o",
+        order_id="o",
+        user_id="u",
+        account_id="a1",
+        symbol="MXFA6",
+        side=Side.BUY,
+        quantity=2,
+        price_type=PriceType.LIMIT,
+        price=Decimal("0.01"),
+        time_in_force=TimeInForce.ROD,
+        tag="tag",
+        reply_to="",
+        generation="g",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)]
+)
+def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnections], what: CallKind) -> None:
+    setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
+    board = setting.board
+    calls = BrokerCalls(
+        setting.connections, spent, lease=Lease(board), board=board, broker_timeout=5.0, log=log
+    )
+    changing = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
+    taken = setting.market.take("a1", resting())
+    piece = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
+    words: dict[str, Any] = {
+        "request_id": "r",
+        "order_id": "o",
+        "user_id": "u",
+        "account_id": "a1",
+        "symbol": "MXFA6",
+        "tag": "tag",
+        "broker_order_id": taken.broker_order_id,
+        "reply_to": "",
+        "generation": "g",
+    }
+    changes: list[CancelOrder | ReplaceOrder] = [
+        ReplaceOrder(**words, quantity=1, price=None),
+        CancelOrder(**words),
+    ]
+    outcomes = [changing.execute(change, piece) for change in changes]
+    assert [failure for _, failure in outcomes] == [None, None]
+    assert [outcome and outcome.state for outcome, _ in outcomes] == [
+        OrderState.SUBMITTED,
+        OrderState.CANCELLED,
+    ]
+    assert spent.spent == [what] * 2

@@ -1,0 +1,359 @@
+"""A pool is refilled at once, to exactly its target."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+from temporalio.testing import WorkflowEnvironment
+
+from tests.workflow.fakes import FakePool, serving, skipped, until
+from tests.workflow.user_worker.test_cost_at_rest import actions
+from workflows import names
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy, PoolWindow
+from workflows.worker_pool.state import CIRCUIT_AFTER, PROBE_PERIOD
+from workflows.worker_pool.workflow import LONG, WorkerPoolWorkflow
+
+Pool = WorkflowHandle[WorkerPoolWorkflow, None]
+
+
+async def start(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
+    return await env.client.start_workflow(
+        WorkerPoolWorkflow.run,
+        pm.PoolInput(target=target, exact=True, counts_apart=True, **given),
+        id=names.worker_pool_id("default"),
+        task_queue=names.LIFECYCLE_QUEUE,
+    )
+
+
+async def view_of(handle: Pool) -> pm.PoolView:
+    """A query that meets the end of a run, which goes on in a new one, is never answered by the time-skipping
+    server: it is asked again."""
+    while True:
+        try:
+            return await handle.query(WorkerPoolWorkflow.view, rpc_timeout=timedelta(seconds=3))
+        except RPCError as error:
+            if error.status not in (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED):
+                raise
+
+
+async def until_ready(handle: Pool, count: int) -> pm.PoolView:
+    async def ready() -> bool:
+        return (await view_of(handle)).ready == count
+
+    await until(ready)
+    return await view_of(handle)
+
+
+async def test_a_new_pool_is_filled_to_its_target(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+    async with serving(skipping.client, pool.activities()):
+        view = await until_ready(await start(skipping, 3), 3)
+        await skipping.sleep(600)  # ten more looks
+    assert view.launches == pool.highest == len(pool.launched) == 3
+    assert pool.counts > 8
+
+
+async def test_workers_that_are_starting_already_are_not_launched_again(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    pool.starting = 2
+    async with serving(skipping.client, pool.activities()):
+        await until_ready(await start(skipping, 3), 1)
+    assert len(pool.launched) == 1
+
+
+async def test_a_claim_is_refilled_at_once(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 3)
+        await until_ready(handle, 3)
+        pool.ready.pop()
+        pool.ready.pop()
+        for _ in range(2):
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed(worker_id="w"))
+        await until(lambda: len(pool.launched) == 5)
+        await until_ready(handle, 3)
+    assert pool.highest == 3
+    assert len(set(pool.launched)) == 5
+
+
+async def test_signals_that_say_nothing_new_launch_nothing(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until_ready(handle, 2)
+        for _ in range(20):
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await handle.signal(WorkerPoolWorkflow.worker_gone, pm.WorkerGone())
+        await skipping.sleep(120)
+    assert len(pool.launched) == 2
+
+
+async def test_failing_launches_back_off_and_recover(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+    pool.failures = 8
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        async with skipped(skipping):
+            await until(lambda: len(pool.launched) == 2)
+        view = await until_ready(handle, 2)
+    assert view.failures == 8
+    assert "no room" in view.last_failure
+    assert pool.highest == 2
+
+
+async def test_nothing_is_launched_while_nobody_can_count(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    pool.uncounted = 3
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+
+        async def said() -> bool:
+            return "node down" in (await view_of(handle)).last_failure
+
+        await until(said)
+        assert not pool.launched
+        await skipping.sleep(10)
+        await until_ready(handle, 2)
+    assert pool.highest == 2
+
+
+async def test_a_smaller_target_stops_free_workers_and_a_larger_one_launches(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 4)
+        await until_ready(handle, 4)
+        view = await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
+        assert view.target == 1
+        await until(lambda: len(pool.ready) == 1)
+        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
+        await until(lambda: len(pool.ready) == 2)
+
+
+async def test_a_paused_pool_launches_nothing_until_it_is_resumed(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until_ready(handle, 2)
+        paused = await handle.execute_update("pause", result_type=pm.PoolView)
+        assert paused.paused
+        pool.ready.pop()
+        await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await skipping.sleep(300)
+        assert len(pool.launched) == 2
+        await handle.execute_update("resume", result_type=pm.PoolView)
+        await until_ready(handle, 2)
+    assert len(pool.launched) == 3
+
+
+async def test_a_new_run_keeps_target_and_never_repeats_a_token(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 1)
+        await until_ready(handle, 1)
+        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
+        await until(lambda: len(pool.ready) == 2)
+        latest = skipping.client.get_workflow_handle(names.worker_pool_id("default"))
+        run_id = (await latest.describe()).run_id
+        await latest.signal(WorkerPoolWorkflow.renew)
+
+        async def renewed() -> bool:
+            return (await latest.describe()).run_id != run_id
+
+        await until(renewed)
+        pool.ready.pop()
+        await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await until(lambda: len(pool.launched) == 3)
+        view = await until_ready(latest, 2)
+    assert (view.target, view.revision) == (2, 1)
+    assert view.policy is not None
+    assert view.policy.buffer == "0"
+    assert len(set(pool.launched)) == 3
+
+
+async def test_a_long_history_ends_while_nothing_is_being_launched(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    """The server suggests it at 4,096 events; whoever takes the pool over has to replay them all."""
+    async with serving(skipping.client, pool.activities()):
+        latest = await start(skipping, 1)
+        await until_ready(latest, 1)
+        run_id = (await latest.describe()).run_id
+        first = skipping.client.get_workflow_handle(latest.id, run_id=run_id)
+
+        async def renewed() -> bool:
+            counted = pool.counts
+            await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+            await until(lambda: pool.counts > counted)
+            return (await latest.describe()).run_id != run_id
+
+        await until(renewed)
+        events = len((await first.fetch_history()).events)
+        view = await until_ready(latest, 1)
+    assert LONG <= events < 2 * LONG
+    assert view.launches == len(pool.launched) == 1
+
+
+async def policy(handle: Pool, policy: PoolPolicy, **given: Any) -> pm.PoolView:
+    view: pm.PoolView = await handle.execute_update(
+        "set_policy", pm.SetPolicy(policy=policy, **given), result_type=pm.PoolView
+    )
+    return view
+
+
+async def test_a_policy_that_makes_no_sense_changes_nothing(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2)
+        await until_ready(handle, 2)
+        for wanted, code in (
+            (pm.SetPolicy(policy=PoolPolicy(target=9, maximum=8)), "POOL_POLICY_INVALID"),
+            (pm.SetPolicy(policy=PoolPolicy(target=3), revision=7), "POOL_CHANGED"),
+        ):
+            with pytest.raises(WorkflowUpdateFailedError) as refused:
+                await handle.execute_update("set_policy", wanted)
+            assert isinstance(refused.value.cause, ApplicationError)
+            assert refused.value.cause.type == code
+        with pytest.raises(WorkflowUpdateFailedError, match="update failed"):
+            await handle.execute_update("set_target", pm.SetTarget(target=-1))
+        view = await policy(handle, PoolPolicy(target=3), revision=0)
+        await until_ready(handle, 3)
+    assert (view.revision, view.policy) == (1, PoolPolicy(target=3))
+
+
+async def test_a_window_changes_the_size_when_it_begins_and_when_it_ends(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    now = (await skipping.get_current_time()).timestamp()
+    bell = PoolWindow(name="bell", target=5, begins="08:30", ends="09:30")
+
+    async def window() -> pm.WindowNow:
+        at = (await skipping.get_current_time()).timestamp()
+        return pm.WindowNow(
+            name="bell" if now + 100 <= at < now + 400 else "",
+            until=now + 100 if at < now + 100 else now + 400 if at < now + 400 else None,
+        )
+
+    pool.window = window
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2, policy=PoolPolicy(target=2, windows=(bell,)), check_period=3600.0)
+        view = await until_ready(handle, 2)
+        assert view.changes_at == pytest.approx(now + 100)
+        await skipping.sleep(110)
+        view = await until_ready(handle, 5)
+        assert view.reasons == ("window bell: 5 instead of 2",)
+        await skipping.sleep(300)
+        view = await until_ready(handle, 2)
+    assert (view.wanted, view.changes_at) == (2, None)
+
+
+async def test_claims_of_the_last_minutes_and_workers_in_use_raise_the_size(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        sized = PoolPolicy(target=2, demand_minutes=5, buffer="50%", maximum=9)
+        handle = await start(skipping, 2, policy=sized)
+        await until_ready(handle, 2)
+        pool.claims, pool.in_use = 4, 3
+        await handle.signal(WorkerPoolWorkflow.claimed)
+        view = await until_ready(handle, 6)
+        assert (view.claims, view.in_use, view.wanted) == (4, 3, 6)
+        pool.claims = None  # PostgreSQL is away: the last known number counts on
+        await skipping.sleep(120)
+        assert (await view_of(handle)).wanted == 6
+
+
+async def test_a_surplus_is_stopped_after_a_while_and_at_once_when_an_operator_says_so(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    async with serving(skipping.client, pool.activities()):
+        demand = PoolPolicy(target=1, demand_minutes=5, shrink_after=300)
+        pool.claims = 4
+        handle = await start(skipping, 1, policy=demand)
+        await until_ready(handle, 4)
+        pool.claims = 0
+        await skipping.sleep(200)
+        assert len(pool.ready) == 4
+        await skipping.sleep(200)
+        await until_ready(handle, 1)
+        await policy(handle, PoolPolicy(target=3, shrink_after=300))
+        await until_ready(handle, 3)
+        await policy(handle, PoolPolicy(target=2, shrink_after=300))
+        await until(lambda: len(pool.ready) == 2)
+
+
+async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 60, policy=PoolPolicy(target=60, shrink_after=300))
+        await until_ready(handle, 60)
+        view = await handle.execute_update("drain", result_type=pm.PoolView)
+        assert view.mode == pm.PoolMode.DRAINING
+        await until(lambda: not pool.ready)
+        await skipping.sleep(300)
+    assert len(pool.launched) == 60
+
+
+async def test_an_image_that_never_becomes_ready_is_not_launched_for_ever(
+    skipping: WorkflowEnvironment, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.failures, pool.failure = 1000, pm.NEVER_READY
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 8)
+
+        async def failures(count: int) -> pm.PoolView:
+            async def seen() -> bool:
+                return (await view_of(handle)).failures >= count
+
+            async with skipped(skipping):
+                await until(seen)
+            return await view_of(handle)
+
+        view = await failures(8 + CIRCUIT_AFTER - 1)
+        assert view.circuit_open
+        # The first round is the whole gap, the others are one launch each.
+        assert view.failures == 8 + CIRCUIT_AFTER - 1
+        probed = await failures(view.failures + 1)
+        assert (probed.next_launch or 0) - (view.next_launch or 0) >= PROBE_PERIOD
+        events = (line.getMessage().split(" ")[0] for line in caplog.records)
+        told = [event for event in events if event.startswith("pool_")]
+        assert told == ["pool_launches_fail", "pool_refilling_stopped"]
+        pool.failures = 0
+        async with skipped(skipping):
+            view = await until_ready(handle, 8)
+    assert not view.circuit_open
+
+
+async def test_a_launch_of_unknown_outcome_is_settled_under_its_own_token(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    """Its worker may run, and no list may show it yet: a new token would be one worker too many."""
+    pool.lost_replies = 3
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 5)
+        async with skipped(skipping):
+            view = await until_ready(handle, 5)
+        await skipping.sleep(120)
+    assert view.failures == 3
+    assert len(pool.ready) == len(set(pool.launched)) == 5
+
+
+async def test_a_pool_at_rest_costs_two_actions_a_minute(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    """A timer and an activity a look, whatever the policy."""
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 2, policy=PoolPolicy(target=2, demand_minutes=5, buffer="10%"))
+        await until_ready(handle, 2)
+        before = actions(await handle.fetch_history())
+        await skipping.sleep(1800)
+        after = actions(await handle.fetch_history())
+    assert len(after) - len(before) <= 2 * 31
