@@ -29,7 +29,6 @@ from worker_runtime.protocol import errors, keys, sealing
 from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message, PlaceOrder
 from worker_runtime.protocol.switches import UserSwitch
 from workflows.user_worker import messages as m
-from workflows.user_worker.state import CRASH_WINDOW
 
 #: Seconds of one blocking wait: below Valkey's socket timeout (5 s), and a heartbeat in between.
 WAIT_SLICE = 1.0
@@ -127,7 +126,7 @@ class ClaimActivities:
                     claim_id=request.claim_id,
                     pool=request.pool,
                     crash_limit=BACK_OFF_FROM if request.heed_crashes else 0,
-                    crash_window=CRASH_WINDOW,
+                    crash_window=m.CRASH_WINDOW,
                 )
             except UserNotFound:
                 assigned = worker_sessions.AssignmentResult(epoch=0)

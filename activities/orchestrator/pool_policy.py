@@ -65,12 +65,9 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
         WorkerPoolWorkflow.run,
         pm.PoolInput(
             pool=settings.pool,
-            target=policy.target,
             launch_timeout=settings.pool_launch_timeout,
             policy=policy,
             configured=policy,
-            exact=True,
-            counts_apart=True,
         ),
         id=names.worker_pool_id(settings.pool),
         task_queue=names.LIFECYCLE_QUEUE,
@@ -86,7 +83,7 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
             rpc_timeout=patience,
         )
         log.info("pool_policy_of_settings", pool=settings.pool, target=policy.target)
-    kept = view.policy or policy
+    kept = view.policy
     surely = min([kept.target, *(window.target for window in kept.windows)])
     if kept.limit is not None:
         surely = min(surely, kept.limit)

@@ -58,10 +58,8 @@ class PoolDemand:
         self._calendar = calendar
         self._now = now
 
-    async def look(self, pool: str, policy: PoolPolicy | None) -> tuple[int | None, WindowNow]:
+    async def look(self, pool: str, policy: PoolPolicy) -> tuple[int | None, WindowNow]:
         """Claims within the policy's last minutes (None: not asked for, or not known), and the window."""
-        if policy is None:
-            return None, WindowNow()
         return await self._claims(pool, policy.demand_minutes * 60), self._window(policy)
 
     async def _claims(self, pool: str, seconds: float) -> int | None:

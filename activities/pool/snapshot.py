@@ -85,6 +85,6 @@ def snapshot_of(view: pm.PoolView) -> PoolSnapshot:
     return PoolSnapshot(
         release=view.good if view.good and unproven else view.release,
         good=view.good,
-        limit=view.policy.limit if view.policy else None,
+        limit=view.policy.limit,
         missing=max(view.wanted + view.surge - view.ready - view.starting, 0),
     )

@@ -177,7 +177,7 @@ class PoolStatusView(View):
             last_failure=view.last_failure,
             next_launch=_time(view.next_launch),
             revision=view.revision,
-            policy=PoolPolicyBody.of(view.policy or PoolPolicy(target=view.target)),
+            policy=PoolPolicyBody.of(view.policy),
         )
 
 

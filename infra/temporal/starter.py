@@ -185,7 +185,7 @@ class WorkerStarter:
     async def _call(self, user_id: str, mark_missing: bool) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
-            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings, timeline=True),
+            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
             id=user_worker_id(user_id),
             task_queue=LIFECYCLE_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,

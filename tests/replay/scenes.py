@@ -15,6 +15,7 @@ from workflows import names
 from workflows.user_worker import messages as m
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 UNREACHABLE = m.ClaimResult(
@@ -199,7 +200,7 @@ async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHi
     pool.failures = 1
     running = await client.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(target=2, pool="replay"),
+        pm.PoolInput(policy=PoolPolicy(target=2), pool="replay"),
         id=names.worker_pool_id("replay"),
         task_queue=names.LIFECYCLE_QUEUE,
     )

@@ -292,7 +292,7 @@ async def ensure_active(
     """What the API does, in two calls: the time-skipping server does not know update-with-start."""
     await client.start_workflow(
         UserWorkerWorkflow.run,
-        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings(), timeline=True),
+        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
         id=names.user_worker_id(user_id),
         task_queue=names.LIFECYCLE_QUEUE,
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,

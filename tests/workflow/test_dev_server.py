@@ -23,6 +23,7 @@ from workflows import names
 from workflows.user_worker import messages as m
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 _numbers = itertools.count(1)
@@ -37,7 +38,7 @@ def user() -> str:
 async def ensure(client: Client, user: str, *, pool: str = "default") -> m.ActiveWorker:
     operation: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
         names.USER_WORKER,
-        m.UserWorkerInput(user_id=user, pool=pool, timeline=True),
+        m.UserWorkerInput(user_id=user, pool=pool),
         id=names.user_worker_id(user),
         task_queue=names.LIFECYCLE_QUEUE,
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
@@ -202,7 +203,7 @@ async def test_a_warm_claim_tells_its_pool(
     async with serving(temporal, [*fleet.activities(), *pool.activities()]):
         running = await temporal.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool="default", target=1),
+            pm.PoolInput(pool="default", policy=PoolPolicy(target=1)),
             id=names.worker_pool_id("default"),
             task_queue=names.LIFECYCLE_QUEUE,
         )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from workflows.user_worker.messages import UserWorkerSettings, WorkerState
-from workflows.user_worker.state import ALLOWED, CRASH_LIMIT, CRASH_WINDOW, NEXT_STEP, UserWorkerState
+from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerState
+from workflows.user_worker.state import ALLOWED, CRASH_LIMIT, NEXT_STEP, UserWorkerState
 
 BEGIN = "<!-- states: made by python -m workflows.user_worker.diagram; do not edit -->"
 END = "<!-- end of states -->"

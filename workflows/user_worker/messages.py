@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+#: Seconds that a launcher may take to kill what did not end by itself.
+STOP_TIMEOUT = 20.0
+#: Seconds that a crash of a user's worker counts for backoff and parking.
+CRASH_WINDOW = 600.0
+
 
 class WorkerState(StrEnum):
     """Requirement W2. Processing and HealthCheck are the worker's own and stand in its metadata."""
@@ -61,9 +66,6 @@ class UserWorkerInput:
     user_id: str
     pool: str = "default"
     settings: UserWorkerSettings = field(default_factory=UserWorkerSettings)
-    #: The run writes its transitions to the timeline. Runs that the first release began do not: their
-    #: histories lack the activity. A field costs nothing, `workflow.patched` two events a run.
-    timeline: bool = False
     #: Set by continue-as-new only: `workflows.user_worker.state.UserWorkerState` as a plain dict.
     carried: dict[str, Any] | None = None
 

@@ -11,20 +11,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from workflows.user_worker.messages import UserWorkerSettings, UserWorkerView, WorkerRef, WorkerState
+from workflows.user_worker.messages import (
+    CRASH_WINDOW,
+    STOP_TIMEOUT,
+    UserWorkerSettings,
+    UserWorkerView,
+    WorkerRef,
+    WorkerState,
+)
 
 #: Seconds a launched worker may take until it is ready; a process takes under 1 s, an ECS task on a warm
 #: host 5 to 20 s.
 LAUNCH_TIMEOUT = 30.0
 #: Seconds after the end of an activity's own time until its state counts as stuck.
 MARGIN = 5.0
-#: Seconds that a launcher may take to kill what did not end by itself.
-STOP_TIMEOUT = 20.0
 #: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
 PARKED_TIMEOUT = 24 * 3600.0
-#: Crashes within CRASH_WINDOW seconds after which a user is parked (requirement of issue 2).
+#: Crashes within CRASH_WINDOW after which a user is parked.
 CRASH_LIMIT = 5
-CRASH_WINDOW = 600.0
 #: Seconds until the next look at a serving worker of which nothing certain is known.
 LOOK_AGAIN = 1200.0
 #: Looks at most within any two idle timeouts. A look is a timer and an activity: with an idle timeout of

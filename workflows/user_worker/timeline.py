@@ -33,13 +33,10 @@ REASON_MAX = 500
 
 
 class Timeline:
-    """Of one run; `carried` is what the last run of the chain left. Without `written` it is only noted."""
+    """The transitions of one run; `carried` is what the last run of the chain left to be written."""
 
-    def __init__(
-        self, user_id: str, carried: Mapping[str, Any] | None = None, *, written: bool = True
-    ) -> None:
+    def __init__(self, user_id: str, carried: Mapping[str, Any] | None = None) -> None:
         self._user_id = user_id
-        self._written = written
         left = dict(carried or {})
         self._number: int = left.get("number", 0)
         self._pending = [value_to_type(m.Transition, item) for item in left.get("pending", [])]
@@ -68,7 +65,7 @@ class Timeline:
 
     def flush(self) -> None:
         """Has what is pending written, in the background."""
-        if self._pending and self._task is None and self._written:
+        if self._pending and self._task is None:
             self._task = asyncio.create_task(self._write())
 
     @property

@@ -47,14 +47,11 @@ class UserWorkerWorkflow:
     def __init__(self, given: m.UserWorkerInput) -> None:
         if given.carried is None:
             fresh = UserWorkerState(user_id=given.user_id, pool=given.pool, settings=given.settings)
-            self._life = WorkerLifecycle(
-                fresh.opened(workflow.time()), Timeline(given.user_id, written=given.timeline)
-            )
+            self._life = WorkerLifecycle(fresh.opened(workflow.time()), Timeline(given.user_id))
         else:
             carried = UserWorkerState.from_carried(given.carried, given.settings)
-            self._life = WorkerLifecycle(
-                carried, Timeline(given.user_id, given.carried.get("timeline"), written=given.timeline)
-            )
+            timeline = Timeline(given.user_id, given.carried.get("timeline"))
+            self._life = WorkerLifecycle(carried, timeline)
         self._resume = False
         self._renew = False
 
@@ -341,7 +338,6 @@ class UserWorkerWorkflow:
                 user_id=state.user_id,
                 pool=state.pool,
                 settings=state.settings,
-                timeline=True,
                 carried=carried,
             ),
             # Else the new run would be pinned to the old one's version (docs/adr/0007).

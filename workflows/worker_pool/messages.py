@@ -29,21 +29,11 @@ class PoolMode(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class PoolInput:
     pool: str = "default"
-    target: int = 4
-    #: None in runs that an earlier release began: the target is all there is.
-    policy: PoolPolicy | None = None
+    policy: PoolPolicy = field(default_factory=PoolPolicy)
     #: The policy that the settings gave last. It is taken over when the settings change, and only then.
     configured: PoolPolicy | None = None
     #: Grows with every change of the policy.
     revision: int = 0
-    #: A launch whose outcome is unknown is settled under its own token, and launches that fail together count
-    #: as one failure. Runs of earlier releases did neither; a field costs nothing, `workflow.patched` two
-    #: events a run.
-    exact: bool = False
-    #: Counts by a regular activity. Runs of earlier releases used a local one: when its workflow task takes
-    #: more than its 10 s, on a host without CPU, signals that come meanwhile stand before the count in the
-    #: history, and after it in what the run did. No replay gets through that.
-    counts_apart: bool = False
     #: Longest time between two looks at the pool when nothing is signalled.
     check_period: float = 60.0
     launch_timeout: float = 30.0
@@ -99,8 +89,8 @@ class CountPool:
     #: Tokens of the launches under way: their workers are left out of the count.
     launching: tuple[str, ...] = ()
     launch_timeout: float = 30.0
-    #: For windows and demand; None: neither is looked at.
-    policy: PoolPolicy | None = None
+    #: For windows and demand.
+    policy: PoolPolicy = field(default_factory=PoolPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +163,7 @@ class PoolView:
     circuit_open: bool = False
     #: Unix seconds before which nothing is launched; None: at any time.
     next_launch: float | None = None
-    policy: PoolPolicy | None = None
+    policy: PoolPolicy = field(default_factory=PoolPolicy)
     configured: PoolPolicy | None = None
     revision: int = 0
     #: What new workers are to be, and how many more than wanted are kept ready while a rollout runs.

@@ -112,11 +112,9 @@ class PoolState:
         good = (release.version, release.image)
         return replace(self.hopeful(), launches=self.launches + 1, good_release=good)
 
-    def failed(
-        self, why: str, now: float, *, seen: int | None = None, never_ready: bool = False
-    ) -> PoolState:
-        """`seen`: `failing` when this launch began; None: each failure is a round of its own."""
-        failing = max(self.failing, (self.failing if seen is None else seen) + 1)
+    def failed(self, why: str, now: float, *, seen: int, never_ready: bool = False) -> PoolState:
+        """`seen`: `failing` when this launch began."""
+        failing = max(self.failing, seen + 1)
         barren = self.never_ready
         if never_ready and (failing > self.failing or not barren):
             barren += 1

@@ -47,7 +47,7 @@ class WorkerPoolWorkflow:
         if known.get("good_release"):
             known["good_release"] = tuple(known["good_release"])
         self._state = PoolState(**known)
-        self._policy = given.policy or PoolPolicy(target=carried.get("target", given.target))
+        self._policy = given.policy
         self._configured = given.configured
         self._revision = given.revision
         self._in_flight: dict[str, asyncio.Task[None]] = {}
@@ -173,7 +173,7 @@ class WorkerPoolWorkflow:
             policy=self._policy,
         )
         try:
-            count = await calls.count_pool(request, local=not self._given.counts_apart)
+            count = await calls.count_pool(request)
         except FailureError as error:  # nothing is known: nothing is launched
             self._uncounted += 1
             self._resized = self._resized or resized
@@ -217,7 +217,7 @@ class WorkerPoolWorkflow:
             again=again,
             release=self._state.release,
         )
-        seen = self._state.failing if self._given.exact else None
+        seen = self._state.failing
         try:
             await calls.launch_pool_worker(request)
             self._recovered(request.release)
@@ -233,12 +233,12 @@ class WorkerPoolWorkflow:
             workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
         self._state = self._state.launched(release)
 
-    def _failed(self, token: str, error: FailureError, seen: int | None) -> None:
+    def _failed(self, token: str, error: FailureError, seen: int) -> None:
         """One event for an episode, and one when refilling stops: not one for each failure."""
         why, before = cause(error), self._state
         kind = why.partition(":")[0]
         state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
-        if self._given.exact and not _nothing_runs(error):
+        if not _nothing_runs(error):
             state = replace(state, unsettled=(*state.unsettled, token))
         told = {"pool": self._given.pool, "rounds": state.failing, "reason": why}
         if state.circuit_open and not before.circuit_open:
@@ -258,7 +258,7 @@ class WorkerPoolWorkflow:
         waited = workflow.time() - (state.surplus_since or 0.0)
         if at_once or state.draining or waited >= self._policy.shrink_after:
             count = min(surplus, state.ready)
-            await self._shrink(min(count, SHRINK_MAX) if self._given.exact else count)
+            await self._shrink(min(count, SHRINK_MAX))
             if count > SHRINK_MAX:
                 self._resized, self._changed = at_once, True
 
@@ -300,10 +300,7 @@ class WorkerPoolWorkflow:
             policy=self._policy,
             configured=self._configured,
             revision=self._revision,
-            exact=True,
-            counts_apart=True,
-            # The target is for the release before this one, in case it has to take over again.
-            carried={**asdict(self._state), "target": self._policy.target},
+            carried=asdict(self._state),
         )
         workflow.continue_as_new(
             given,

@@ -21,7 +21,7 @@ from workflows.worker_pool.state import (
 
 @pytest.mark.parametrize("in_flight", [0, 1, 5])
 def test_failing_launches_are_tried_one_at_a_time(in_flight: int) -> None:
-    state = PoolState(wanted=9).failed("no room", 100.0)
+    state = PoolState(wanted=9).failed("no room", 100.0, seen=0)
     assert state.allowance(in_flight, 100.5) == 0
     assert state.allowance(in_flight, 101.5) == (1 if in_flight == 0 else 0)
 
@@ -88,7 +88,7 @@ def test_a_pool_sleeps_until_something_can_change() -> None:
     assert rest.nap(100.0, in_flight=0, period=60.0) == 60.0
     assert replace(rest, until=130.0).nap(100.0, in_flight=0, period=60.0) == 30.0
     assert replace(rest, starting=1).nap(100.0, in_flight=0, period=60.0) == SOON
-    failing = rest.failed("no room", 100.0)
+    failing = rest.failed("no room", 100.0, seen=0)
     assert failing.nap(100.0, in_flight=0, period=60.0) == 1.0
     assert failing.nap(100.0, in_flight=1, period=60.0) == 60.0
     assert replace(failing, draining=True).nap(100.0, in_flight=0, period=60.0) == 60.0
@@ -98,7 +98,7 @@ def test_the_last_good_release_is_the_one_of_which_a_worker_became_ready() -> No
     old, new = Release(version="1", image="w:1"), Release(version="2", image="w:2")
     state = PoolState(version="1", image="w:1").released(new, 1)
     assert state.good == old  # what it had, when nothing else is known
-    assert state.failed("it ended", 0.0, never_ready=True).good == old
+    assert state.failed("it ended", 0.0, seen=0, never_ready=True).good == old
     assert state.launched(new).good == new
     assert state.launched(new).released(old, 0).good == new
     assert PoolState().good is None

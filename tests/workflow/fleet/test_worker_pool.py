@@ -23,9 +23,10 @@ Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 
 
 async def start(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
+    given.setdefault("policy", PoolPolicy(target=target))
     return await env.client.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(target=target, exact=True, counts_apart=True, **given),
+        pm.PoolInput(**given),
         id=names.worker_pool_id("default"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
@@ -174,7 +175,6 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
         await until(lambda: len(pool.launched) == 3)
         view = await until_ready(latest, 2)
     assert (view.target, view.revision) == (2, 1)
-    assert view.policy is not None
     assert view.policy.buffer == "0"
     assert len(set(pool.launched)) == 3
 

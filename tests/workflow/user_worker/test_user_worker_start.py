@@ -268,7 +268,7 @@ async def test_nobody_in_need_of_a_worker_ends_the_run(
     async with serving(skipping.client, fleet.activities()):
         await skipping.client.execute_workflow(
             UserWorkerWorkflow.run,
-            m.UserWorkerInput(user_id="u1", timeline=True),
+            m.UserWorkerInput(user_id="u1"),
             id="user-worker-u1",
             task_queue="berth-lifecycle",
         )

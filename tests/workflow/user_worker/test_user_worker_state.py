@@ -10,7 +10,6 @@ from workflows.user_worker import messages as m
 from workflows.user_worker.state import (
     ALLOWED,
     CRASH_LIMIT,
-    CRASH_WINDOW,
     NEXT_STEP,
     IllegalTransition,
     UserWorkerState,
@@ -107,7 +106,7 @@ def test_crashes_are_replaced_at_once_then_after_one_two_four_seconds() -> None:
 def test_old_crashes_are_forgotten() -> None:
     once = active().crashed("exit -9", 200.0)
     again = once.stopped().claimed("c1", 201.0).assigned(WORKER).connecting(1, 202.0)
-    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + CRASH_WINDOW)
+    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + m.CRASH_WINDOW)
     assert len(twice.crashes) == 1
 
 
@@ -117,7 +116,7 @@ def test_a_resumed_user_starts_without_crashes() -> None:
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (S.POOL_IDLE, ())
-    assert resumed.deadline == 301.0 + CRASH_WINDOW  # or a new run would count the same crashes again
+    assert resumed.deadline == 301.0 + m.CRASH_WINDOW  # or a new run would count the same crashes again
 
 
 @given(

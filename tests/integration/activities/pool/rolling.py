@@ -195,8 +195,6 @@ class Dock:
             pm.PoolInput(
                 pool=POOL,
                 policy=PoolPolicy(target=target),
-                exact=True,
-                counts_apart=True,
                 launch_timeout=launch_timeout,
             ),
             id=names.worker_pool_id(POOL),

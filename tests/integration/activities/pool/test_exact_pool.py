@@ -113,9 +113,7 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
     policy = PoolPolicy(target=WANTED)
     handle: WorkflowHandle[WorkerPoolWorkflow, None] = await temporal.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(
-            pool=POOL, policy=policy, configured=policy, exact=True, counts_apart=True, check_period=0.5
-        ),
+        pm.PoolInput(pool=POOL, policy=policy, configured=policy, check_period=0.5),
         id=names.worker_pool_id(POOL),
         task_queue=names.LIFECYCLE_QUEUE,
     )

@@ -38,7 +38,7 @@ async def pool(temporal_server: TemporalServer) -> AsyncIterator[FakePool]:
     async with serving(client, fake.activities()):
         handle = await client.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=2), exact=True, counts_apart=True),
+            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=2)),
             id=names.worker_pool_id(POOL),
             task_queue=names.LIFECYCLE_QUEUE,
         )

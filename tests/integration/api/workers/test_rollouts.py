@@ -46,7 +46,7 @@ async def rollout(temporal: Client) -> AsyncIterator[FakeRollout]:
     async with serving(temporal, FakePool().activities()), fake.worker(temporal):
         pool = await temporal.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=0), exact=True, counts_apart=True),
+            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=0)),
             id=names.worker_pool_id(POOL),
             task_queue=names.LIFECYCLE_QUEUE,
         )
