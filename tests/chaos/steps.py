@@ -98,8 +98,10 @@ def _enqueue(mine: Mine) -> tuple[bytes, ...]:
     return (ENQUEUE.sha.encode(), mine.symbol.encode())
 
 
-def _pop_and_budget(mine: Mine) -> tuple[bytes, ...]:
-    return (*_script(POP.sha)(mine), SPEND_BUDGET.sha.encode())  # it names the person by a hash alone
+def _order_budget(mine: Mine) -> tuple[bytes, ...]:
+    """The question for one order's room, after a pop on the same connection: it names the person by a hash
+    alone. It has two keys; that for a query has three."""
+    return (SPEND_BUDGET.sha.encode() + b"\r\n$1\r\n2\r\n", b":orders\r\n")
 
 
 def _journal(mine: Mine) -> tuple[bytes, ...]:
@@ -133,16 +135,13 @@ _SESSION = (
         *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _script(POP.sha)),
         hears=_symbol,
     ),
-    # Both are the first of their traders: while an unknown order is asked about, no room is asked for ahead.
     _step(
         "after the pop, before its budget",
-        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _pop_and_budget),
-        cut=SPEND_BUDGET.sha,
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(POP.sha), _order_budget),
     ),
     _step(
         "after its budget",
-        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _pop_and_budget),
-        hears=_symbol,
+        *(Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _script(POP.sha), _order_budget),
     ),
     _step("before the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _journal),
     _step("after the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _journal),

@@ -208,23 +208,12 @@ class Valkey:
 
     def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs one script; sends its source only to a server that does not know it yet."""
-        reply, _ = self.run_beside(script, key_names, args, ())
-        return reply
-
-    def run_beside(
-        self,
-        script: Script,
-        key_names: Sequence[str],
-        args: Sequence[Argument],
-        others: Sequence[Command],
-    ) -> tuple[Any, list[Any]]:
-        """`run`, with other commands behind it in the same round trip; their replies are as in `pipeline`.
-        Of a server that does not know the script, they come before it."""
-        reply, *replies = self.pipeline([evalsha(script, key_names, args), *others])
+        self.send(*evalsha(script, key_names, args))
+        reply = self.receive()
         if is_unknown_script(reply):  # refused before anything ran, so this is no retry
             self.send("EVAL", script.source, len(key_names), *key_names, *args)
             reply = self.receive()
-        return raise_if_error(reply), replies
+        return raise_if_error(reply)
 
     def server(self) -> str:
         """The run id of the server that this connection leads to: asked once for each connection, because a

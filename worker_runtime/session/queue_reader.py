@@ -8,7 +8,6 @@ takes nothing, so one that a broken connection delivers late loses none either.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_runtime.process.shared_state import SharedState
@@ -16,8 +15,6 @@ from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import POP, PUT_BACK
 from worker_runtime.protocol.switches import HALTED, SERVER, UserSwitch, switch_of
-from worker_runtime.trading.account_session import OpenedAccount
-from worker_runtime.trading.rate_limiter import PrefetchingRateLimiter
 
 _MILLION = 1_000_000
 
@@ -80,17 +77,8 @@ class RequestQueueReader:
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         return time.monotonic_ns() - (now_ms - int(at_ms)) * _MILLION
 
-    def pop(
-        self,
-        *,
-        control_only: bool = False,
-        ahead: PrefetchingRateLimiter | None = None,
-        accounts: Sequence[OpenedAccount] = (),
-    ) -> QueueItem:
+    def pop(self, *, control_only: bool = False) -> QueueItem:
         """The next piece of work, or the next control message with the requests left where they are.
-
-        `ahead` asks in the same round trip for room for an order of `accounts`; if that fails, the pop does
-        not.
 
         Raises `ValkeyFailed`; then call again, for the same piece.
         """
@@ -102,8 +90,7 @@ class RequestQueueReader:
         server = self._client.server()
         # The remaining time is counted from before the question: the network's share goes against it.
         asked = time.monotonic_ns()
-        questions = ahead.ask_ahead(accounts) if ahead is not None else []
-        reply, told = self._client.run_beside(
+        kind, item, remaining_ms, generation, *switch = self._client.run(
             POP,
             [
                 keys.owner(user_id),
@@ -117,11 +104,7 @@ class RequestQueueReader:
                 *(board.epoch, self._worker_id, self._session, board.pop_number),
                 "control" if control_only else "",
             ],
-            questions,
         )
-        if ahead is not None:
-            ahead.answered_ahead(told)
-        kind, item, remaining_ms, generation, *switch = reply
         self._answered = True
         held = switch_of(switch[0]) if switch else HALTED
         # A pop that is repeated after its reply was lost may bring a request from an unbound server.

@@ -29,9 +29,9 @@ from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_checks import UnknownOutcomes
 from worker_runtime.trading.order_submitter import OrderSubmitter
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.rate_limiter import SharedRateLimiter
 from worker_runtime.trading.reconciliation import AccountReader, AccountReconciler
 from worker_runtime.trading.session_recovery import SessionRecovery
-from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
 
 
 class RequestLoop:
@@ -64,7 +64,7 @@ class RequestLoop:
         self._ledger = OrderTracker(board.epoch, outbox.event, log)
         self._unknown_outcomes = UnknownOutcomes(self._ledger)
         self.health = HealthMonitor(board, outbox.tell)
-        self._budget = budget = SharedRateLimiter(client, config, board, log)
+        budget = SharedRateLimiter(client, config, board, log)
         self.connections = BrokerSessions(
             load_factory,
             client=f"{config.worker_id}/{board.epoch}",
@@ -110,8 +110,6 @@ class RequestLoop:
         )
         self._retry = Backoff(0.05, 2.0)
         self._hungry = True
-        #: The doorbell rang, and nothing has been popped since: an order is likely.
-        self._rung = False
         #: Until the next look whether Valkey's switch is its own; due at once while it is.
         self._unbound = Backoff(0.05, 1.0)
         self._bound = True
@@ -129,12 +127,7 @@ class RequestLoop:
             self.connections.load(accounts)
         self.connections.connect_all(timeout)
 
-    def rung(self) -> None:
-        """There is something to pop, as far as anybody knows."""
-        self._hungry = True
-        self._rung = True
-
-    def look(self) -> None:
+    def queue_changed(self) -> None:
         """There may be something to pop."""
         self._hungry = True
 
@@ -190,13 +183,7 @@ class RequestLoop:
                     self._desk.give_up(left)
                 self._check_switch_server()
                 held = self._waiting.on or not self.connections.loaded or not self._bound
-                likely = self._rung and not held
-                piece = self._queue_reader.pop(
-                    control_only=held,
-                    ahead=self._budget if likely else None,
-                    accounts=self.connections.trading() if likely else (),
-                )
-                self._rung = False
+                piece = self._queue_reader.pop(control_only=held)
                 self._retry.reset()
                 if not self._handle(piece):
                     return

@@ -91,7 +91,7 @@ class Session:
             self._doorbell = self._bell(keys.doorbell(self._shared_state.user_id))
         serving.step()
         if self._doorbell.run_due():
-            serving.look()  # a ring may have been lost with the connection
+            serving.queue_changed()  # a ring may have been lost with the connection
 
     def _wait(self) -> None:
         waits = [1.0, self._inbox.left(), self._entry.left()]
@@ -108,7 +108,7 @@ class Session:
                     self._entry.handle(message)
             elif selected.data is not None and selected.data is self._doorbell:
                 if self._doorbell.take() and self._entry.serving is not None:
-                    self._entry.serving.rung()
+                    self._entry.serving.queue_changed()
             else:
                 self._wake.clear()
 

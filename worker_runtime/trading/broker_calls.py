@@ -97,7 +97,7 @@ class BrokerCalls:
     @property
     def grant_is_fresh(self) -> bool:
         """Whether what `spend_budget` granted last may still be sent."""
-        return self._budget.granted
+        return self._budget.grant_is_fresh()
 
     def pause(self, piece: QueueItem) -> None:
         """A moment until a look is worth another one; raises if no call may be made any more."""

@@ -85,14 +85,6 @@ class BrokerSessions:
     def places(self) -> Collection[AccountSession]:
         return self._account_sessions.values()
 
-    def trading(self) -> list[OpenedAccount]:
-        """The accounts whose next order needs nothing but room within the broker's limits."""
-        return [
-            place.account
-            for place in self.places()
-            if place.broker is not None and place.listed and not place.suspect
-        ]
-
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
         """Takes over the accounts of a claim, unconnected."""
         self._account_sessions = {account.key.account_id: AccountSession(account) for account in accounts}
@@ -148,7 +140,7 @@ class BrokerSessions:
 
     def keep(self) -> None:
         """Renews the leases of the person's connections, when due."""
-        self._budget.run_due([place.account for place in self.places() if place.broker is not None])
+        self._budget.renew_connections([place.account for place in self.places() if place.broker is not None])
 
     def suspect(self, account_id: str) -> None:
         """Marks a session whose last call had no clear answer: it is pinged before it is used again."""
@@ -256,7 +248,7 @@ class BrokerSessions:
         for thread in closing:
             thread.join()
         self._shared_state.broker_open = 0
-        self._budget.disconnected(closed)
+        self._budget.release_connections(closed)
 
     def _renew(self, account: OpenedAccount, timeout: float) -> None:
         name = account.key.account_id
@@ -288,7 +280,7 @@ class BrokerSessions:
         self._budget.connect(account, self._patience(timeout))
         limit = min(until - time.monotonic(), self._lease.usable(), at_most)
         if limit <= 0:
-            self._budget.disconnected([account])
+            self._budget.release_connections([account])
             raise LoginLimited("no time was left to connect after the wait for the budget")
         key = account.key
         broker: Broker | None = None
@@ -366,7 +358,7 @@ class BrokerSessions:
 
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
         self._close(broker)
-        self._budget.disconnected([account])
+        self._budget.release_connections([account])
 
     def _close(self, broker: Broker | None) -> None:
         if broker is None:

@@ -1,21 +1,47 @@
-"""What the session asks before it calls a broker: is there room within the broker's limits?"""
+"""Asks whether there is room within the broker's limits, before each call of a broker.
+
+Valkey counts for all workers of a person together (`spend_budget.lua`, `take_connection.lua`). A call beyond
+the limit waits while its caller can wait; then it is refused, and nothing has been sent.
+
+Keys hold no person id but a keyed hash of it: who reads Valkey alone does not have the key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, Protocol
+from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
-from worker_runtime.process.valkey import Command
-from worker_runtime.protocol.errors import RateLimited
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed, ValkeyUnreachable
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
+from worker_runtime.protocol.launch import BrokerLimits, WorkerConfig
+from worker_runtime.protocol.scripts import RENEW_CONNECTIONS, SPEND_BUDGET, TAKE_CONNECTION, Script
 from worker_runtime.trading.account_session import OpenedAccount
 
-#: Seconds that a call may wait now; asked again and again, and may raise what forbids the call meanwhile.
+#: Seconds that a call may wait now. The limiter asks repeatedly; raises what forbids the call meanwhile.
 WaitLimit = Callable[[], float]
+
+#: Seconds within which a granted call must be sent. The windows are longer by this time, so that a call sent
+#: late is still counted while the broker counts it.
+GRANT_LIFETIME = 0.5
+#: Seconds that a broker connection stays taken after its last renewal, and seconds between two renewals.
+CONNECTION_LEASE = 150.0
+CONNECTION_RENEWAL = 60.0
+#: Seconds until a renewal that failed is tried again.
+_RETRY = 5.0
+#: Longest sleep without a look at the caller's limit: a waiting worker has to notice the end of its lease.
+_LONGEST_SLEEP = 0.2
+_DAY = 0
 
 
 class CallKind(StrEnum):
-    """What is counted."""
+    """The kinds of calls that are counted."""
 
     LOGIN = "logins"
     #: Place, replace, cancel.
@@ -27,60 +53,290 @@ class CallKind(StrEnum):
 
 
 class CountUnavailable(RateLimited):
-    """Valkey, which counts the calls, is away or is starting; nothing was sent."""
+    """Valkey, which counts the calls, cannot be reached or is starting; nothing was sent."""
 
 
 class RateLimiter(Protocol):
-    """One session's part in the budgets of its accounts' persons."""
+    """What the session needs of a rate limiter. Times in seconds."""
 
-    @property
-    def granted(self) -> bool:
+    def grant_is_fresh(self) -> bool:
         """Whether the last granted call may still be sent."""
         ...
 
-    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
-        """Waits for room for `cost` of these. Raises `RateLimited` if there is none in time,
-        `CountUnavailable` if nobody knows: nothing may be sent then."""
+    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+        """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
+        in time, `CountUnavailable` if Valkey cannot tell; nothing may be sent then."""
         ...
 
-    def connect(self, account: OpenedAccount, patience: WaitLimit) -> None:
-        """Before a login: one of the person's connections, and one login. Raises `LoginLimited`."""
+    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
+        """Takes one of the person's connections and the room for one login. Raises `LoginLimited`."""
         ...
 
-    def disconnected(self, accounts: Iterable[OpenedAccount]) -> None:
-        """After the end of broker sessions: others may connect. Never raises."""
+    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
+        """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""
         ...
 
-    def run_due(self, open_accounts: Iterable[OpenedAccount]) -> None:
-        """To be called about once a second, with the accounts that have a broker session. Never raises."""
-        ...
-
-
-class PrefetchingRateLimiter(Protocol):
-    """Asks for an order's room before the order is known, with the pop that is likely to bring it. Whatever
-    becomes of that, `spend` grants what it would have granted."""
-
-    def ask_ahead(self, accounts: Sequence[OpenedAccount]) -> list[Command]:
-        """What to send, with `accounts` ready to trade: nothing, or one question. Until it is answered, it is
-        the same one, and counted once."""
-        ...
-
-    def answered_ahead(self, replies: Sequence[Any]) -> None:
-        """The replies to that; error replies stand among them. Never raises."""
+    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
+        """Renews the leases of the open connections when due. Called about once a second; never raises."""
         ...
 
 
 class UnlimitedRateLimiter:
-    """A budget without end, for tests."""
+    """Grants every call at once, for tests."""
 
-    granted = True
+    def grant_is_fresh(self) -> bool:
+        return True
 
     def spend(
-        self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1
+        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
     ) -> None: ...
 
-    def connect(self, account: OpenedAccount, patience: WaitLimit) -> None: ...
+    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None: ...
 
-    def disconnected(self, accounts: Iterable[OpenedAccount]) -> None: ...
+    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None: ...
 
-    def run_due(self, open_accounts: Iterable[OpenedAccount]) -> None: ...
+    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None: ...
+
+
+class _BudgetWindow(NamedTuple):
+    what: CallKind
+    #: How many calls are spent.
+    cost: int
+    span_ms: int
+    limit: int
+    #: Calls for the rest of a day whose count was lost.
+    reserve: int
+
+    @classmethod
+    def of(
+        cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: int = 1
+    ) -> _BudgetWindow:
+        number, span = {
+            CallKind.LOGIN: (limits.logins_per_day, _DAY),
+            CallKind.ORDER: (limits.orders_per_10s, _span(10.0)),
+            CallKind.QUERY: (limits.queries_per_5s, _span(5.0)),
+        }[what]
+        limit = max(min(1, number), int(number * share)) * persons
+        # Half of the margin: a count that is lost twice in a day still stays below the broker's number.
+        return cls(what, cost, span, limit, (number * persons - limit) // 2)
+
+
+#: What a call counts in which window. Shioaji also counts the status update that its list of orders needs as
+#: an order.
+_WINDOWS = {
+    CallKind.LOGIN: {CallKind.LOGIN: 1},
+    CallKind.ORDER: {CallKind.ORDER: 1},
+    CallKind.QUERY: {CallKind.QUERY: 1, CallKind.ORDER: 1},
+    CallKind.QUERY_AND_CHANGE: {CallKind.QUERY: 1, CallKind.ORDER: 2},
+}
+
+
+class _BudgetQuery(NamedTuple):
+    """The keys and numbers of one run of `spend_budget.lua` that do not change from call to call."""
+
+    owner: str
+    names: list[str]
+    numbers: list[int]
+
+
+class SharedRateLimiter:
+    """Counts one session's calls in Valkey. Implements `RateLimiter`."""
+
+    def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
+        self._client = client
+        self._allowance = config.allowance
+        self._secret = config.orchestrator_key
+        self._mark_period = config.mark_period
+        self._shared_state = shared_state
+        self._log = log
+        self._holder = f"{config.worker_id}:{shared_state.session_number}"
+        self._calls = 0
+        #: The count id under which a window was granted last, and the first count id of each owner.
+        self._known: dict[tuple[str, str], str] = {}
+        self._first: dict[str, str] = {}
+        #: CLOCK_MONOTONIC seconds before the last question was sent, and before the last granted one was.
+        self._asked_at = 0.0
+        self._granted_at = 0.0
+        self._renewed_at = 0.0
+        self._lost_seen = shared_state.owner_missing
+
+    def grant_is_fresh(self) -> bool:
+        return time.monotonic() - self._granted_at < GRANT_LIFETIME
+
+    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+        error = LoginLimited if what is CallKind.LOGIN else RateLimited
+        self._calls += 1
+        call = f"{self._holder}:{self._calls}"
+        for owner, names, numbers in self._questions(account, what, cost):
+            self._await(
+                partial(self._ask, SPEND_BUDGET, names, [call], owner, what, numbers),
+                wait_limit,
+                error,
+                f"the budget of {what.value} is used up",
+            )
+        self._granted_at = self._asked_at
+
+    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
+        owner = self._person(account)
+        names = [keys.budget(owner, name) for name in ("since", "connections", "holders")]
+        words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
+        words += [self._limits(account).connections, _ms(2 * self._mark_period)]
+        self._await(
+            partial(self._ask, TAKE_CONNECTION, names, words, owner, "connections", []),
+            wait_limit,
+            LoginLimited,
+            "no connection of the person is known to be free",
+        )
+        try:
+            self.spend(account, CallKind.LOGIN, wait_limit)
+        except BerthError:
+            self.release_connections([account])
+            raise
+
+    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
+        self._renew_leases(accounts, 0.0)
+
+    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
+        lost = self._shared_state.owner_missing
+        if lost == self._lost_seen and time.monotonic() - self._renewed_at < CONNECTION_RENEWAL:
+            return
+        self._lost_seen = lost
+        self._renewed_at = time.monotonic()
+        self._renew_leases(open_accounts, CONNECTION_LEASE)
+
+    def _await(
+        self,
+        ask: Callable[[], int],
+        wait_limit: WaitLimit,
+        error: type[BerthError],
+        lack: str,
+    ) -> None:
+        def refusal(ms: int, why: str = lack, away: bool = False) -> BerthError:
+            kind = CountUnavailable if away and error is RateLimited else error
+            return kind(f"{why}; ask again in {ms} ms. Nothing was sent", retry_after=ms / 1000)
+
+        while True:
+            try:
+                wait_ms = ask()
+            except ValkeyFailed as failed:
+                self._log.warning("budget_unknown", code=failed.code, reason=failed.detail)
+                raise refusal(
+                    1000, "Valkey, which counts the calls, could not be asked", _is_outage(failed)
+                ) from None
+            if wait_ms <= 0:
+                return
+            until = time.monotonic() + wait_ms / 1000
+            if wait_ms / 1000 >= wait_limit():
+                raise refusal(wait_ms)
+            self._log.info("budget_awaited", wait_ms=wait_ms)
+            while (left := min(until - time.monotonic(), _LONGEST_SLEEP)) > 0:
+                if wait_limit() <= 0:
+                    raise refusal(max(1, _ms(until - time.monotonic())))
+                with self._shared_state.busy(left):
+                    time.sleep(left)
+
+    def _ask(
+        self,
+        script: Script,
+        names: list[str],
+        words: list[Argument],
+        owner: str,
+        what: str,
+        numbers: list[int],
+    ) -> int:
+        """Asks once; returns the milliseconds to wait, 0 if granted. Raises `ValkeyFailed`."""
+        fresh, known = self._count(owner, what)
+        arguments: list[Argument] = [*words, known, int(fresh), *numbers]
+        self._asked_at = time.monotonic()
+        try:
+            reply = self._client.run(script, names, arguments)
+        except ValkeyUnreachable:  # a broken connection; a repeat is recognised, and counted once
+            reply = self._client.run(script, names, arguments)
+        granted, wait_ms, count = reply
+        if not granted:
+            return max(1, int(wait_ms))
+        if fresh:
+            self._first[owner] = count.decode()
+        self._known[owner, what] = count.decode()
+        return 0
+
+    def _questions(self, account: OpenedAccount, what: CallKind, cost: int) -> list[_BudgetQuery]:
+        """What to ask for one call: a question for each owner, one after the other."""
+        questions = []
+        for owner, persons in self._owners(account):
+            windows = [
+                _BudgetWindow.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
+                for each, weight in _WINDOWS[what].items()
+            ]
+            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
+            questions.append(_BudgetQuery(owner, names, [number for each in windows for number in each[1:]]))
+        return questions
+
+    def _count(self, owner: str, what: str) -> tuple[bool, str]:
+        """Whether the owner never had a count, and the id of the known one, or ''."""
+        fresh = self._never_served and owner not in self._first
+        return fresh, self._known.get((owner, what)) or self._first.get(owner, "")
+
+    @property
+    def _never_served(self) -> bool:
+        """Whether this is the first session of the user's first worker, for which a missing count was not
+        lost. The one gap: another user of the same person may have called in the seconds before a loss of
+        data."""
+        state = self._shared_state
+        return state.epoch == 1 and state.claimed_session == state.session_number
+
+    def _owners(self, account: OpenedAccount) -> list[tuple[str, int]]:
+        """The owners that the account's calls count for, each with the number of persons that it stands
+        for."""
+        owners = [(self._person(account), 1)]
+        if self._allowance.egress:
+            address = self._hash(account.key.broker, "address", self._allowance.egress)
+            owners.append((address, self._allowance.egress_persons))
+        return owners
+
+    def _person(self, account: OpenedAccount) -> str:
+        key, credentials = account.key, account.credentials
+        if credentials.person_id:
+            return self._hash(key.broker, "person", credentials.person_id)
+        if key.broker == "paper":  # there, an account without a person is a person of its own
+            return self._hash(key.broker, "account", key.account_id)
+        return self._hash(key.broker, "api key", credentials.api_key)
+
+    def _hash(self, *parts: str) -> str:
+        return blake2b("\0".join(parts).encode(), key=self._secret, digest_size=16).hexdigest()
+
+    def _limits(self, account: OpenedAccount) -> BrokerLimits:
+        # Shioaji's numbers for any other broker: facts of one that bans are a safe start for the next.
+        return self._allowance.paper if account.key.broker == "paper" else BrokerLimits()
+
+    def _connection(self, account: OpenedAccount) -> str:
+        """The connection's name: the same for a user's successive workers, another one for new credentials,
+        which log in before the old session is closed."""
+        return f"{self._shared_state.user_id}/{account.key.account_id}/{account.version}"
+
+    def _renew_leases(self, accounts: Iterable[OpenedAccount], lease: float) -> None:
+        by_owner: dict[str, list[str]] = {}
+        for account in accounts:
+            by_owner.setdefault(self._person(account), []).append(self._connection(account))
+        for owner, connections in by_owner.items():
+            names = [keys.budget(owner, name) for name in ("connections", "holders")]
+            try:
+                self._client.run(RENEW_CONNECTIONS, names, [self._holder, _ms(lease), *connections])
+            except ValkeyFailed as error:
+                self._log.warning("connections_not_renewed", code=error.code, reason=error.detail)
+                self._renewed_at = time.monotonic() - CONNECTION_RENEWAL + _RETRY
+                return
+
+
+def _is_outage(failed: ValkeyFailed) -> bool:
+    """Whether Valkey serves nothing else either, so that an order put back now is not popped again at
+    once."""
+    return isinstance(failed, ValkeyUnreachable) or failed.detail == "LOADING"
+
+
+def _span(seconds: float) -> int:
+    return _ms(seconds + GRANT_LIFETIME)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

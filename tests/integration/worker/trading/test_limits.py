@@ -29,8 +29,7 @@ from worker_runtime.protocol.messages import (
 )
 from worker_runtime.protocol.requests import QueryAccount
 from worker_runtime.trading.account_session import OpenedAccount
-from worker_runtime.trading.rate_limiter import CallKind
-from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
+from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 REAL = ["-m", "worker_runtime"]
 PERSONS, USERS = 4, 5
@@ -229,3 +228,59 @@ def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call
     assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
     assert crowd.incidents() == []
     assert worker.end() == 0
+
+
+def counted(stage: WorkerStage) -> list[int]:
+    """Orders counted for each owner."""
+    names = stage.client.execute("KEYS", "broker:budget:*:orders")
+    return [stage.client.execute("ZCARD", name) for name in names]
+
+
+def pops(stage: WorkerStage) -> int:
+    return int(stage.client.execute("HGET", keys.pop(stage.user), "number") or 0)
+
+
+def settled(stage: WorkerStage) -> int:
+    """Orders that were counted when the worker had nothing more to do."""
+    eventually(lambda: pops(stage) >= 2, "its own looks at the queue")
+    eventually(lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard")
+    eventually(lambda: not stage.processing(), "it is idle")
+    return sum(counted(stage))
+
+
+def test_a_worker_counts_each_order_once(stage: WorkerStage) -> None:
+    stage.active()
+    listing = settled(stage)
+    for _ in range(3):
+        assert stage.send().failure is None
+    assert settled(stage) - listing == 3
+
+
+def test_a_worker_pops_once_for_an_order_that_is_alone_and_until_the_queue_is_empty_for_more(
+    stage: WorkerStage,
+) -> None:
+    stage.active()
+    settled(stage)
+    before = pops(stage)
+    assert stage.send().failure is None
+    assert pops(stage) == before + 1
+    orders = [stage.order() for _ in range(3)]
+    for order in orders:
+        stage.enqueue(order)
+    for order in orders:
+        assert stage.answer(order.request_id).failure is None
+    # A ring may come after its order was popped with the one before: a look at an empty queue.
+    assert pops(stage) <= before + 1 + 2 * len(orders)
+
+
+def test_a_person_and_an_address_count_an_order_once_each(stage: WorkerStage) -> None:
+    config = stage.config(worker_id="w1", allowance=Allowance(egress="10.0.0.1", egress_persons=1))
+    shared_state = SharedState()
+    shared_state.session_number = 1
+    shared_state.assign(stage.user, "c1", 1)
+    limiter = SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
+    account = OpenedAccount(
+        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+    )
+    limiter.spend(account, CallKind.ORDER, lambda: 0.0)
+    assert counted(stage) == [1, 1]

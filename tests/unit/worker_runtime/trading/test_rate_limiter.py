@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Argument, Valkey, ValkeyRefused
 from worker_runtime.protocol.errors import LoginLimited, RateLimited
-from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.launch import Allowance, WorkerConfig
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.scripts import Script
 from worker_runtime.trading.account_session import OpenedAccount
-from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
-from worker_runtime.trading.shared_rate_limiter import SharedRateLimiter
+from worker_runtime.trading.rate_limiter import (
+    GRANT_LIFETIME,
+    CallKind,
+    CountUnavailable,
+    SharedRateLimiter,
+)
 
 
 def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_path: Path) -> None:
@@ -35,7 +40,7 @@ def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_pat
     ) as refused:
         budget.spend(account, CallKind.ORDER, lambda: 10.0)
     assert refused.value.retry_after == 1.0
-    assert not budget.granted
+    assert not budget.grant_is_fresh()
     with pytest.raises(LoginLimited):
         budget.spend(account, CallKind.LOGIN, lambda: 10.0)
 
@@ -59,3 +64,63 @@ def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_
     with pytest.raises(RateLimited) as refused:
         budget.spend(account, CallKind.ORDER, lambda: 10.0)
     assert type(refused.value) is kind
+
+
+class GrantingValkey(Valkey):
+    """Grants what it is asked, and keeps the ids of the calls. `delay`: seconds until it answers."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        super().__init__("redis://127.0.0.1:1/0")
+        self.calls: list[Argument] = []
+        self.delay = delay
+
+    def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
+        self.calls.append(args[0])
+        asked = time.monotonic()
+        while time.monotonic() - asked < self.delay:
+            time.sleep(0.01)
+        return [1, 0, b"count"]
+
+
+def spend_orders(client: GrantingValkey, count: int, egress: str = "") -> SharedRateLimiter:
+    """A rate limiter that has granted so many orders."""
+    config = WorkerConfig(
+        worker_id="w",
+        pool="p",
+        valkey_url="",
+        launch_token=b"",
+        orchestrator_key=b"secret",
+        allowance=Allowance(egress=egress),
+    )
+    limiter = SharedRateLimiter(client, config, SharedState(), Log("CRITICAL"))
+    account = OpenedAccount(
+        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+    )
+    for _ in range(count):
+        limiter.spend(account, CallKind.ORDER, lambda: 1.0)
+    return limiter
+
+
+def test_a_grant_is_void_after_its_lifetime() -> None:
+    limiter = spend_orders(GrantingValkey(), 1)
+    assert limiter.grant_is_fresh()
+    granted = time.monotonic()
+    while time.monotonic() - granted < GRANT_LIFETIME:
+        time.sleep(0.01)
+    assert not limiter.grant_is_fresh()
+
+
+def test_a_grant_whose_reply_took_too_long_is_void() -> None:
+    assert not spend_orders(GrantingValkey(GRANT_LIFETIME), 1).grant_is_fresh()
+
+
+def test_no_two_calls_share_an_id() -> None:
+    client = GrantingValkey()
+    spend_orders(client, 3)
+    assert len(set(client.calls)) == 3
+
+
+def test_an_order_is_asked_for_once_for_the_person_and_once_for_the_address() -> None:
+    client = GrantingValkey()
+    spend_orders(client, 1, egress="10.0.0.1")
+    assert len(client.calls) == 2
