@@ -1,4 +1,4 @@
-"""Tells Temporal that an activity lives, while it waits for something that says nothing."""
+"""Tells Temporal that an activity is alive while it waits for a call that takes long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from temporalio import activity
 
 from infra import tasks
 
-#: Seconds between two beats: a third of what Temporal waits for one, and less.
+#: Seconds between two beats: well below the shortest heartbeat timeout of `workflows/calls.py`, 5 s.
 PERIOD = 1.0
 
 
 class Heartbeat:
-    """`async with Heartbeat():` beats once a second around a call that takes long."""
+    """`async with Heartbeat():` beats at once, then once a second."""
 
     async def __aenter__(self) -> None:
         self._beating = asyncio.create_task(self._beat())

@@ -153,7 +153,7 @@ async def running_services(settings: Settings) -> AsyncIterator[Services]:
         stack.push_async_callback(settler.close)
         answers = AnswerListener(client)
         stack.push_async_callback(answers.close)
-        starter = WorkerStarter(temporal, settings, log.logger())
+        starter = WorkerStarter(temporal, settings)
         stack.push_async_callback(starter.close)
         queue = RequestQueue(client, lambda: answers.link)
         waiting = AnswerWaiter(queue, answers, starter)

@@ -7,13 +7,11 @@ import uuid
 from dataclasses import dataclass, field
 
 import structlog
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 from temporalio import activity
 
-from activities.claims.handshake import ClaimReplies, seal_accounts
+from activities.claims.handshake import WAIT_SLICE, ClaimReplies, push_signed, seal_accounts
 from activities.pool import entries
-from activities.pool.entries import ask
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
 from infra.database.accounts import EncryptedAccount
@@ -24,14 +22,12 @@ from infra.database.users import UserNotFound
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
-from worker_runtime.protocol import errors, keys, sealing
-from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, Message, PlaceOrder
+from worker_runtime.protocol import errors, keys
+from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOrder
 from worker_runtime.protocol.switches import UserSwitch
 from workflows.user_worker import messages as m
-
-#: Seconds of one blocking wait: below Valkey's socket timeout (5 s), and a heartbeat in between.
-WAIT_SLICE = 1.0
 
 #: Recent crashes from which on a start is held back: the first one is answered by a new worker at once.
 BACK_OFF_FROM = 2
@@ -99,7 +95,7 @@ class ClaimActivities:
         if reply is None:
             inbox = keys.pool_inbox(request.pool, worker.worker_id)
             # Once, unless it was lost on the way: a worker answers a repeated claim again.
-            if found.status == "claimed" or not await ask(self._client.llen(inbox)):
+            if found.status == "claimed" or not await reply_of(self._client.llen(inbox)):
                 claim = await self._claim_message(request, taken, generation)
                 await push_signed(self._client, inbox, claim, self._keys.signing_key)
             reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
@@ -269,7 +265,7 @@ class ClaimActivities:
         replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
         inbox = keys.pool_inbox(worker.pool, worker.worker_id)
         answered = await replies.present(worker.worker_id, request.attempt)
-        if answered is None and not await ask(self._client.llen(inbox)):
+        if answered is None and not await reply_of(self._client.llen(inbox)):
             message = Connect(
                 claim_id=worker.claim_id,
                 worker_id=worker.worker_id,
@@ -318,11 +314,3 @@ def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
         failure_detail=failure.detail,
         retryable=failure.retryable,
     )
-
-
-async def push_signed(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
-    """Puts a signed message on a worker's inbox, which outlives nobody's interest in it."""
-    async with client.pipeline(transaction=True) as pipe:
-        pipe.rpush(key, sealing.sign(message, signing))
-        pipe.expire(key, keys.CLAIM_TTL)
-        await pipe.execute()

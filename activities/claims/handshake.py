@@ -1,9 +1,7 @@
-"""A user's accounts, sealed to one worker's public key for one claim or reload.
+"""The messages between a claim or reload and its worker: sealed accounts, signed messages, and replies.
 
-Reading a worker's answer to a claim, a further login or a reload, without losing it.
-
-The list is never popped: a lost activity result must find the answer again. Waiting is a BLMOVE of the
-list onto itself, which blocks while it is empty and changes nothing when it is not.
+The list of replies is never popped, because the repeat of a lost activity must find the reply again. Waiting
+is a BLMOVE of the list onto itself, which blocks while it is empty and changes nothing when it is not.
 """
 
 from __future__ import annotations
@@ -13,15 +11,21 @@ from collections.abc import Sequence
 
 import msgspec
 import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
-from activities.pool.entries import ask
 from infra.database.accounts import EncryptedAccount
+from infra.valkey.client import reply_of
 from infra.vault import vault
 from infra.vault.key_pairs import KeyUnwrapper
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.messages import ClaimReply, SealedAccount, decode
+from worker_runtime.protocol.messages import ClaimReply, Message, SealedAccount, decode
+
+#: Seconds of one blocking wait: below Valkey's socket timeout (5 s), with a heartbeat in between.
+WAIT_SLICE = 1.0
+
+log = structlog.get_logger()
 
 
 async def seal_accounts(
@@ -61,7 +65,12 @@ async def seal_accounts(
     return sealed
 
 
-log = structlog.get_logger()
+async def push_signed(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
+    """Puts a signed message on a worker's inbox, which outlives nobody's interest in it."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.rpush(key, sealing.sign(message, signing))
+        pipe.expire(key, keys.CLAIM_TTL)
+        await pipe.execute()
 
 
 class ClaimReplies:
@@ -74,7 +83,7 @@ class ClaimReplies:
 
     async def present(self, worker_id: str, attempt: int) -> ClaimReply | None:
         """The answer to this attempt, if it is there; what does not belong here is removed."""
-        items: list[bytes] = await ask(self._client.lrange(self._key, 0, -1))
+        items: list[bytes] = await reply_of(self._client.lrange(self._key, 0, -1))
         for item in items:
             reply = self._read(item)
             # A success stands whatever attempt it belongs to: the worker is connected.
@@ -83,7 +92,7 @@ class ClaimReplies:
                 or reply.worker_id != worker_id
                 or (reply.attempt < attempt and reply.failure is not None)
             ):
-                await ask(self._client.lrem(self._key, 1, item))  # type: ignore[arg-type]
+                await reply_of(self._client.lrem(self._key, 1, item))  # type: ignore[arg-type]
             else:
                 return reply
         return None
@@ -96,7 +105,7 @@ class ClaimReplies:
             left = deadline - time.monotonic()
             if reply is not None or left <= 0:
                 return reply
-            await ask(self._client.blmove(self._key, self._key, max(left, 0.01), "LEFT", "RIGHT"))  # type: ignore[arg-type]
+            await reply_of(self._client.blmove(self._key, self._key, max(left, 0.01), "LEFT", "RIGHT"))  # type: ignore[arg-type]
 
     def _read(self, item: bytes) -> ClaimReply | None:
         try:

@@ -11,12 +11,12 @@ from redis.exceptions import RedisError
 from temporalio import activity
 
 from activities.pool import entries
-from activities.pool.entries import ask
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.trading import switches
 from infra.launchers.port import Launcher, LauncherUnreachable
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from workflows.user_worker import messages as m
 
@@ -67,7 +67,7 @@ class HealthActivity:
     async def _restore_owner(self, request: m.CheckWorker) -> None:
         owner = keys.owner(request.user_id)
         try:
-            if await ask(self._client.exists(owner)):
+            if await reply_of(self._client.exists(owner)):
                 return
             generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
             async with self._database.session(autocommit=True) as session:

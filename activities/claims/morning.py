@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, date, datetime, timedelta
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import structlog
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.heartbeat import Heartbeat
 from infra.database.engine import Database
 from infra.database.orders import listing as recent_users
 from infra.market.calendar import DAY, TAIPEI, Calendar, Market
@@ -18,14 +18,12 @@ from workflows.morning import messages as mo
 
 #: Days looked back for trading days, at the most: the longest holidays of Taiwan are below two weeks.
 LOOK_BACK = 60
-#: Seconds between two heartbeats.
-BEAT = 1.0
 
 log = structlog.get_logger()
 
 
-class ActivatorPort(Protocol):
-    async def ensure(self, user_id: str) -> None:
+class StarterPort(Protocol):
+    async def ensure_active(self, user_id: str) -> None:
         """Returns when the user's worker is Active; raises `BerthError`."""
         ...
 
@@ -33,7 +31,7 @@ class ActivatorPort(Protocol):
 class MorningActivities:
     """Activities `plan_morning`, `recent_users`, `connect_user`. All may be repeated."""
 
-    def __init__(self, database: Database, calendar: Calendar, starter: ActivatorPort) -> None:
+    def __init__(self, database: Database, calendar: Calendar, starter: StarterPort) -> None:
         self._database = database
         self._calendar = calendar
         self._starter = starter
@@ -68,11 +66,9 @@ class MorningActivities:
 
     @activity.defn
     async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
-        task = asyncio.ensure_future(self._starter.ensure(request.user_id))
-        while not (await asyncio.wait({task}, timeout=BEAT))[0]:
-            activity.heartbeat()
         try:
-            task.result()
+            async with Heartbeat():
+                await self._starter.ensure_active(request.user_id)
         except BerthError as error:
             log.warning("morning_user_failed", user_id=request.user_id, code=error.code)
             return mo.Connected(ok=False, code=error.code, detail=error.detail, retryable=error.retryable)

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 from temporalio import activity
 
-from activities.claims.claim import WAIT_SLICE
-from activities.claims.handshake import ClaimReplies, seal_accounts
+from activities.claims.handshake import WAIT_SLICE, ClaimReplies, seal_accounts
 from activities.pool import entries
-from activities.pool.entries import ask
 from infra.database import audit
 from infra.database.accounts import EncryptedAccount
 from infra.database.engine import Database
 from infra.database.orders import listing as open_orders_table
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
 from worker_runtime.protocol import errors, keys, scripts, sealing
 from worker_runtime.protocol.messages import PlaceOrder, ReloadCredentials
@@ -141,7 +140,7 @@ class ReloadActivity:
 
     async def _shown_key(self, request: m.ReloadRequest) -> bytes:
         """The key in the worker's metadata, if it is proven to be the worker's own."""
-        fields = await ask(self._client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
+        fields = await reply_of(self._client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
         try:
             key, proof = (bytes.fromhex((value or b"").decode("ascii")) for value in fields)
         except ValueError:

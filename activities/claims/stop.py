@@ -9,14 +9,14 @@ import structlog
 from redis.asyncio import Redis
 from temporalio import activity
 
-from activities.claims.claim import push_signed
+from activities.claims.handshake import push_signed
 from activities.heartbeat import Heartbeat
 from activities.pool import entries
-from activities.pool.entries import ask
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher, Task
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys, scripts, sealing
@@ -122,7 +122,7 @@ class StopActivity:
         worker, user = request.worker, request.user_id
         # From here on it cannot confirm the claim any more, if it has not yet.
         await entries.release_claim(self._client, worker.pool, worker_id, worker.claim_id)
-        mark = await ask(self._client.get(keys.mark(user)))
+        mark = await reply_of(self._client.get(keys.mark(user)))
         marked = bool(mark == f"{worker.epoch}:{worker_id}".encode())
         if request.grace <= 0:
             return marked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -12,13 +11,13 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from activities.events.recorder import CLOSED_BY_WORKER
-from activities.events.relay import REFUSED
 from activities.pool import entries
-from activities.pool.entries import ask
 from infra import tasks
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher, LauncherUnreachable, TaskExit
+from infra.temporal.client import signal_workflow
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
@@ -71,14 +70,12 @@ class ExitWatcher:
             await self._losing.wait()
             self._losing.clear()
             while self._lost:
-                pool = next(
-                    iter(self._lost)
-                )  # the one that waits longest: a pool that fails holds up no other
+                # The one that waits longest: a pool that fails holds up no other.
+                pool = next(iter(self._lost))
                 worker_id = self._lost.pop(pool)
                 try:
-                    await self._signal(
-                        names.worker_pool_id(pool), "worker_gone", pm.WorkerGone(worker_id=worker_id)
-                    )
+                    gone = pm.WorkerGone(worker_id=worker_id)
+                    await signal_workflow(self._temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_told", pool=pool, error=type(error).__name__)
                 except Exception:  # the boundary of a loop: it would end unseen, and no pool hear any more
@@ -94,7 +91,7 @@ class ExitWatcher:
         An end that is told twice changes nothing. But a launcher keeps thousands of them, and those who
         just died must not wait until all are told again.
         """
-        position = await ask(self._client.get(keys.EXITS_TOLD))
+        position = await reply_of(self._client.get(keys.EXITS_TOLD))
         return position.decode() if position else ""
 
     async def _insist(self, ended: TaskExit) -> None:
@@ -104,7 +101,7 @@ class ExitWatcher:
                 await self.tell(ended)
                 position = ended.detail.get("position")
                 if position:
-                    await ask(self._client.set(keys.EXITS_TOLD, position))
+                    await reply_of(self._client.set(keys.EXITS_TOLD, position))
                 return
             except (BerthError, RedisError, RPCError, OSError) as error:
                 log.warning("exit_not_told", worker_id=ended.worker_id, error=type(error).__name__)
@@ -134,18 +131,9 @@ class ExitWatcher:
                 exit_code=ended.exit_code,
                 reason=ended.reason[:200],
             )
-            if not await self._signal(names.user_worker_id(row.user_id), "worker_lost", lost):
+            workflow_id = names.user_worker_id(row.user_id)
+            if not await signal_workflow(self._temporal, workflow_id, "worker_lost", lost):
                 await self._close(row.claim_id, ended.reason)
-
-    async def _signal(self, workflow_id: str, signal: str, message: Any) -> bool:
-        """Whether there is such a workflow."""
-        try:
-            await self._temporal.get_workflow_handle(workflow_id).signal(signal, message)
-        except RPCError as error:
-            if error.status not in REFUSED:
-                raise
-            return False
-        return True
 
     async def _close(self, claim_id: str, reason: str) -> None:
         """Nobody else would: the assignment would count as open for ever."""

@@ -11,7 +11,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 
 import structlog
 from redis.asyncio import Redis
@@ -21,7 +20,6 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from activities.events.absences import GAP, Absences
-from activities.events.relay import REFUSED
 from activities.pool import entries
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -29,6 +27,7 @@ from infra.database.trading import switches
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers.sessions import WorkerInService
 from infra.settings import Settings
+from infra.temporal.client import signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from worker_runtime.protocol import keys
@@ -41,9 +40,6 @@ LOCK = 0x6265727469
 CHUNK = 500
 #: Seconds between two tries while PostgreSQL is away.
 RETRY = 1.0
-#: What one signal may take: a Temporal that is slower is as good as away, and the look must go on. A busy
-#: host stands still for 2 to 3 s.
-SIGNAL_TIMEOUT = timedelta(seconds=5)
 
 log = structlog.get_logger()
 
@@ -57,31 +53,16 @@ class MarkWatcher:
         self._settings = settings
         self._blind = False
         self._many = False
-        #: The server to which `stand_by` has told the switches.
-        self._told_to = ""
-        #: The server of which a look has noted since when it is known.
+        #: The last server of which it was written down since when it is known.
         self._noted = ""
 
     async def run(self) -> None:
         while True:
             try:
-                await lead(self._settings.database_url, LOCK, self.watch, meanwhile=self.stand_by)
+                await lead(self._settings.database_url, LOCK, self.watch)
             except DatabaseUnavailable as error:
                 log.warning("watcher_waits", reason=error.detail)
             await asyncio.sleep(RETRY)
-
-    async def stand_by(self, connection: AsyncConnection) -> None:
-        """Tells the switches to each new server, whoever leads: a leader of an earlier release knows nothing
-        of servers, and until somebody has told it, workers of this one leave all requests in their queues."""
-        try:
-            server = await valkey.read_server_id(self._client)
-            if server != self._told_to:
-                await valkey.note_server(self._client, server)
-                workers = await worker_sessions.workers_in_service(connection)
-                await self._restore_switches(workers, server, connection)
-                self._told_to = server
-        except (RedisError, OSError) as error:
-            log.info("standby_blind", error=type(error).__name__, reason=str(error)[:200])
 
     async def watch(self, connection: AsyncConnection) -> None:
         """Looks every `watch_period`, with what it needs from PostgreSQL read by `connection`."""
@@ -178,19 +159,19 @@ class MarkWatcher:
 
     async def _tell(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
         for one in due:
-            handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
+            workflow_id = names.user_worker_id(one.user_id)
             unmarked = m.WorkerUnmarked(worker_id=one.worker_id, epoch=one.epoch, generation=generation)
             try:
-                await handle.signal("worker_unmarked", unmarked, rpc_timeout=SIGNAL_TIMEOUT)
+                found = await signal_workflow(self._temporal, workflow_id, "worker_unmarked", unmarked)
             except RPCError as error:
-                if error.status not in REFUSED:
-                    log.warning("unmarked_not_told", user_id=one.user_id, reason=str(error)[:200])
-                    return  # Temporal is away: the next look tries again
-                absences.forsaken(one)
-                log.warning("unmarked_worker_of_no_workflow", user_id=one.user_id, worker_id=one.worker_id)
-            else:
+                log.warning("unmarked_not_signalled", user_id=one.user_id, reason=str(error)[:200])
+                return  # Temporal is away: the next look tries again
+            if found:
                 absences.told(_now(), one)
                 log.warning("worker_unmarked", user_id=one.user_id, worker_id=one.worker_id, epoch=one.epoch)
+            else:
+                absences.forsaken(one)
+                log.warning("unmarked_worker_of_no_workflow", user_id=one.user_id, worker_id=one.worker_id)
 
 
 def _now() -> float:

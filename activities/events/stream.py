@@ -21,7 +21,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from activities.pool.entries import ask
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Event, decode
@@ -127,7 +127,7 @@ class EventStream:
 
     async def step(self, cursor: bytes = b">") -> int:
         """Handles one batch; returns its size."""
-        found = await ask(
+        found = await reply_of(
             self._client.xreadgroup(
                 self._group, self._consumer, {keys.EVENTS: cursor}, count=BATCH, block=BLOCK_MS
             )
@@ -138,13 +138,13 @@ class EventStream:
 
     async def upkeep(self) -> None:
         """Takes over abandoned entries, forgets idle consumers, trims."""
-        claimed = await ask(
+        claimed = await reply_of(
             self._client.xautoclaim(keys.EVENTS, self._group, self._consumer, self._abandoned_ms, count=BATCH)
         )
         await self._handle([entry for entry in claimed[1] if entry[1]])
-        for consumer in await ask(self._client.xinfo_consumers(keys.EVENTS, self._group)):
+        for consumer in await reply_of(self._client.xinfo_consumers(keys.EVENTS, self._group)):
             if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_MS:
-                await ask(self._client.xgroup_delconsumer(keys.EVENTS, self._group, consumer["name"]))
+                await reply_of(self._client.xgroup_delconsumer(keys.EVENTS, self._group, consumer["name"]))
         await self._trim()
 
     async def _handle(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
@@ -160,11 +160,11 @@ class EventStream:
                 events.append(event)
         if events:
             await self._handler.handle(events)
-        await ask(self._client.xack(keys.EVENTS, self._group, *(entry_id for entry_id, _ in entries)))
+        await reply_of(self._client.xack(keys.EVENTS, self._group, *(entry_id for entry_id, _ in entries)))
 
     async def _create_group(self) -> None:
         try:
-            await ask(self._client.xgroup_create(keys.EVENTS, self._group, id="0", mkstream=True))
+            await reply_of(self._client.xgroup_create(keys.EVENTS, self._group, id="0", mkstream=True))
             log.info("event_group_created", group=self._group)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
@@ -173,14 +173,16 @@ class EventStream:
             await self._wait("event_stream_waits", error)
 
     async def _trim(self) -> None:
-        groups = {_text(group["name"]): group for group in await ask(self._client.xinfo_groups(keys.EVENTS))}
+        groups = {
+            _text(group["name"]): group for group in await reply_of(self._client.xinfo_groups(keys.EVENTS))
+        }
         if not set(GROUPS) <= groups.keys():
             return
         lowest = []
         for name, group in groups.items():
-            pending = await ask(self._client.xpending(keys.EVENTS, name))
+            pending = await reply_of(self._client.xpending(keys.EVENTS, name))
             lowest.append(_text(pending["min"] or group["last-delivered-id"]))
-        await ask(self._client.xtrim(keys.EVENTS, minid=min(lowest, key=_position), approximate=False))
+        await reply_of(self._client.xtrim(keys.EVENTS, minid=min(lowest, key=_position), approximate=False))
 
     async def _wait(self, event: str, error: Exception) -> None:
         log.warning(event, group=self._group, error=type(error).__name__, reason=str(error)[:200])

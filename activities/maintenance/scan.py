@@ -15,11 +15,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from activities.maintenance.anomalies import EntryState, FleetSnapshot, ReportedState
-from activities.pool.entries import ask
 from infra.database.engine import Database
 from infra.database.workers import maintenance
 from infra.database.workers.maintenance import AssignmentRow, PassBasis, Suspect
 from infra.launchers.port import Launcher, Task
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 
 #: Keys looked at by one SCAN, which takes Valkey about 0.1 ms, and by all SCANs of one look.
@@ -141,7 +141,7 @@ class FleetScanner:
         """Users of whom a mark or metadata stand in Valkey, as far as this look's SCANs come."""
         found: set[str] = set()
         for _ in range(SCANNED // STEP):
-            self._cursor, some = await ask(self._client.scan(self._cursor, match=_PATTERN, count=STEP))
+            self._cursor, some = await reply_of(self._client.scan(self._cursor, match=_PATTERN, count=STEP))
             for key in some:
                 for prefix in (_MARK, _METADATA):
                     if key.startswith(prefix):

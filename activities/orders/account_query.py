@@ -13,7 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerUnavailable
@@ -28,10 +28,10 @@ FIRST_RING = 1.0
 
 
 class AccountQueryClient:
-    def __init__(self, client: Redis, ensuring: WorkerActivator) -> None:
+    def __init__(self, client: Redis, starter: WorkerStarter) -> None:
         self._client = client
         self._queue = RequestQueue(client)
-        self._ensuring = ensuring
+        self._starter = starter
         self._running: dict[tuple[str, str], asyncio.Task[AccountReport]] = {}
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
@@ -56,7 +56,7 @@ class AccountQueryClient:
         try:
             # What waits in the queue keeps no worker alive, and starts none.
             if not await self._queue.marked(user_id):
-                await self._ensuring.ensure(user_id)
+                await self._starter.ensure_active(user_id)
             query = QueryAccount(
                 request_id=uuid4().hex,
                 user_id=user_id,

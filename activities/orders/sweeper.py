@@ -36,7 +36,7 @@ from infra.database.orders import watch as order_watch
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of, place_request
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
@@ -74,7 +74,7 @@ class OrderSweeper:
         client: Redis,
         database: Database,
         temporal: Client,
-        ensuring: WorkerActivator,
+        starter: WorkerStarter,
         settings: Settings,
         *,
         lease: float = LEASE,
@@ -84,7 +84,7 @@ class OrderSweeper:
         self._queue = RequestQueue(client)
         self._database = database
         self._temporal = temporal
-        self._ensuring = ensuring
+        self._starter = starter
         self._settings = settings
         self._lease = lease
         self._grace = grace
@@ -254,6 +254,6 @@ class OrderSweeper:
 
     async def _ensure(self, user_id: str) -> None:
         try:
-            await self._ensuring.ensure(user_id)
+            await self._starter.ensure_active(user_id)
         except BerthError as error:
             log.warning("no_worker_for_swept_order", user_id=user_id, code=error.code, reason=error.detail)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import datetime
 
 import structlog
@@ -15,9 +12,9 @@ from redis.exceptions import RedisError
 from sqlalchemy import func, select
 from temporalio import activity
 
+from activities.heartbeat import Heartbeat
 from activities.orders.account_query import AccountQueryClient
 from activities.orders.reconciliation import listed_event, may_be_listed_as
-from infra import tasks
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders import acceptance as orders
@@ -33,8 +30,6 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, O
 from worker_runtime.protocol.requests import AccountReport
 from workflows.order import messages as om
 
-#: Seconds between two heartbeats: half of what a call of `workflows/calls.py` waits for one, and less.
-BEAT = 1.0
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.
 CLOCKS = 30.0
 
@@ -52,7 +47,7 @@ class OrderActivities:
     @activity.defn
     async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
         """One look. Raises `DatabaseUnavailable`."""
-        async with _beating():
+        async with Heartbeat():
             try:
                 order = await self._known(uuid.UUID(request.order_id))
             except OrderNotFound:
@@ -197,19 +192,3 @@ def _would_list(report: AccountReport, order: Order) -> bool:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-@asynccontextmanager
-async def _beating() -> AsyncIterator[None]:
-    """Heartbeats, so that an orchestrator that died is noticed before the look's own time is over."""
-
-    async def beat() -> None:
-        while True:
-            activity.heartbeat()
-            await asyncio.sleep(BEAT)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        await tasks.cancel_tasks(task)

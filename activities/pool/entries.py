@@ -8,13 +8,13 @@ One pool worker's entry in Valkey: who it is, whether its key is its own, and th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.switches import UserSwitch
@@ -41,11 +41,6 @@ async def leave_line(client: Redis, pool: str, user_id: str) -> None:
         pipe.zrem(keys.pool_wait_queue(pool), user_id)
         pipe.zrem(keys.pool_last_asked(pool), user_id)
         await pipe.execute()
-
-
-async def ask(command: Awaitable[Any] | Any) -> Any:
-    """redis-py types its commands as `Awaitable[T] | T`; those of the asyncio client are awaitable."""
-    return await cast("Awaitable[Any]", command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +120,13 @@ async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str)
 
 async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
     """The worker that this claim got, or ''."""
-    value = await ask(client.get(keys.pool_claim(pool, claim_id)))
+    value = await reply_of(client.get(keys.pool_claim(pool, claim_id)))
     return _text(value) if value else ""
 
 
 async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
     """The claim that holds this worker by its pool entry, or ''."""
-    value = await ask(client.hget(keys.pool_worker(pool, worker_id), "claim"))
+    value = await reply_of(client.hget(keys.pool_worker(pool, worker_id), "claim"))
     return _text(value) if value else ""
 
 

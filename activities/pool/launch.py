@@ -18,13 +18,13 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.heartbeat import Heartbeat
 from activities.pool import entries
-from activities.pool.entries import ask
 from activities.pool.snapshot import PoolSnapshot, PoolSnapshotSource
 from activities.rollout.canary import CanaryRegistry
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher, LauncherUnreachable, LaunchFailed, LaunchSpec, Task
 from infra.settings import Settings
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.launch import WorkerConfig
@@ -112,7 +112,7 @@ class LaunchActivities:
         def is_born(worker_id: str) -> Callable[[], Awaitable[bool]]:
             async def born_by_now() -> bool:
                 # The list onto itself: a repeat finds it again.
-                found = await ask(self._client.blmove(born, born, 1, "LEFT", "RIGHT"))
+                found = await reply_of(self._client.blmove(born, born, 1, "LEFT", "RIGHT"))
                 if found is None or found.decode() == worker_id:
                     return found is not None
                 await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
@@ -178,7 +178,7 @@ class LaunchActivities:
                 return True
             until = time.monotonic() + SLICE
             while time.monotonic() < until:
-                if await ask(self._client.exists(entry)):
+                if await reply_of(self._client.exists(entry)):
                     return True
                 await asyncio.sleep(LOOK)
             return False

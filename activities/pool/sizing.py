@@ -14,14 +14,15 @@ import structlog
 from redis.asyncio import Redis
 from temporalio import activity
 
+from activities.heartbeat import Heartbeat
 from activities.pool import entries
-from activities.pool.entries import ask
-from activities.pool.launch import POOL_PREFIX, SLICE, worker_id_of
+from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.market import windows
 from infra.market.calendar import Calendar
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from workflows.worker_pool import messages as pm
@@ -113,7 +114,7 @@ class PoolActivities:
         ready, announced = await self._announced(request.pool, list(tasks))
         dead = ready - announced.keys()
         if dead:
-            await ask(self._client.zrem(keys.pool_ready(request.pool), *dead))
+            await reply_of(self._client.zrem(keys.pool_ready(request.pool), *dead))
             log.info("pool_entries_removed", pool=request.pool, count=len(dead))
         free = {worker for worker in ready if announced.get(worker) == b"ready"} - launching
         silent = tasks.keys() - announced.keys() - launching
@@ -132,7 +133,7 @@ class PoolActivities:
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
         """The ready list, and the state of each worker (listed or running) that has an entry."""
-        ready = {raw.decode() for raw in await ask(self._client.zrange(keys.pool_ready(pool), 0, -1))}
+        ready = {raw.decode() for raw in await reply_of(self._client.zrange(keys.pool_ready(pool), 0, -1))}
         workers = sorted(ready.union(running))
         async with self._client.pipeline(transaction=False) as pipe:
             for worker in workers:
@@ -162,10 +163,8 @@ class PoolActivities:
                 break
             taken.append(found)
         # Beside each other: each may take its grace. The call may be repeated, and ends the rest.
-        stopping = asyncio.gather(*(self._stop(request.pool, found) for found in taken))
-        while not (await asyncio.wait({stopping}, timeout=SLICE))[0]:
-            activity.heartbeat()
-        await stopping
+        async with Heartbeat():
+            await asyncio.gather(*(self._stop(request.pool, found) for found in taken))
         return len(taken)
 
     async def _stop(self, pool: str, found: entries.PoolEntry) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from activities.pool.entries import ask
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from workflows.rollout.messages import Release
 
@@ -47,7 +47,7 @@ class CanaryRegistry:
         trial, at = self._known.get(pool, (None, float("-inf")))
         if time.monotonic() - at < FRESH:
             return trial
-        trial = _read(await ask(self._client.hgetall(keys.pool_canary(pool))))
+        trial = _read(await reply_of(self._client.hgetall(keys.pool_canary(pool))))
         self._known[pool] = (trial, time.monotonic())
         return trial
 
@@ -60,7 +60,7 @@ class CanaryRegistry:
         """Writes it; returns how many users were served since its rollout began, and how many were failed in
         a row since the last of them."""
         key, faults = keys.pool_canary(pool), keys.pool_faults(pool)
-        known = _read(await ask(self._client.hgetall(key)))
+        known = _read(await reply_of(self._client.hgetall(key)))
         async with self._client.pipeline(transaction=True) as pipe:
             if known is None or (known.version, known.since) != (trial.version, trial.since):
                 pipe.delete(key, faults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import NamedTuple
 from zlib import crc32
 
@@ -13,11 +13,9 @@ import structlog
 from redis.asyncio import Redis
 from temporalio import activity
 from temporalio.client import Client
-from temporalio.service import RPCError
 
-from activities.events.relay import REFUSED
+from activities.heartbeat import Heartbeat
 from activities.pool import entries as slot
-from activities.pool.entries import ask
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database import audit
 from infra.database.engine import Database
@@ -26,23 +24,21 @@ from infra.database.workers.sessions import WorkerInUse
 from infra.launchers.port import Launcher, Task
 from infra.market.calendar import Calendar, Market
 from infra.settings import Settings
+from infra.temporal.client import CALL, signal_workflow
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.rollout import messages as rm
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
 
-#: Seconds between two heartbeats.
-BEAT = 1.0
 #: Seconds without an order that are quiet enough while the user's markets are closed.
 QUIET_WHEN_CLOSED = 5.0
 #: Seconds until a user who was asked is asked again: a signal may be lost with a run that closed.
 AGAIN = 600.0
 #: Deadlines of users lie so many seconds apart at the most, so that those left do not all move at once.
 SPREAD = 600
-#: For one signal, or a question to the pool's workflow.
-RPC = timedelta(seconds=5)
 
 log = structlog.get_logger()
 
@@ -79,14 +75,14 @@ class RolloutActivities:
     @activity.defn
     async def look_at_release(self, request: rm.LookAtRelease) -> rm.ReleaseLook:
         pool = self._temporal.get_workflow_handle(names.worker_pool_id(request.pool))
-        view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=RPC)
+        view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
         before = view.release
         if request.change and (before, view.surge) != (request.release, request.surge):
             view = await pool.execute_update(
                 "set_release",
                 pm.SetRelease(release=request.release, surge=request.surge),
                 result_type=pm.PoolView,
-                rpc_timeout=RPC,
+                rpc_timeout=CALL,
             )
         version = self._version(request.release.version)
         versions = await self._ready_versions(request.pool)
@@ -127,7 +123,7 @@ class RolloutActivities:
 
     async def _ready_versions(self, pool: str) -> dict[str, str]:
         """Version of each free worker."""
-        ready = [raw.decode() for raw in await ask(self._client.zrange(keys.pool_ready(pool), 0, -1))]
+        ready = [raw.decode() for raw in await reply_of(self._client.zrange(keys.pool_ready(pool), 0, -1))]
         async with self._client.pipeline(transaction=False) as pipe:
             for worker in ready:
                 pipe.hmget(keys.pool_worker(pool, worker), "state", "version")
@@ -156,10 +152,8 @@ class RolloutActivities:
             wanted = len(taken) < request.count
             if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
                 taken.append(task)
-        stopping = asyncio.gather(*(self._stop(request.pool, task) for task in taken))
-        while not (await asyncio.wait({stopping}, timeout=BEAT))[0]:
-            activity.heartbeat()
-        await stopping
+        async with Heartbeat():
+            await asyncio.gather(*(self._stop(request.pool, task) for task in taken))
         return len(taken)
 
     async def _take(self, pool: str, worker_id: str, claim_id: str) -> bool:
@@ -205,14 +199,9 @@ class RolloutActivities:
             deadline=deadline - crc32(one.user_id.encode()) % SPREAD,
             quiet=wanted.quiet,
         )
-        handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
-        try:
-            await handle.signal("move_when_quiet", message, rpc_timeout=RPC)
-        except RPCError as error:
-            if error.status not in REFUSED:
-                raise
-            return  # the run has ended, and its worker ends
-        self._asked[one.user_id] = wanted
+        workflow_id = names.user_worker_id(one.user_id)
+        if await signal_workflow(self._temporal, workflow_id, "move_when_quiet", message):
+            self._asked[one.user_id] = wanted  # else the run has ended, and its worker ends
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
         """Whether one of these markets takes orders; one that we do not know may."""

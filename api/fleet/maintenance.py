@@ -16,7 +16,7 @@ from temporalio.client import (
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.http.errors import NoMaintenance, OrchestratorUnavailable, TemporalUnavailable
-from infra.temporal.starter import error_of_rpc
+from infra.temporal.client import error_of_rpc
 from workflows.maintenance.messages import Maintained
 from workflows.names import MAINTENANCE_SCHEDULE
 

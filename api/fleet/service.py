@@ -15,7 +15,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from api.fleet.schemas import FleetPage, FleetRowView
 from api.http.errors import InvalidRequest, TemporalUnavailable
 from api.http.fields import ID_PATTERN
-from infra.temporal.starter import error_of_rpc
+from infra.temporal.client import error_of_rpc
 from workflows.names import SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 from workflows.user_worker.messages import WorkerState
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.temporal.starter import OrchestratorUnavailable as OrchestratorUnavailable
-from infra.temporal.starter import TemporalUnavailable as TemporalUnavailable
+from infra.temporal.client import OrchestratorUnavailable as OrchestratorUnavailable
+from infra.temporal.client import TemporalUnavailable as TemporalUnavailable
 from worker_runtime.protocol.errors import BerthError
 
 

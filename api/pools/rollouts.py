@@ -12,7 +12,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.http.errors import NoRollout, OrchestratorUnavailable, RolloutUnderWay, TemporalUnavailable
-from infra.temporal.starter import error_of_rpc
+from infra.temporal.client import error_of_rpc
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id
 from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
 

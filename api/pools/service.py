@@ -14,7 +14,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.http.errors import NoPool, OrchestratorUnavailable, PoolChanged, TemporalUnavailable
-from infra.temporal.starter import error_of_rpc
+from infra.temporal.client import error_of_rpc
 from workflows.names import worker_pool_id
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView, SetPolicy
 from workflows.worker_pool.policy import PoolPolicyInvalid

@@ -20,7 +20,8 @@ from temporalio.service import RetryConfig, RPCError, RPCStatusCode
 
 from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
 from infra.settings import Settings
-from infra.temporal.starter import RUN_CLOSED_TYPES, error_of_rpc
+from infra.temporal.client import error_of_rpc
+from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
 from workflows.user_worker.messages import ReloadResult, ShutdownRequest, UserWorkerView

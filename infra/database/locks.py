@@ -40,22 +40,11 @@ _TRY = text("select pg_try_advisory_lock(:lock)")
 log = structlog.get_logger()
 
 
-async def _no_work(_: AsyncConnection) -> None:
-    return
-
-
-async def lead(
-    url: str,
-    lock: int,
-    work: Callable[[AsyncConnection], Awaitable[None]],
-    *,
-    meanwhile: Callable[[AsyncConnection], Awaitable[None]] = _no_work,
-) -> None:
+async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[None]]) -> None:
     """Waits until this process holds `lock`, then does `work`, for as long as it holds it.
 
-    While another one holds it, `meanwhile` is done before each new try. Both get the same connection, in
-    autocommit; `work` is cancelled the moment that breaks, for it holds the lock. Raises
-    `DatabaseUnavailable` then, and when there is no connection to be had: call it again.
+    `work` gets the connection that holds the lock, in autocommit, and is cancelled the moment that breaks.
+    Raises `DatabaseUnavailable` then, and when there is no connection to be had: call it again.
     """
     engine = create_engine(url, pool_size=1)
     try:
@@ -68,8 +57,7 @@ async def lead(
                 await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
                 # One that is stopped between the messages of a statement is not idle to PostgreSQL.
                 await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
-                while not await connection.scalar(_TRY, {"lock": lock}):
-                    await meanwhile(connection)
+                while not await connection.scalar(_TRY, {"lock": lock}):  # noqa: ASYNC110 — another process frees it
                     await asyncio.sleep(STANDBY)
                 log.info("leads", lock=f"{lock:x}")
                 await _work_until_lost(lost, work(connection))

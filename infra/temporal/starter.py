@@ -1,16 +1,10 @@
-"""Having a user's worker made Active: update-with-start of its workflow, for whoever needs the worker.
-
-A client's module: no workflow imports it, and it knows the workflow by its name only.
-
-Having a user's worker made Active, for work that is not a caller's.
-"""
+"""Makes a user's worker Active: update-with-start of the user's workflow."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from contextlib import suppress
-from typing import Protocol
 from uuid import uuid4
 
 import structlog
@@ -25,6 +19,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
+from infra.temporal.client import DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
 from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
 from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
 from workflows.user_worker.messages import ActiveWorker, EnsureActive, UserWorkerInput, UserWorkerSettings
@@ -37,9 +32,6 @@ OUTAGE_PATIENCE = 5.0
 #: 25 ms, repeats included.
 UNDER_WAY = 0.15
 
-#: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made UNAVAILABLE.
-_DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
-_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
 #: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by closing
 #: workflow").
 _RUN_CLOSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.ABORTED}
@@ -50,51 +42,11 @@ _NOT_READY = {RPCStatusCode.FAILED_PRECONDITION}
 RUN_CLOSED_TYPES = {"AcceptedUpdateCompletedWorkflow", "WorkflowExecutionCompleted"}
 
 
-class OrchestratorUnavailable(BerthError):
-    """Temporal answers, but no orchestrator took the work in time."""
-
-    code = "ORCHESTRATOR_UNAVAILABLE"
-    retryable = True
+log = structlog.get_logger()
 
 
-class TemporalUnavailable(BerthError):
-    """Temporal cannot be reached."""
-
-    code = "TEMPORAL_UNAVAILABLE"
-    retryable = True
-
-
-class StarterSettings(Protocol):
-    """What the settings say of it. Times in seconds."""
-
-    @property
-    def pool(self) -> str: ...
-
-    @property
-    def idle_timeout(self) -> float: ...
-
-    @property
-    def connect_attempts(self) -> int: ...
-
-    @property
-    def connect_timeout(self) -> float: ...
-
-    @property
-    def claim_timeout(self) -> float: ...
-
-
-class StarterLog(Protocol):
-    """Structured, as structlog's."""
-
-    def info(self, event: str, **fields: object) -> object: ...
-
-    def warning(self, event: str, **fields: object) -> object: ...
-
-    def error(self, event: str, **fields: object) -> object: ...
-
-
-class _RetryStart(Exception):  # not an error: one more round
-    """The same call will do, a moment later."""
+class _RetryStart(Exception):
+    """The same call will succeed a moment later."""
 
     def __init__(self, reason: BerthError) -> None:
         super().__init__(reason.detail)
@@ -110,9 +62,9 @@ class _TemporalOutage(Exception):
 
 
 class WorkerStarter:
-    """Calls `ensure_active`, once per user and process at a time: whoever comes meanwhile shares it."""
+    """Calls `ensure_active`, once per user at a time: callers in between share the call."""
 
-    def __init__(self, client: Client, settings: StarterSettings, log: StarterLog) -> None:
+    def __init__(self, client: Client, settings: Settings) -> None:
         self._client = client
         self._pool = settings.pool
         self._settings = UserWorkerSettings(
@@ -123,7 +75,6 @@ class WorkerStarter:
         )
         self._deadline = settings.claim_timeout + settings.connect_timeout
         self._running: dict[str, asyncio.Task[ActiveWorker]] = {}
-        self._log = log
 
     def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
         """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
@@ -138,8 +89,13 @@ class WorkerStarter:
             task.add_done_callback(lambda done: self._ended(user_id, done))
         return task
 
+    async def ensure_active(self, user_id: str) -> None:
+        """Returns when the user's worker is Active; raises as `ensure` does."""
+        # Shielded: another caller may wait for the same task.
+        await asyncio.shield(self.ensure(user_id, mark_missing=True))
+
     async def close(self) -> None:
-        """Lets go of what is under way; the workflows go on without us."""
+        """Cancels the calls under way; the workflows go on without us."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -151,9 +107,9 @@ class WorkerStarter:
             return
         error = task.exception()
         if isinstance(error, BerthError):
-            self._log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
+            log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
         elif error is not None:
-            self._log.error("ensure_active_crashed", user=user_id, exc_info=error)
+            log.error("ensure_active_crashed", user=user_id, exc_info=error)
 
     async def _ensure(self, user_id: str, mark_missing: bool) -> ActiveWorker:
         began = time.monotonic()
@@ -166,7 +122,7 @@ class WorkerStarter:
                 async with asyncio.timeout(left):
                     found = await self._call(user_id, mark_missing)
                 ms = round((time.monotonic() - began) * 1000, 1)
-                self._log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
+                log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
                 return found
             except TimeoutError:
                 break
@@ -211,7 +167,7 @@ class WorkerStarter:
                 raise _RetryStart(WorkerUnavailable("the run closed under the update")) from None
             if error.status in _NOT_READY:
                 raise _RetryStart(OrchestratorUnavailable(error.message)) from None
-            if error.status in _DOWN:
+            if error.status in DOWN:
                 raise _TemporalOutage(error.status == RPCStatusCode.UNKNOWN) from None
             raise error_of_rpc(error) from None
         except RuntimeError:  # what a lazy client raises when its first connect fails
@@ -241,24 +197,3 @@ def _error_of_update(failed: WorkflowUpdateFailedError) -> Exception:
         # A code of the orchestrator's own, such as a launcher's: here it only means that no worker came.
         error = WorkerUnavailable(f"{cause.type}: {cause.message}")
     return _RetryStart(error) if isinstance(error, Draining) else error
-
-
-def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
-    """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part in it."""
-    if error.status in _DOWN:
-        return TemporalUnavailable()
-    if error.status in _SLOW:
-        return TemporalUnavailable() if server_only else OrchestratorUnavailable()
-    return BerthError(f"Temporal: {error.status.name.lower()}")
-
-
-class WorkerActivator:
-    """Calls `ensure_active`, once per user at a time: whoever comes meanwhile shares it."""
-
-    def __init__(self, temporal: Client, settings: Settings) -> None:
-        self._starter = WorkerStarter(temporal, settings, structlog.get_logger())
-
-    async def ensure(self, user_id: str) -> None:
-        """Returns when the user's worker is Active; raises as `WorkerStarter.ensure`."""
-        # Shielded: another caller waits for the same.
-        await asyncio.shield(self._starter.ensure(user_id, mark_missing=True))

@@ -7,7 +7,8 @@ doubled write. What may be repeated is repeated by its caller, by an id.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -32,6 +33,11 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
         health_check_interval=0,
         protocol=3,
     )
+
+
+async def reply_of(command: Awaitable[Any] | Any) -> Any:
+    """The reply to a command, which redis-py types as `Awaitable[T] | T`; of our client it is awaitable."""
+    return await cast("Awaitable[Any]", command)
 
 
 async def run_script(client: Redis, script: Script, key_names: list[str], args: list[Any]) -> Any:

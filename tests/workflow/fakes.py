@@ -18,7 +18,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from activities.orchestrator.process import RATHER_FAILED
+from activities.orchestrator.queues import FAIL_ON
 from workflows import names
 from workflows.sandbox import bare_runner
 from workflows.user_worker import messages as m
@@ -268,7 +268,7 @@ async def serving(client: Client, activities: list[Callable[..., Any]]) -> Async
                 workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
                 activities=activities,
                 workflow_runner=bare_runner(),
-                workflow_failure_exception_types=RATHER_FAILED,
+                workflow_failure_exception_types=FAIL_ON,
                 max_heartbeat_throttle_interval=BEAT,
             )
         ),

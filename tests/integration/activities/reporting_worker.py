@@ -11,9 +11,9 @@ from typing import Self
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from activities.pool.entries import ask
 from infra import tasks
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from worker_runtime.brokers.port import Listing
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol import keys, scripts
@@ -56,7 +56,7 @@ class ReportingWorker:
         for number in itertools.count():
             while not await self._pop(number):
                 with suppress(RedisError):
-                    await ask(self._client.blpop([keys.doorbell(self.user_id)], timeout=1))
+                    await reply_of(self._client.blpop([keys.doorbell(self.user_id)], timeout=1))
 
     async def _pop(self, number: int) -> bool:
         user = self.user_id

@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 
-from activities.pool.entries import ask
 from infra.launchers.port import LaunchSpec, Task
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.messages import (
@@ -33,7 +33,7 @@ POOL = "default"
 async def popped(client: Redis, key: str, patience: float) -> bytes | None:
     """The first item of a list, once there is one; in short waits, below the client's socket timeout."""
     end = time.monotonic() + patience
-    while (item := await ask(client.blpop([key], 1))) is None and time.monotonic() < end:
+    while (item := await reply_of(client.blpop([key], 1))) is None and time.monotonic() < end:
         pass
     return None if item is None else bytes(item[1])
 
@@ -135,7 +135,7 @@ class ScriptedPoolWorker:
             claimed_at_ms=1000,
             connected_at_ms=2000,
         )
-        await ask(self._client.rpush(keys.pool_reply(POOL, claim_id), encode(reply)))
+        await reply_of(self._client.rpush(keys.pool_reply(POOL, claim_id), encode(reply)))
 
 
 def born(

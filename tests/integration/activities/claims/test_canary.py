@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from activities.pool.entries import ask
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database.workers import sessions as worker_sessions
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
@@ -60,7 +60,7 @@ async def test_what_is_left_of_a_trial_after_a_flush_is_none(yard: Yard) -> None
     await counts(yard)
     trials = CanaryRegistry(yard.client)
     assert await trials.of(POOL) == TRIAL
-    await ask(yard.client.flushall())
+    await reply_of(yard.client.flushall())
     await trials.served(POOL, "2")  # by what this process still knows
     assert await CanaryRegistry(yard.client).of(POOL) is None
     assert await counts(yard) == (0, 0)
@@ -83,7 +83,7 @@ async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(ya
     assert second.worker.worker_id == "p-old"
     assert await counts(yard) == (0, 1)
     # Those of the version that failed are still there for others.
-    assert await ask(yard.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
+    assert await reply_of(yard.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
 
 
 async def test_without_a_worker_of_another_version_one_of_the_version_before_is_launched(yard: Yard) -> None:

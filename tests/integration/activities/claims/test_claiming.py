@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from activities.pool.entries import ask
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
@@ -25,7 +25,7 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
     assert (result.worker.worker_id, result.worker.epoch, result.worker.warm) == (worker.worker_id, 1, True)
     assert (result.claimed_at, result.connected_at) == (1.0, 2.0)
     assert worker.opened == [SECRET]
-    owner = await ask(yard.client.hgetall(keys.owner(user)))
+    owner = await reply_of(yard.client.hgetall(keys.owner(user)))
     assert (owner[b"epoch"], owner[b"worker"]) == (b"1", worker.worker_id.encode())
     async with yard.database.session() as session:
         row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
@@ -38,7 +38,7 @@ async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard
     first, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
     second = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert first == second
-    assert not await ask(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
+    assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
     assert await other.announce() == "ready"
 
 
@@ -83,7 +83,7 @@ async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
     assert late.status == m.ClaimStatus.GONE
-    assert await ask(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
+    assert await reply_of(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
 
 
 async def test_no_worker_is_claimed_while_another_one_of_the_user_may_run(yard: Yard) -> None:
@@ -115,7 +115,7 @@ async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(yard: Y
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
     assert late.status == m.ClaimStatus.GONE
     assert await worker.announce() == "ready"
-    assert not await ask(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
+    assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
 
 
 async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(yard: Yard) -> None:
@@ -137,7 +137,7 @@ async def test_a_key_that_is_not_proven_gets_no_credentials(yard: Yard) -> None:
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert result.status == m.ClaimStatus.GONE
     assert "proven" in result.failure_detail
-    assert not await ask(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
+    assert not await reply_of(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
 
 
 async def test_a_user_without_accounts_costs_no_worker(yard: Yard) -> None:
@@ -298,8 +298,8 @@ async def test_no_secret_stands_in_valkey_after_a_claim(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
     await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
     everything = b""
-    for key in await ask(yard.client.keys("*")):
-        everything += await ask(yard.client.dump(key)) or b""
+    for key in await reply_of(yard.client.keys("*")):
+        everything += await reply_of(yard.client.dump(key)) or b""
     assert worker.worker_id.encode() in everything
     assert b"canary" not in everything
 

@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy import select
 from temporalio.testing import ActivityEnvironment
 
-from activities.pool.entries import ask
 from infra.database.models import AuditEntry
 from infra.database.workers import sessions as worker_sessions
 from infra.jobs.client import JobClient
 from infra.launchers.port import LauncherUnreachable
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, popped
 from worker_runtime.jobs.protocol import catalog
@@ -82,7 +82,7 @@ async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None
 
     await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, ref, 30.0)), ends_by_itself())
     assert not yard.launcher.stops
-    assert not await ask(yard.client.exists(keys.mark(user), keys.metadata(user)))
+    assert not await reply_of(yard.client.exists(keys.mark(user), keys.metadata(user)))
     async with yard.database.session() as session:
         row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
     assert row is not None
@@ -132,7 +132,7 @@ async def test_the_end_is_not_believed_while_the_launcher_is_away(yard: Yard) ->
     yard.launcher.unreachable = True
     with pytest.raises(LauncherUnreachable):
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    assert await ask(yard.client.exists(keys.mark(user)))
+    assert await reply_of(yard.client.exists(keys.mark(user)))
     async with yard.database.session() as session:
         row = await worker_sessions.open_session_of_worker(session, ref.worker_id)
     assert row is not None
@@ -148,7 +148,7 @@ async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
     assert result.worker is not None
     await mark(yard, user, new, result.worker.epoch)
     await yard.run(yard.stopping.stop_worker, stop(user, old))  # a repeat that comes late
-    assert await ask(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
+    assert await reply_of(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
 
 
 async def test_a_worker_that_serves_another_claim_by_now_is_left_alone(yard: Yard) -> None:
@@ -168,8 +168,8 @@ async def test_a_worker_that_serves_another_claim_by_now_is_left_alone(yard: Yar
 
 async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
     user, _, ref = await serving_user(yard)
-    await ask(yard.client.lpush(keys.requests(user), "1|r1|x"))
-    await ask(yard.client.lpush(keys.processing(user), "1|r0|x"))
+    await reply_of(yard.client.lpush(keys.requests(user), "1|r1|x"))
+    await reply_of(yard.client.lpush(keys.processing(user), "1|r0|x"))
     stopped = await yard.run(yard.stopping.stop_worker, stop(user, ref))
     assert stopped.waiting == 2
 
@@ -186,7 +186,7 @@ async def test_a_job_that_came_while_a_worker_ended_needs_another_one(yard: Yard
 
 async def test_jobs_of_a_runner_that_did_not_sign_off_need_another_worker(yard: Yard) -> None:
     user, _, ref = await serving_user(yard)
-    await ask(yard.client.hset(job_keys.beats(job_keys.user_tag(user)), "dead", "7"))
+    await reply_of(yard.client.hset(job_keys.beats(job_keys.user_tag(user)), "dead", "7"))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
 
 
@@ -197,7 +197,7 @@ def check(user: str, ref: m.WorkerRef) -> m.CheckWorker:
 async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
     user, worker, ref = await serving_user(yard)
     health = await yard.run(yard.checking.check_worker, check(user, ref))
-    generation = await ask(yard.client.get(keys.GENERATION))
+    generation = await reply_of(yard.client.get(keys.GENERATION))
     assert health == m.WorkerHealth(
         marked=True,
         running=True,
@@ -219,12 +219,12 @@ async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:
 
 async def test_a_check_after_a_flush_puts_the_owner_key_back(yard: Yard) -> None:
     user, worker, ref = await serving_user(yard)
-    before = await ask(yard.client.hget(keys.owner(user), "generation"))
+    before = await reply_of(yard.client.hget(keys.owner(user), "generation"))
     await yard.client.flushall()
     assert await mark(yard, user, worker, ref.epoch) == "no_owner"
     await yard.run(yard.checking.check_worker, check(user, ref))
     assert await mark(yard, user, worker, ref.epoch) == "ok"
-    assert await ask(yard.client.hget(keys.owner(user), "generation")) != before
+    assert await reply_of(yard.client.hget(keys.owner(user), "generation")) != before
 
 
 async def test_a_check_gives_no_user_to_a_worker_that_ended(yard: Yard) -> None:
@@ -232,7 +232,7 @@ async def test_a_check_gives_no_user_to_a_worker_that_ended(yard: Yard) -> None:
     yard.launcher.end(worker.task_id)
     await yard.client.flushall()
     await yard.run(yard.checking.check_worker, check(user, ref))
-    assert not await ask(yard.client.exists(keys.owner(user)))
+    assert not await reply_of(yard.client.exists(keys.owner(user)))
 
 
 async def audited(yard: Yard, user: str) -> list[tuple[str, dict[str, Any]]]:
@@ -274,7 +274,7 @@ async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(yard: 
     assert opened == SECRET
     again = await yard.run(yard.reloading.reload_credentials, reload(user, ref))
     assert again.ok
-    assert not await ask(yard.client.llen(keys.control(user)))
+    assert not await reply_of(yard.client.llen(keys.control(user)))
     expected = {
         "id": "r1",
         "cause": "signal",
@@ -330,14 +330,14 @@ async def test_a_replaced_session_that_shows_no_new_key_is_sent_nothing(yard: Ya
         yard.reloading.reload_credentials, reload(user, ref, "session replaced", timeout=0.3)
     )
     assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
-    assert not await ask(yard.client.llen(keys.control(user)))
+    assert not await reply_of(yard.client.llen(keys.control(user)))
 
 
 async def test_a_forged_key_in_the_metadata_gets_no_reload(yard: Yard) -> None:
     """The credentials stay sealed to the key that was proven at the claim."""
     user, worker, ref = await serving_user(yard)
     forger = ScriptedPoolWorker(yard.client, yard.keys, worker.worker_id)
-    await ask(
+    await reply_of(
         yard.client.hset(
             keys.metadata(user),
             mapping={"public_key": forger.public_key.hex(), "proof": worker.proof.hex()},

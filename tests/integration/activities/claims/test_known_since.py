@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from activities.pool.entries import ask
 from infra.local.servers import ValkeyServer, free_port
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 
@@ -23,7 +23,7 @@ async def test_a_promoted_replica_is_known_since_the_first_look_at_it_however_lo
     server.start()
     try:
         async with valkey.connect_valkey(server.url) as client:
-            await ask(client.hset(keys.SERVER_SINCE, "server", "the one before"))
+            await reply_of(client.hset(keys.SERVER_SINCE, "server", "the one before"))
             while (await client.info("server"))["uptime_in_seconds"] < 2:  # noqa: ASYNC110 — no event for it
                 await asyncio.sleep(0.05)
             await client.replicaof("127.0.0.1", str(free_port()))
@@ -43,10 +43,10 @@ async def test_a_flushed_server_is_noted_by_whoever_gives_it_a_generation(
     await yard.client.flushall()
     await creates(yard.client, "g")
     assert (
-        await ask(yard.client.hget(keys.SERVER_SINCE, "server"))
+        await reply_of(yard.client.hget(keys.SERVER_SINCE, "server"))
         == (await valkey.read_server_id(yard.client)).encode()
     )
     assert await valkey.server_known_since(yard.client) == 0.0
-    await ask(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     await creates(yard.client, "h")  # there is one: that is a copy
     assert await valkey.server_known_since(yard.client) == math.inf

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-from activities.pool.entries import ask
 from infra.database.orders import acceptance as orders
 from infra.database.orders.acceptance import NewOrder
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
@@ -54,6 +54,6 @@ async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yar
     assert [order.order_id for order in claim.open_orders] == [unknown]
     request = m.ReloadRequest(user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal")
     await yard.run(yard.reloading.reload_credentials, request)
-    signed: Signed = decode(await ask(yard.client.lpop(keys.control(user))), Signed)
+    signed: Signed = decode(await reply_of(yard.client.lpop(keys.control(user))), Signed)
     reload: ReloadCredentials = decode(signed.payload, ReloadCredentials)
     assert reload.open_orders == claim.open_orders

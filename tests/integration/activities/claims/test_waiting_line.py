@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.pool.entries import ask
 from activities.pool.launch import LaunchActivities
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
@@ -49,7 +49,7 @@ async def test_a_free_worker_is_not_claimed_past_the_line(yard: Yard) -> None:
     launching = limited(yard, 1)
     first, eager = await yard.user(), await yard.user()
     held = await yard.worker()
-    await ask(yard.client.zrem(keys.pool_ready(POOL), held.worker_id))
+    await reply_of(yard.client.zrem(keys.pool_ready(POOL), held.worker_id))
     await refused(yard, launching, first)
     yard.launcher.end(held.task_id)
     await yard.worker()  # the pool was quicker
@@ -61,4 +61,4 @@ async def test_a_free_worker_is_not_claimed_past_the_line(yard: Yard) -> None:
 
 async def test_without_a_limit_nobody_waits_in_line(yard: Yard) -> None:
     await yard.run(yard.launching.launch_for_claim, launch("anyone"))
-    assert not await ask(yard.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)))
+    assert not await reply_of(yard.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)))

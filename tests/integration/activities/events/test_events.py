@@ -12,11 +12,11 @@ import pytest
 
 from activities.events.recorder import CLOSED_BY_WORKER, Recorder
 from activities.events.stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
-from activities.pool.entries import ask
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import acceptance as orders
 from infra.database.workers import sessions as worker_sessions
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
@@ -51,7 +51,7 @@ def told(sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worke
 
 async def add(yard: Yard, *events: Event) -> None:
     for event in events:
-        await ask(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+        await reply_of(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
 
 
 @asynccontextmanager
@@ -70,7 +70,9 @@ async def until_heard(heard: FailingHandler, count: int) -> None:
 
 async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
     while True:
-        groups = {found["name"].decode(): found for found in await ask(yard.client.xinfo_groups(keys.EVENTS))}
+        groups = {
+            found["name"].decode(): found for found in await reply_of(yard.client.xinfo_groups(keys.EVENTS))
+        }
         found = groups.get(group)
         if found and found["pending"] == 0 and found["lag"] == 0:
             return
@@ -96,8 +98,8 @@ async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
 
 async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> None:
     heard = FailingHandler()
-    await ask(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
-    await ask(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
+    await reply_of(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
+    await reply_of(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
     await add(yard, told(1))
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
         await until_heard(heard, 1)
@@ -106,9 +108,9 @@ async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> 
 
 async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> None:
     heard = FailingHandler()
-    await ask(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
     await add(yard, told(1))
-    await ask(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
+    await reply_of(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
     living = EventStream(yard.client, RECORDER_GROUP, heard, consumer="living", abandoned_ms=0)
     async with reading(living):
         await until_heard(heard, 1)
@@ -130,23 +132,23 @@ async def test_the_stream_is_trimmed_only_below_what_every_group_has_read(yard: 
     recorder = EventStream(yard.client, RECORDER_GROUP, fast)
     relay = EventStream(yard.client, RELAY_GROUP, slow)
     for group in GROUPS:
-        await ask(yard.client.xgroup_create(keys.EVENTS, group, id="0", mkstream=True))
+        await reply_of(yard.client.xgroup_create(keys.EVENTS, group, id="0", mkstream=True))
     await add(yard, *(told(number) for number in range(1, 6)))
     assert await recorder.step() == 5
     await recorder.upkeep()
-    assert await ask(yard.client.xlen(keys.EVENTS)) == 5
+    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 5
     assert await relay.step() == 5
     await recorder.upkeep()
-    assert await ask(yard.client.xlen(keys.EVENTS)) == 1  # the last one read marks the place
+    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 1  # the last one read marks the place
 
 
 async def test_nothing_is_trimmed_while_a_group_is_missing(yard: Yard) -> None:
     recorder = EventStream(yard.client, RECORDER_GROUP, FailingHandler())
-    await ask(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
     await add(yard, told(1), told(2))
     await recorder.step()
     await recorder.upkeep()
-    assert await ask(yard.client.xlen(keys.EVENTS)) == 2
+    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 2
 
 
 async def new_order(yard: Yard) -> str:

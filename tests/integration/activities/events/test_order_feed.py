@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from temporalio.client import Client
 
 from activities.events.exit_watcher import ExitWatcher
 from activities.events.relay import Relay
-from activities.pool.entries import ask
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening, signals
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
@@ -62,7 +63,9 @@ async def test_the_end_of_a_free_worker_reaches_its_pool_and_nobody_can_claim_it
         heard = await signals(handle, 1)
         await tasks.cancel_tasks(task)
     assert heard == [("worker_gone", {"worker_id": worker.worker_id})]
-    assert not await ask(yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id)))
+    assert not await reply_of(
+        yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id))
+    )
 
 
 class Busy:
@@ -77,7 +80,7 @@ class Busy:
         self._id = workflow_id
         return self
 
-    async def signal(self, name: str, message: object) -> None:
+    async def signal(self, name: str, message: object, *, rpc_timeout: timedelta) -> None:
         self.signalled.append(self._id)
         if self._id == names.worker_pool_id(POOL):
             await self.free.wait()
@@ -127,7 +130,7 @@ async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Clien
     async for ended in yard.launcher.exits():
         await watch(yard, temporal).tell(ended)
         break
-    assert not await ask(yard.client.exists(keys.pool_worker(POOL, worker.worker_id)))
+    assert not await reply_of(yard.client.exists(keys.pool_worker(POOL, worker.worker_id)))
 
 
 async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
@@ -150,7 +153,7 @@ async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
             while again.worker_id not in str(await pool.query(ListenerWorkflow.heard)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             # Heard is not yet noted as told, and what is not is told again: that changes only the count.
-            while await ask(yard.client.get(keys.EXITS_TOLD)) != f"fake:{told}".encode():  # noqa: ASYNC110
+            while await reply_of(yard.client.get(keys.EXITS_TOLD)) != f"fake:{told}".encode():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await tasks.cancel_tasks(task)
         gone = [said["worker_id"] for _, said in await pool.query(ListenerWorkflow.heard)]

@@ -15,9 +15,9 @@ from activities.events.exit_watcher import ExitWatcher
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
-from activities.pool.entries import ask
 from infra import tasks
 from infra.local.servers import TemporalServer
+from infra.valkey.client import reply_of
 from tests.integration.activities import listener
 from tests.integration.activities.claims.test_ending import serving_user
 from tests.integration.activities.conftest import Yard
@@ -44,7 +44,7 @@ async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator
 async def tell(yard: Yard, user: str, sequence: int) -> None:
     kind = WorkerEventKind.RECONNECTING if sequence % 4 == 0 else WorkerEventKind.CONNECTED
     event = WorkerEvent(worker_id="w1", user_id=user, epoch=1, sequence=sequence, kind=kind, at_ms=sequence)
-    await ask(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+    await reply_of(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
 
 
 async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
@@ -71,7 +71,7 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, 
                 yard.launcher.end(first.task_id)
                 await until(logs, "event_stream_waits", "exit_not_told")
         # Now no orchestrator runs either. What the first one had taken is still its own.
-        assert (await ask(yard.client.xpending(keys.EVENTS, RELAY_GROUP)))["pending"] == 1
+        assert (await reply_of(yard.client.xpending(keys.EVENTS, RELAY_GROUP)))["pending"] == 1
         for sequence in (8, 10, 12):
             await tell(yard, talker, sequence)
         yard.launcher.end(second.task_id)

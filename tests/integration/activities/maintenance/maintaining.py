@@ -17,13 +17,13 @@ from temporalio.client import Client
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.passes import MaintenanceActivities
 from activities.maintenance.scan import FleetScanner
-from activities.pool.entries import ask
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec, Task
 from infra.local.process import HOST
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys, scripts
@@ -74,7 +74,7 @@ class MaintainedFleet:
             self.serving.append(await self.serve())
         for _ in range(free):
             await self.yard.worker(f"p-{uuid4().hex[:8]}")
-        await ask(self.yard.client.set(keys.GENERATION, "g", nx=True))
+        await reply_of(self.yard.client.set(keys.GENERATION, "g", nx=True))
 
     async def serve(self) -> ServingUser:
         yard = self.yard
@@ -124,8 +124,8 @@ class MaintainedFleet:
             orchestrator_key=yard.keys.public_key,
         )
         task = await yard.launcher.launch(LaunchSpec(config=config), f"token-{worker_id}")
-        await ask(yard.client.delete(keys.pool_worker(POOL, worker_id)))
-        await ask(yard.client.zrem(keys.pool_ready(POOL), worker_id))
+        await reply_of(yard.client.delete(keys.pool_worker(POOL, worker_id)))
+        await reply_of(yard.client.zrem(keys.pool_ready(POOL), worker_id))
         del yard.made[worker_id]
         return task
 

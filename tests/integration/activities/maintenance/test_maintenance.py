@@ -10,10 +10,10 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities.maintenance.anomalies import AnomalyKind
-from activities.pool.entries import ask
 from infra.database.workers import maintenance
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening
 from tests.integration.activities.maintenance.maintaining import MaintainedFleet
@@ -32,11 +32,11 @@ async def fleet(yard: Yard, temporal_server: TemporalServer) -> MaintainedFleet:
 
 async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     user = await fleet.yard.user()
-    await ask(fleet.yard.client.set(keys.mark(user), "7:p-gone"))
-    await ask(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+    await reply_of(fleet.yard.client.set(keys.mark(user), "7:p-gone"))
+    await reply_of(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
 
     async def gone() -> bool:
-        return not await ask(fleet.yard.client.exists(keys.mark(user), keys.metadata(user)))
+        return not await reply_of(fleet.yard.client.exists(keys.mark(user), keys.metadata(user)))
 
     return gone
 
@@ -44,29 +44,29 @@ async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]
 async def mark_of_another_worker(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     """Its worker is dead, and nobody has noticed yet: the watcher's business. The mark is ours."""
     one = fleet.serving[0]
-    await ask(fleet.yard.client.set(keys.mark(one.user), "7:p-gone"))
+    await reply_of(fleet.yard.client.set(keys.mark(one.user), "7:p-gone"))
 
     async def gone() -> bool:
-        return bool(await ask(fleet.yard.client.get(keys.mark(one.user))) != b"7:p-gone")
+        return bool(await reply_of(fleet.yard.client.get(keys.mark(one.user))) != b"7:p-gone")
 
     return gone
 
 
 async def metadata_without_a_mark(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     user = await fleet.yard.user()
-    await ask(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+    await reply_of(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
 
     async def gone() -> bool:
-        return not await ask(fleet.yard.client.exists(keys.metadata(user)))
+        return not await reply_of(fleet.yard.client.exists(keys.metadata(user)))
 
     return gone
 
 
 async def free_worker_that_does_not_run(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    await ask(fleet.yard.client.zadd(keys.pool_ready(POOL), {"p-gone": 1}))
+    await reply_of(fleet.yard.client.zadd(keys.pool_ready(POOL), {"p-gone": 1}))
 
     async def gone() -> bool:
-        return await ask(fleet.yard.client.zscore(keys.pool_ready(POOL), "p-gone")) is None
+        return await reply_of(fleet.yard.client.zscore(keys.pool_ready(POOL), "p-gone")) is None
 
     return gone
 
@@ -84,10 +84,10 @@ async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], 
     one = fleet.serving.pop()
     async with fleet.yard.database.session() as session:
         await worker_sessions.end_session(session, claim_id=one.ref.claim_id, reason="by hand")
-    await ask(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
+    await reply_of(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
 
     async def gone() -> bool:
-        left = await ask(fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user)))
+        left = await reply_of(fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user)))
         return one.ref.task_id not in await fleet.running() and not left
 
     return gone
@@ -96,11 +96,13 @@ async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], 
 async def worker_claimed_for_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     worker = await fleet.yard.worker("p-claimed")
     entry = keys.pool_worker(POOL, "p-claimed")
-    await ask(fleet.yard.client.hset(entry, mapping={"state": "claimed", "claim": "lost"}))
-    await ask(fleet.yard.client.zrem(keys.pool_ready(POOL), "p-claimed"))
+    await reply_of(fleet.yard.client.hset(entry, mapping={"state": "claimed", "claim": "lost"}))
+    await reply_of(fleet.yard.client.zrem(keys.pool_ready(POOL), "p-claimed"))
 
     async def gone() -> bool:
-        return worker.task_id not in await fleet.running() and not await ask(fleet.yard.client.exists(entry))
+        return worker.task_id not in await fleet.running() and not await reply_of(
+            fleet.yard.client.exists(entry)
+        )
 
     return gone
 
@@ -153,7 +155,7 @@ async def worker_that_nobody_uses(fleet: MaintainedFleet) -> Callable[[], Awaita
 async def worker_that_is_dead_by_the_books_alive(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     one = fleet.serving.pop()
     fleet.yard.launcher.end(one.ref.task_id)
-    await ask(fleet.yard.client.delete(keys.mark(one.user), keys.metadata(one.user)))
+    await reply_of(fleet.yard.client.delete(keys.mark(one.user), keys.metadata(one.user)))
 
     async def gone() -> bool:
         return await ended(fleet, one.ref.claim_id)
@@ -211,11 +213,11 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
 async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -> None:
     gone = await worker_that_drains_for_ever(fleet)
     user = next(iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving}))
-    await ask(fleet.yard.client.lpush(keys.processing(user), "an order"))
+    await reply_of(fleet.yard.client.lpush(keys.processing(user), "an order"))
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1}
     assert not await gone()
-    await ask(fleet.yard.client.delete(keys.processing(user)))
+    await reply_of(fleet.yard.client.delete(keys.processing(user)))
     assert (await fleet.run())[1] == {"stopped": 1}
     assert await gone()
 
@@ -225,7 +227,7 @@ async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(fleet: 
     for one in (kept, gone):
         await one.renew("Draining")
     deleted = await mark_of_nobody(fleet)
-    await ask(fleet.yard.client.lpush(keys.processing(kept.user), "an order"))
+    await reply_of(fleet.yard.client.lpush(keys.processing(kept.user), "an order"))
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1, "stopped": 1, "deleted": 1}
     assert await deleted()

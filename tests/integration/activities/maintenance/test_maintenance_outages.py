@@ -15,12 +15,12 @@ import pytest
 from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
-from activities.pool.entries import ask
 from infra import tasks
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Task
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintenance.maintaining import (
     ForgetfulLauncher,
@@ -79,7 +79,7 @@ async def until_marked(fleet: MaintainedFleet) -> None:
     free = fleet.yard.made.keys() - {one.ref.worker_id for one in fleet.serving} - {"p-silent"}
     wanted = [keys.mark(one.user) for one in fleet.serving]
     wanted += [keys.pool_worker("default", worker) for worker in free]
-    while await ask(fleet.yard.client.exists(*wanted)) < len(wanted):  # noqa: ASYNC110 — Valkey has no event
+    while await reply_of(fleet.yard.client.exists(*wanted)) < len(wanted):  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.02)
 
 
@@ -136,11 +136,11 @@ async def test_a_valkey_that_was_restarted_between_two_passes_stops_nobody(
     """With the same generation: its data came back."""
     async with own_valkey(yard, tmp_path) as server:
         fleet, orphan = await ready(yard, temporal)
-        generation = await ask(yard.client.get(keys.GENERATION))
+        generation = await reply_of(yard.client.get(keys.GENERATION))
         await yard.client.aclose()  # its connections: none is found broken later
         await asyncio.to_thread(server.stop)
         await asyncio.to_thread(server.start)
-        await ask(yard.client.set(keys.GENERATION, generation))
+        await reply_of(yard.client.set(keys.GENERATION, generation))
         async with watched(fleet), renewing(fleet):
             assert (await fleet.run())[0].guarded == "Valkey was restarted"
             await until_marked(fleet)
@@ -176,7 +176,7 @@ async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(yard: Yard,
         assert (await fleet.run())[0].guarded == "the launcher lists far fewer tasks"
         # It stays like that: living workers that it does not list show that it is wrong.
         assert (await fleet.run())[0].guarded == "the launcher does not list living workers"
-        marks = [await ask(yard.client.get(keys.mark(one.user))) for one in fleet.serving]
+        marks = [await reply_of(yard.client.get(keys.mark(one.user))) for one in fleet.serving]
         assert None not in marks
         launcher.forgets = False
         await cleans_up_again(fleet, orphan)

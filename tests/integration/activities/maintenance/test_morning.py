@@ -28,7 +28,7 @@ class ScriptedStarter:
         self.asked: list[str] = []
         self.errors: dict[str, BerthError] = {}
 
-    async def ensure(self, user_id: str) -> None:
+    async def ensure_active(self, user_id: str) -> None:
         self.asked.append(user_id)
         await asyncio.sleep(0)
         if user_id in self.errors:

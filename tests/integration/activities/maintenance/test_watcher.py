@@ -19,8 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
 from activities.events.absences import Absences
-from activities.events.mark_watcher import LOCK, MarkWatcher
-from activities.pool.entries import ask
+from activities.events.mark_watcher import MarkWatcher
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -30,6 +29,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer, free_port
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.client import reply_of
 from tests.integration.activities.claims.test_ending import mark
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening, signals
@@ -90,7 +90,7 @@ async def serving(yard: Yard) -> WatchedUser:
 
 async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(yard: Yard, temporal: Client) -> None:
     alive, dead = await serving(yard), await serving(yard)
-    generation = await ask(yard.client.get(keys.GENERATION))
+    generation = await reply_of(yard.client.get(keys.GENERATION))
     async with (
         listening(temporal, names.user_worker_id(alive.user)) as quiet,
         listening(temporal, names.user_worker_id(dead.user)) as handle,
@@ -123,7 +123,7 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     ):
         await watcher.look(connection, absences)
         assert absences.missing == []
-        before = await ask(yard.client.get(keys.GENERATION))
+        before = await reply_of(yard.client.get(keys.GENERATION))
         await yard.client.flushall()
         assert [await one.renew() for one in workers] == ["no_owner", "no_owner"]
         await watcher.look(connection, absences)
@@ -132,9 +132,11 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         await watcher.look(connection, absences)
         assert absences.missing == []
         assert await handle.query(ListenerWorkflow.heard) == []
-    after = await ask(yard.client.get(keys.GENERATION))
+    after = await reply_of(yard.client.get(keys.GENERATION))
     assert after != before
-    assert {await ask(yard.client.hget(keys.owner(one.user), "generation")) for one in workers} == {after}
+    assert {await reply_of(yard.client.hget(keys.owner(one.user), "generation")) for one in workers} == {
+        after
+    }
 
 
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard, temporal: Client) -> None:
@@ -223,7 +225,7 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
 #: its own, and until the next one PostgreSQL does not count the session as idle.
 _STUCK = """
 import asyncio, os, signal, sys
-from infra.database import leader
+from infra.database import locks as leader
 leader.SILENCE = 1
 stopped = []
 async def work(connection):
@@ -319,39 +321,18 @@ async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard
     one, other = await serving(yard), await serving(yard)
     server = (await valkey.read_server_id(yard.client)).encode()
     for user in (one.user, other.user):  # as the claim told it
-        assert await ask(yard.client.hget(keys.switch(user), SERVER)) == server
+        assert await reply_of(yard.client.hget(keys.switch(user), SERVER)) == server
     # A copy that lagged: the same version, for nobody switched since, or an older one.
     async with yard.database.session() as session:
         await switches.put_switch(
             session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
         )
     for user in (one.user, other.user):
-        await ask(yard.client.hset(keys.switch(user), SERVER, "another one"))
+        await reply_of(yard.client.hset(keys.switch(user), SERVER, "another one"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, b"halted")
         await until_field(yard, other.user, server, SERVER)
-    assert await ask(yard.client.hget(keys.switch(one.user), SERVER)) == server
-
-
-async def test_one_that_stands_by_tells_the_switches_to_a_new_server_whoever_leads(
-    yard: Yard, temporal: Client
-) -> None:
-    """The leader may be of an earlier release, which leaves another server's switch as it is."""
-    one = await serving(yard)
-    server = (await valkey.read_server_id(yard.client)).encode()
-    await ask(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
-    leads = asyncio.Event()
-
-    async def of_an_earlier_release(_: AsyncConnection) -> None:
-        leads.set()
-        await asyncio.Event().wait()
-
-    leader = asyncio.create_task(lead(yard.settings.database_url, LOCK, of_an_earlier_release))
-    await leads.wait()
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server, SERVER)
-        assert not leader.done()
-    await tasks.cancel_tasks(leader)
+    assert await reply_of(yard.client.hget(keys.switch(one.user), SERVER)) == server
 
 
 async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_ever(
@@ -359,13 +340,13 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
 ) -> None:
     server = await valkey.read_server_id(yard.client)
     one = await serving(yard)
-    await ask(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
+    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, server.encode(), SERVER)
     assert await valkey.server_known_since(yard.client) == 0.0
-    await ask(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     assert await valkey.server_known_since(yard.client) == math.inf
-    await ask(yard.client.hset(keys.switch(one.user), SERVER, "the one before"))
+    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "the one before"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, server.encode(), SERVER)
     since = await valkey.server_known_since(yard.client)
@@ -378,5 +359,5 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
 
 
 async def until_field(yard: Yard, user: str, state: bytes, name: str = "*") -> None:
-    while await ask(yard.client.hget(keys.switch(user), name)) != state:  # noqa: ASYNC110 — Valkey has no event
+    while await reply_of(yard.client.hget(keys.switch(user), name)) != state:  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.01)

@@ -20,15 +20,15 @@ from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.orders.sweeper import OrderSweeper
-from activities.pool.entries import ask
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance as orders
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
 from worker_runtime.protocol import keys
@@ -71,7 +71,7 @@ class SweeperStage:
             )
 
     def sweeper(self, **options: Any) -> OrderSweeper:
-        ensuring = WorkerActivator(self.temporal, self.settings)
+        ensuring = WorkerStarter(self.temporal, self.settings)
         return OrderSweeper(self.client, self.database, self.temporal, ensuring, self.settings, **options)
 
     async def order(
@@ -108,7 +108,7 @@ class SweeperStage:
             return await orders.get_order(session, order_id)
 
     async def queued(self) -> list[bytes]:
-        found: list[bytes] = await ask(self.client.lrange(keys.requests(self.user_id), 0, -1))
+        found: list[bytes] = await reply_of(self.client.lrange(keys.requests(self.user_id), 0, -1))
         return found
 
     async def mark(self) -> None:
@@ -141,7 +141,7 @@ async def main(database_url: str, valkey_url: str, temporal_address: str, lease:
     database = Database(database_url)
     temporal = await Client.connect(temporal_address)
     settings = Settings(database_url=database_url)
-    ensuring = WorkerActivator(temporal, settings)
+    ensuring = WorkerStarter(temporal, settings)
     sweeper = OrderSweeper(
         valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, lease=lease
     )

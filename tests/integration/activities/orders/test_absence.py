@@ -23,7 +23,7 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
@@ -88,7 +88,7 @@ class AbsenceScene:
 
     async def look(self, order_id: uuid.UUID) -> om.Verified:
         asking = AccountQueryClient(
-            self.stage.client, WorkerActivator(self.stage.temporal, self.stage.settings)
+            self.stage.client, WorkerStarter(self.stage.temporal, self.stage.settings)
         )
         verifying = OrderActivities(self.stage.client, self.stage.database, asking)
         request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, look=0, timeout=20.0)

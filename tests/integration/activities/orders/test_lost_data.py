@@ -11,11 +11,11 @@ import pytest
 from sqlalchemy import text
 
 from activities.events.recorder import Recorder
-from activities.pool.entries import ask
 from infra.database import accounts
 from infra.database.models import Order
 from infra.database.orders import acceptance as orders
 from infra.launchers.port import Task
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState
@@ -33,7 +33,7 @@ async def test_a_claim_that_valkey_lost_takes_no_second_worker(yard: Yard) -> No
     assert again.worker is not None
     assert again.worker.worker_id == worker.worker_id
     assert await other.announce() == "ready"
-    assert not await ask(yard.client.exists(keys.owner(user)))
+    assert not await reply_of(yard.client.exists(keys.owner(user)))
 
 
 async def test_a_claim_that_valkey_lost_is_stopped_by_its_claim_id_alone(yard: Yard) -> None:

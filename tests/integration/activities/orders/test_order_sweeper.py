@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 from temporalio.client import Client
 
-from activities.pool.entries import ask
 from infra.database.engine import Database
 from infra.database.orders import attention
 from infra.database.orders import watch as order_watch
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.valkey.request_queue import RequestQueue, place_request
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
@@ -73,7 +73,7 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
     order_id = await stage.order()
     await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), "channel"), 30.0)
-    await ask(stage.client.rpop(keys.requests(stage.user_id)))
+    await reply_of(stage.client.rpop(keys.requests(stage.user_id)))
     await stage.sweeper().round()
     assert await stage.queued() == []
 
@@ -109,7 +109,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
         "server": await valkey.read_server_id(stage.client),
         "at_ms": (await stage.client.time())[0] * 1000,
     }
-    await ask(stage.client.hset(keys.SERVER_SINCE, mapping=note))
+    await reply_of(stage.client.hset(keys.SERVER_SINCE, mapping=note))
     await stage.sweeper().round()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
@@ -168,7 +168,7 @@ async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) 
     order_id = await stage.order(left=-5.0)
     await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), ""), 30.0)
     user = stage.user_id
-    await ask(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
+    await reply_of(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
     await stage.sweeper().round()
     assert (await stage.row(order_id)).state == "accepted"
     assert await stage.followed(order_id)

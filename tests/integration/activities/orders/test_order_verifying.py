@@ -18,13 +18,13 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.orders.account_query import AccountQueryClient
 from activities.orders.verification import OrderActivities
-from activities.pool.entries import ask
 from infra.database.engine import Database
 from infra.database.orders import acceptance as orders
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
+from infra.valkey.client import reply_of
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
@@ -60,7 +60,7 @@ async def stage(
 
 
 def verifying(stage: SweeperStage) -> OrderActivities:
-    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
+    asking = AccountQueryClient(stage.client, WorkerStarter(stage.temporal, stage.settings))
     return OrderActivities(stage.client, stage.database, asking)
 
 
@@ -262,9 +262,9 @@ async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -
 
 async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: SweeperStage) -> None:
     await stage.client.set(keys.mark(stage.user_id), "1:w")
-    asking = AccountQueryClient(stage.client, WorkerActivator(stage.temporal, stage.settings))
+    asking = AccountQueryClient(stage.client, WorkerStarter(stage.temporal, stage.settings))
     question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
-    rings = [await ask(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
+    rings = [await reply_of(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
     assert all(rings), "one ring, and nobody took the question"
     with pytest.raises(WorkerUnavailable):
         await question

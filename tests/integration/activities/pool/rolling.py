@@ -16,14 +16,14 @@ from temporalio.worker import Worker
 from activities.events.exit_watcher import ExitWatcher
 from activities.events.recorder import TimelineActivity
 from activities.pool import entries
-from activities.pool.entries import ask
 from activities.pool.launch import LaunchActivities
 from activities.pool.snapshot import PoolSnapshots
 from activities.rollout.replacement import RolloutActivities
 from infra import tasks
 from infra.launchers.port import LaunchSpec, Task
 from infra.market import calendar
-from infra.temporal.starter import WorkerActivator
+from infra.temporal.starter import WorkerStarter
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
@@ -54,7 +54,7 @@ class Dock:
         #: users have asked for by then.
         self.shortage = 0
         self.begun = 0
-        self.ensuring = WorkerActivator(temporal, yard.settings)
+        self.starter = WorkerStarter(temporal, yard.settings)
         self._serving: set[asyncio.Task[None]] = set()
         yard.launcher._on_launch = self._launched
 
@@ -98,11 +98,11 @@ class Dock:
         user_id, control = claims[0].user_id, keys.control(claims[0].user_id)
         while task in await launcher.list():
             mark = f"{claims[0].epoch}:{worker.worker_id}"
-            await ask(self.yard.client.set(keys.mark(user_id), mark, ex=30))
-            if await ask(self.yard.client.lpop(control)):
+            await reply_of(self.yard.client.set(keys.mark(user_id), mark, ex=30))
+            if await reply_of(self.yard.client.lpop(control)):
                 launcher.end(task.task_id, 0, "exited")
             await asyncio.sleep(0.1)
-        await ask(self.yard.client.delete(keys.mark(user_id)))
+        await reply_of(self.yard.client.delete(keys.mark(user_id)))
 
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._serving)
@@ -227,9 +227,9 @@ class Dock:
     async def free(self) -> dict[str, int]:
         """Free workers by version."""
         counts: dict[str, int] = {}
-        for worker in await ask(self.yard.client.zrange(keys.pool_ready(POOL), 0, -1)):
+        for worker in await reply_of(self.yard.client.zrange(keys.pool_ready(POOL), 0, -1)):
             entry = keys.pool_worker(POOL, worker.decode())
-            state, version = await ask(self.yard.client.hmget(entry, ["state", "version"]))
+            state, version = await reply_of(self.yard.client.hmget(entry, ["state", "version"]))
             if state == b"ready":
                 counts[version.decode()] = counts.get(version.decode(), 0) + 1
         return counts
@@ -237,12 +237,12 @@ class Dock:
     def patience(self, seconds: float) -> None:
         """How long a user's start waits for a worker that says nothing."""
         settings = self.yard.settings.model_copy(update={"connect_timeout": seconds})
-        self.ensuring = WorkerActivator(self.temporal, settings)
+        self.starter = WorkerStarter(self.temporal, settings)
 
     async def ensure(self, user_id: str) -> None:
         """As a user who asks for a worker; raises what he is told."""
         self.begun += 1
-        await self.ensuring.ensure(user_id)
+        await self.starter.ensure_active(user_id)
 
     async def watch_floor(self, target: int) -> None:
         """Until it is cancelled: notes the shortage."""

@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
-from activities.pool.entries import ask
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities, PoolDemand
 from infra import tasks
@@ -22,6 +21,7 @@ from infra.launchers.port import LaunchSpec, Task
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys, scripts
 from workflows import names
@@ -123,7 +123,7 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
         assert len(launcher.launched) < WANTED
         async with orchestrator(temporal, valkey_server.url, yard, launcher):
             ready = keys.pool_ready(POOL)
-            while await ask(yard.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
+            while await reply_of(yard.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             view = await handle.query(WorkerPoolWorkflow.view)
             # Until the list shows all of them, and a few looks beyond.

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.pool.entries import ask
 from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
 from infra.launchers.fake import NeverReadyLauncher
+from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
@@ -52,7 +52,7 @@ async def test_a_dead_workers_entry_is_removed_and_not_counted(yard: Yard) -> No
     yard.launcher.end(worker.task_id)
     await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
     assert await count(yard) == pm.PoolCount(ready=0, starting=0)
-    assert not await ask(yard.client.zcard(keys.pool_ready(POOL)))
+    assert not await reply_of(yard.client.zcard(keys.pool_ready(POOL)))
 
 
 async def test_silent_workers_count_as_starting_right_after_a_flush(yard: Yard) -> None:

@@ -53,7 +53,7 @@ async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users
     failed: list[str] = []
     await dock.start_pool(READY)
     for user_id in users[:4]:
-        await dock.ensuring.ensure(user_id)
+        await dock.starter.ensure_active(user_id)
     loaded = asyncio.create_task(claims(dock, users[4:], 0.15, failed))
     rollout = await dock.start_rollout("2")
     result = await rollout.result()
@@ -63,7 +63,7 @@ async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users
     await dock.until_ready({"2": READY})
     # The last one's old worker is gone when the rollout is done; the new one may still be on its way.
     for user_id in users[:4]:
-        await dock.ensuring.ensure(user_id)
+        await dock.starter.ensure_active(user_id)
         view = await dock.view(user_id)
         assert view.worker is not None
         assert view.worker.version == "2"
@@ -152,7 +152,7 @@ async def test_a_version_that_freezes_when_it_is_claimed_goes_back_and_its_users
 async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(dock: Dock) -> None:
     user_id = await dock.yard.user()
     await dock.start_pool(2)
-    await dock.ensuring.ensure(user_id)
+    await dock.starter.ensure_active(user_id)
     dock.bad = {"2"}
     rollout = await dock.start_rollout("2")
     await rollout.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))

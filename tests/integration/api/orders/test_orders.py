@@ -14,9 +14,9 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from activities.pool.entries import ask
 from infra.database.engine import Database
 from infra.database.orders import acceptance as orders
+from infra.valkey.client import reply_of
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import failed, filled, silent, until
 from worker_runtime.protocol import keys
@@ -42,7 +42,7 @@ async def test_an_order_is_answered_with_its_outcome(
 
 async def listeners(client: Redis, count: int) -> None:
     """Waits until so many wait for a ring."""
-    while sum(each["cmd"] == "blpop" for each in await ask(client.client_list())) < count:  # noqa: ASYNC110
+    while sum(each["cmd"] == "blpop" for each in await reply_of(client.client_list())) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
@@ -50,7 +50,7 @@ async def test_a_ring_that_went_to_a_frozen_worker_is_repeated(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
 ) -> None:
     # The worker that was replaced still stands first in Valkey's line of those who wait for a ring.
-    frozen = asyncio.create_task(ask(valkey_client.blpop([keys.doorbell(api.user)], timeout=4)))
+    frozen = asyncio.create_task(reply_of(valkey_client.blpop([keys.doorbell(api.user)], timeout=4)))
     await listeners(api.services.answers.client, 1)
     worker = await start_worker(api.user)
     await listeners(api.services.answers.client, 2)

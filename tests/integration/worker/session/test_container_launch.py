@@ -12,10 +12,10 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from activities.pool.entries import ask
 from infra.launchers.ecs.request import EcsTarget, run_task
 from infra.launchers.port import LaunchSpec
 from infra.local.servers import ValkeyServer
+from infra.valkey.client import reply_of
 from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
 from worker_runtime.process.container_launch import METADATA_VARIABLE
 from worker_runtime.protocol import keys, launch_document
@@ -62,7 +62,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
                 assert worker.returncode is None, (tmp_path / "worker.log").read_text()
                 assert time.monotonic() < deadline, (tmp_path / "worker.log").read_text()
                 await asyncio.sleep(0.02)
-            entry = await ask(valkey_client.hgetall(keys.pool_worker("default", "w-ecs")))
+            entry = await reply_of(valkey_client.hgetall(keys.pool_worker("default", "w-ecs")))
             assert entry[b"task"] == TASK_ID.encode()
         finally:
             worker.terminate()
