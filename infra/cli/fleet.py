@@ -1,16 +1,12 @@
-"""`berth maintenance …`: what maintenance saw when it last looked at all workers, and what it did.
-
-`berth hosts explain`: how many worker hosts the workers of a pool need, and why.
-"""
+"""`berth maintenance …`: the last check of all workers, and what was cleaned up. `berth hosts explain`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Data, Json, KeyFile, Pool, Reason, Url, as_json, pool_path, with_api
+from infra.cli.options import Answer, Pool, Reason, api_command, pool_path
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -25,30 +21,18 @@ maintenance_app = typer.Typer(
 PASS_PATIENCE = 60.0
 
 
-@maintenance_app.command("run")
-def run(
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(maintenance_app)
+def run(api: OperatorApi, reason: Reason = "requested") -> Answer:
     """Look at all workers now, as the schedule does; what the look before has seen, too, is cleaned up."""
-
-    def action(api: OperatorApi) -> int:
-        reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
-        if json:
-            as_json(reply.body)
-        elif not reply.done:
-            typer.echo(f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status")
-        else:
-            _tell_pass(reply.body)
-        return 0
-
-    with_api(data, url, key_file, action)
+    reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
+    if not reply.done:
+        return Answer(
+            reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
+        )
+    return Answer(reply.body, lambda: _show_outcome(reply.body))
 
 
-def _tell_pass(done: dict[str, object]) -> None:
+def _show_outcome(done: dict[str, object]) -> None:
     from infra.cli.tables import plain
 
     typer.echo(
@@ -59,23 +43,11 @@ def _tell_pass(done: dict[str, object]) -> None:
         typer.echo(f"held still because: {plain(done['guarded'])}")
 
 
-@maintenance_app.command("status")
-def status(
-    json: Json = False, data: Data = Path(".berth"), url: Url = None, key_file: KeyFile = None
-) -> None:
+@api_command(maintenance_app)
+def status(api: OperatorApi) -> Answer:
     """Show the last pass: when, how many workers, what was odd, what was done, and why not."""
-
-    def action(api: OperatorApi) -> int:
-        found = api.get("/fleet")["maintenance"]
-        if json:
-            as_json(found)
-        elif found is None:
-            typer.echo("no pass yet")
-        else:
-            _show_pass(found)
-        return 0
-
-    with_api(data, url, key_file, action)
+    found = api.get("/fleet")["maintenance"]
+    return Answer(found, "no pass yet" if found is None else lambda: _show_pass(found))
 
 
 def _show_pass(found: dict[str, object]) -> None:
@@ -110,31 +82,20 @@ def _hosts_group() -> None:
     """Keeps `explain` a command of its own while there is no other."""
 
 
-@hosts_app.command()
+@api_command(hosts_app)
 def explain(
+    api: OperatorApi,
     pool: Pool = "default",
     workers: Annotated[
         int | None, typer.Option(min=0, help="So many, instead of those that the pool has and wants.")
     ] = None,
     warm: Annotated[int, typer.Option(min=0, help="Hosts to keep ahead at the least.")] = 1,
     rate: Annotated[float, typer.Option(min=0, help="Workers a second that must find room.")] = 0.0,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """How many hosts are wanted for the pool's workers: what the orchestrator would ask of the platform."""
-
-    def action(api: OperatorApi) -> int:
-        wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
-        shown = explain_hosts(wanted, warm=warm, rate=rate)
-        if json:
-            as_json(shown)
-        else:
-            typer.echo(f"{shown['wanted']} hosts are wanted: {shown['reason']}")
-        return 0
-
-    with_api(data, url, key_file, action)
+    wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
+    shown = explain_hosts(wanted, warm=warm, rate=rate)
+    return Answer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
 
 def workers_of_pool(shown: dict[str, Any]) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from infra.cli.options import Data, Json, KeyFile, Reason, Url, as_json, with_api
+from infra.cli.options import Answer, Reason, api_command
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -20,23 +20,23 @@ app = typer.Typer(
 Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as webhook.")]
 
 
-@app.command("list")
-def list_(json: Json = False, data: Data = Path(".berth"), url: Url = None, key_file: KeyFile = None) -> None:
+@api_command(app, "list")
+def list_(api: OperatorApi) -> Answer:
     """Every type with its limits, and how many of it run now."""
-
-    def action(api: OperatorApi) -> int:
-        found = api.get("/job-limits")["limits"]
-        if json:
-            as_json(found)
-        else:
-            _show(found)
-        return 0
-
-    with_api(data, url, key_file, action)
+    found = api.get("/job-limits")["limits"]
+    return Answer(found, lambda: _show_limits(found))
 
 
-@app.command("set")
+def _check_limits(**given: Any) -> None:
+    if all(given[name] is None for name in ("running", "per_node", "per_second", "burst")):
+        raise typer.BadParameter("say --running, --per-node or --per-second; `clear` takes all back")
+    if given["burst"] is not None and given["per_second"] is None:
+        raise typer.BadParameter("--burst needs --per-second")
+
+
+@api_command(app, "set", check=_check_limits)
 def set_(
+    api: OperatorApi,
     job_type: Type,
     running: Annotated[
         int | None, typer.Option(min=0, help="Jobs that run at once, everywhere; 0: none is begun.")
@@ -49,57 +49,24 @@ def set_(
         int | None, typer.Option(min=1, help="How many of them may come at once after a rest.")
     ] = None,
     reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Set the limits of a type: all of them, so what is left out has none."""
-    given = {"running": running, "per_node": per_node, "per_second": per_second, "burst": burst}
-    if all(value is None for value in given.values()):
-        raise typer.BadParameter("say --running, --per-node or --per-second; `clear` takes all back")
-    if burst is not None and per_second is None:
-        raise typer.BadParameter("--burst needs --per-second")
-    _put(job_type, given, reason, json, data, url, key_file)
+    limits = {"running": running, "per_node": per_node, "per_second": per_second, "burst": burst}
+    return _put_limits(api, job_type, limits, reason)
 
 
-@app.command()
-def clear(
-    job_type: Type,
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Answer:
     """Take all limits of a type back."""
-    _put(job_type, {}, reason, json, data, url, key_file)
+    return _put_limits(api, job_type, {}, reason)
 
 
-def _put(
-    job_type: str,
-    limits: dict[str, Any],
-    reason: str,
-    json: bool,
-    data: Path,
-    url: str | None,
-    key_file: Path | None,
-) -> None:
-    def action(api: OperatorApi) -> int:
-        from urllib.parse import quote
-
-        path = f"/job-limits/{quote(job_type, safe='')}"
-        found = api.put(path, {**limits, "reason": reason}).body
-        if json:
-            as_json(found)
-        else:
-            _show([found])
-        return 0
-
-    with_api(data, url, key_file, action)
+def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> Answer:
+    found = api.put(f"/job-limits/{quote(job_type, safe='')}", {**limits, "reason": reason}).body
+    return Answer(found, lambda: _show_limits([found]))
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
+def _show_limits(rows: list[dict[str, Any]]) -> None:
     from infra.cli.tables import console, empty_table, plain
 
     out = console()

@@ -1,20 +1,24 @@
-"""`berth jobs …`: queues, runners and jobs, seen and steered through Valkey; and a runner of the fleet."""
+"""`berth jobs …`: shows and steers queues, runners and jobs through Valkey; runs a runner of the fleet."""
 
 from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli import job_limits
-from infra.cli.options import as_json
+from infra.cli import job_limits, options
+from infra.cli.options import Answer, Command, Json, as_json, option
+from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from infra.jobs.view import JobInspector
 
 app = typer.Typer(
@@ -30,13 +34,12 @@ Valkey = Annotated[
     ),
 ]
 User = Annotated[str | None, typer.Option(help="This user's own jobs, instead of the fleet's.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
 Type = Annotated[str, typer.Option("--type", help="Of this type of job.")]
 Code = Annotated[str, typer.Option(help="Failed with this code, such as JOB_TIMEOUT.")]
 
-#: Seconds between two looks.
+#: Seconds between two reads of `--watch`.
 _PERIOD = 1.0
 
 
@@ -47,265 +50,231 @@ def _address(url: str | None) -> str:
     return url or f"redis://{HOST}:{LocalSettings().valkey_port}/0"
 
 
-def _with(url: str | None, user: str | None, action: Callable[[JobInspector], int]) -> NoReturn:
-    """Runs `action` and ends with its exit code; 1 with one sentence on standard error when it fails."""
-    from redis.exceptions import RedisError
+@dataclass(frozen=True)
+class JobView:
+    """What a command shows, once or every second: `draw` makes a table of what `read` returns."""
 
-    from infra.jobs.view import JobInspector
-    from worker_runtime.jobs.protocol import keys as job_keys
-    from worker_runtime.protocol.errors import BerthError
-
-    tag = job_keys.FLEET_TAG if user is None else job_keys.user_tag(user)
-    try:
-        with JobInspector(_address(url), tag) as jobs:
-            code = action(jobs)
-    except (RedisError, OSError, ValueError) as error:
-        typer.echo(
-            f"error: Valkey: {type(error).__name__}; is `berth up` running, or --valkey right?", err=True
-        )
-        code = 1
-    except BerthError as error:
-        typer.echo(f"error: {error.detail}", err=True)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    raise typer.Exit(code)
+    read: Callable[[], Any]
+    draw: Callable[[Console, Any], RenderableType]
 
 
-def _plain(seen: Any) -> Any:
-    """One view, or a list of them, as JSON has it."""
-    from dataclasses import asdict
+def _job_command(
+    *, check: Callable[..., None] | None = None, watch: bool = False, json: bool = True
+) -> Callable[[Command], Command]:
+    """Adds a command that talks to Valkey; its function takes a `JobInspector` first.
 
-    return [asdict(one) for one in seen] if isinstance(seen, list) else asdict(seen)
+    It returns an `Answer`, or a `JobView`, which `--watch` shows until Ctrl-C.
+    """
 
+    def run(command: Command, json: bool, given: dict[str, Any]) -> Answer | None:
+        from redis.exceptions import RedisError
 
-def _show(
-    url: str | None,
-    user: str | None,
-    watch: bool,
-    json: bool,
-    look: Callable[[JobInspector], Any],
-    draw: Callable[[Any, Any], Any],
-) -> NoReturn:
-    """Shows what `look` sees, once or again and again. `draw` makes a table of it."""
+        from infra.jobs.view import JobInspector
 
-    def action(jobs: JobInspector) -> int:
-        from rich.live import Live
+        url, tag = _address(given.pop("valkey")), _tag(given.pop("user"))
+        watched = given.pop("watch", False)
+        if check is not None:
+            check(**given)
+        try:
+            with JobInspector(url, tag) as jobs:
+                found = command(jobs, **given)
+                if isinstance(found, JobView) and watched:
+                    _watch(found, json)
+                answer = _answer_of(found) if isinstance(found, JobView) else found
+                answer.show(json=json)
+                return answer
+        except (RedisError, OSError, ValueError) as error:
+            reason = f"Valkey: {type(error).__name__}; is `berth up` running, or --valkey right?"
+            raise BerthError(reason) from None
 
-        from infra.cli import tables as job_tables
-
-        out = job_tables.console()
-        if not watch:
-            seen = look(jobs)
-            if json:
-                as_json(_plain(seen))
-            else:
-                out.print(draw(out, seen))
-            return 0
-        if json or not out.is_terminal:  # a line, or a table, each time
-            while True:
-                seen = look(jobs)
-                if json:
-                    as_json(
-                        [_plain(one) for one in seen] if isinstance(seen, list) else _plain(seen), line=True
-                    )
-                else:
-                    out.print(draw(out, seen))
-                sys.stdout.flush()
-                time.sleep(_PERIOD)
-        with Live(draw(out, look(jobs)), console=out, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(_PERIOD)
-                live.update(draw(out, look(jobs)), refresh=True)
-
-    _with(url, user, action)
-
-
-@app.command()
-def info(
-    workers: Annotated[bool, typer.Option("--workers", "-W", help="The runners and what runs, too.")] = False,
-    watch: Watch = False,
-    json: Json = False,
-    user: User = None,
-    valkey: Valkey = None,
-) -> None:
-    """Everything at a glance: queues, what waits, runs, is delayed, has failed."""
-    from infra.cli import tables as job_tables
-
-    _show(
-        *(valkey, user, watch, json),
-        look=lambda jobs: jobs.board(),
-        draw=lambda out, board: job_tables.job_board(out, board, workers=workers),
+    added = [option("watch", Watch, False)] * watch + [option("json", Json, False)] * json
+    return options.add_command(
+        app, None, run, [*added, option("user", User, None), option("valkey", Valkey, None)]
     )
 
 
-@app.command()
-def queues(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
+def _tag(user: str | None) -> str:
+    from worker_runtime.jobs.protocol import keys as job_keys
+
+    return job_keys.FLEET_TAG if user is None else job_keys.user_tag(user)
+
+
+def _plain(seen: Any) -> Any:
+    """One snapshot, or a list of them, as JSON has it."""
+    return [asdict(one) for one in seen] if isinstance(seen, list) else asdict(seen)
+
+
+def _answer_of(view: JobView) -> Answer:
+    from infra.cli import tables
+
+    out, seen = tables.console(), view.read()
+    return Answer(_plain(seen), lambda: out.print(view.draw(out, seen)))
+
+
+def _watch(view: JobView, json: bool) -> None:
+    """Shows the view again and again: in place on a terminal, one after the other in a pipe."""
+    from rich.live import Live
+
+    from infra.cli import tables
+
+    out = tables.console()
+
+    def print_one(seen: Any) -> None:
+        if json:
+            as_json(_plain(seen), line=True)
+        else:
+            out.print(view.draw(out, seen))
+        sys.stdout.flush()
+
+    if json or not out.is_terminal:
+        options.watch(view.read, print_one, period=_PERIOD)
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        options.watch(view.read, lambda seen: live.update(view.draw(out, seen), refresh=True), period=_PERIOD)
+
+
+@_job_command(watch=True)
+def info(
+    jobs: JobInspector,
+    workers: Annotated[bool, typer.Option("--workers", "-W", help="The runners and what runs, too.")] = False,
+) -> JobView:
+    """Everything at a glance: queues, what waits, runs, is delayed, has failed."""
+    from infra.cli import tables
+
+    return JobView(jobs.board, lambda out, board: tables.job_board(out, board, workers=workers))
+
+
+@_job_command(watch=True)
+def queues(jobs: JobInspector) -> JobView:
     """Queues with work and suspended ones: how many wait, by type."""
-    from infra.cli import tables as job_tables
+    from infra.cli import tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().queues, job_tables.queue_table)
+    return JobView(lambda: jobs.board().queues, tables.queue_table)
 
 
-@app.command()
-def running(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
+@_job_command(watch=True)
+def running(jobs: JobInspector) -> JobView:
     """What runs: since when, where, and how far it is."""
-    from infra.cli import tables as job_tables
+    from infra.cli import tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().running, job_tables.running_table)
+    return JobView(lambda: jobs.board().running, tables.running_table)
 
 
-@app.command()
-def workers(watch: Watch = False, json: Json = False, user: User = None, valkey: Valkey = None) -> None:
+@_job_command(watch=True)
+def workers(jobs: JobInspector) -> JobView:
     """The runners: state, queues, jobs in hand, and when they last gave a sign of life."""
-    from infra.cli import tables as job_tables
+    from infra.cli import tables
 
-    _show(valkey, user, watch, json, lambda jobs: jobs.board().runners, job_tables.runner_table)
+    return JobView(lambda: jobs.board().runners, tables.runner_table)
 
 
-@app.command()
+@_job_command()
 def failed(
+    jobs: JobInspector,
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
     limit: Annotated[int, typer.Option(min=1, help="At the most; the newest come first.")] = 100,
-    json: Json = False,
-    user: User = None,
-    valkey: Valkey = None,
-) -> None:
+) -> JobView:
     """The failed queue; `berth jobs show JOB` has the traceback."""
-    from itertools import islice
-
-    from infra.cli import tables as job_tables
+    from infra.cli import tables
     from infra.jobs.view import matching
 
-    _show(
-        *(valkey, user, False, json),
-        look=lambda jobs: list(islice(matching(jobs.failed(), queue=queue, name=type_, code=code), limit)),
-        draw=job_tables.failed_table,
-    )
+    fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
+    return JobView(lambda: list(islice(fitting, limit)), tables.failed_table)
 
 
-@app.command()
-def show(
-    job: Annotated[str, typer.Argument(help="Its id.")],
-    json: Json = False,
-    user: User = None,
-    valkey: Valkey = None,
-) -> None:
+@_job_command()
+def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> Answer:
     """One job: state, progress, how it ended, its traceback and what it wrote."""
+    from infra.cli import tables
 
-    def action(jobs: JobInspector) -> int:
-        from infra.cli import tables as job_tables
-
-        found = jobs.job(job)
-        if found is None:
-            typer.echo(f"error: there is no job {job}, or its result has expired", err=True)
-            return 1
-        if json:
-            as_json(_plain(found))
-        else:
-            job_tables.job_table(job_tables.console(), found)
-        return 0
-
-    _with(valkey, user, action)
+    found = jobs.job(job)
+    if found is None:
+        raise BerthError(f"there is no job {job}, or its result has expired")
+    return Answer(_plain(found), lambda: tables.job_table(tables.console(), found))
 
 
-@app.command()
+def _check_requeue(job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str) -> None:
+    if sum([bool(job_ids), all_, bool(queue or type_ or code)]) != 1:
+        raise typer.BadParameter("name jobs, or say --all, or filter by --queue, --type and --code")
+
+
+@_job_command(check=_check_requeue)
 def requeue(
+    jobs: JobInspector,
     job_ids: Annotated[list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="All that have failed.")] = False,
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
-    json: Json = False,
-    user: User = None,
-    valkey: Valkey = None,
-) -> None:
+) -> Answer:
     """Put failed jobs back on their queues as if they were new: some, those that fit, or all."""
-    chosen = [bool(job_ids), all_, bool(queue or type_ or code)]
-    if sum(chosen) != 1:
-        raise typer.BadParameter("name jobs, or say --all, or filter by --queue, --type and --code")
+    from infra.jobs.view import matching
 
-    def action(jobs: JobInspector) -> int:
-        from infra.jobs.view import matching
-
-        fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
-        # Taken down first: what goes back may fail again before the end of the list.
-        wanted = job_ids or [job.job_id for job in fitting]
-        back = jobs.requeue(wanted)
-        if json:
-            as_json({"requeued": back, "left": sorted(set(wanted) - set(back))})
-        else:
-            typer.echo(f"{len(back)} of {len(wanted)} requeued")
-        return 0 if len(back) == len(wanted) else 1
-
-    _with(valkey, user, action)
+    fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
+    # The whole list is read first: a job that goes back may fail again before the end of the list.
+    wanted = job_ids or [job.job_id for job in fitting]
+    back = jobs.requeue(wanted)
+    return Answer(
+        {"requeued": back, "left": sorted(set(wanted) - set(back))},
+        f"{len(back)} of {len(wanted)} requeued",
+        exit_code=0 if len(back) == len(wanted) else 1,
+    )
 
 
-@app.command()
-def cancel(
-    job: Annotated[str, typer.Argument(help="Its id.")],
-    json: Json = False,
-    user: User = None,
-    valkey: Valkey = None,
-) -> None:
+@_job_command()
+def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> Answer:
     """Cancel a job: at once if it waits; if it runs, its process is ended. A failed one is forgotten."""
     from worker_runtime.jobs.protocol import calls as job_calls
 
-    told = {
+    sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was told to end it",
         "failed": "it had failed; it is forgotten now",
         "unknown": "there is no such job, or it has ended",
     }
-
-    def action(jobs: JobInspector) -> int:
-        reply = jobs.run(job_calls.cancel(job, jobs.tag))
-        became = reply.decode() if isinstance(reply, bytes) else str(reply)
-        if json:
-            as_json({"job_id": job, "became": became})
-        else:
-            typer.echo(told[became], err=became == "unknown")
-        return 1 if became == "unknown" else 0
-
-    _with(valkey, user, action)
+    reply = jobs.run(job_calls.cancel(job, jobs.tag))
+    became = reply.decode() if isinstance(reply, bytes) else str(reply)
+    unknown = became == "unknown"
+    return Answer(
+        {"job_id": job, "became": became},
+        lambda: typer.echo(sentences[became], err=unknown),
+        exit_code=1 if unknown else 0,
+    )
 
 
 Runner = Annotated[str, typer.Option(help="Only the runner of this name.")]
 OneQueue = Annotated[str, typer.Option(help="Only this queue.")]
 
 
-def _switch(resumed: bool, queue: str, runner: str, user: str | None, url: str | None) -> NoReturn:
+def _check_scope(queue: str, runner: str) -> None:
     if queue and runner:
         raise typer.BadParameter("a queue or a runner, not both")
 
-    def action(jobs: JobInspector) -> int:
-        from worker_runtime.jobs.protocol import calls as job_calls
 
-        call = job_calls.resume if resumed else job_calls.suspend
-        changed = jobs.run(call(queue=queue, runner=runner, tag=jobs.tag))
-        what = f"queue {queue}" if queue else f"runner {runner}" if runner else "everything"
-        before = "" if changed else " already"
-        typer.echo(f"{what} {'is open' if resumed else 'is suspended'}{before}")
-        return 0
-
-    _with(url, user, action)
+def _scope(queue: str, runner: str) -> str:
+    return f"queue {queue}" if queue else f"runner {runner}" if runner else "everything"
 
 
-@app.command()
-def suspend(queue: OneQueue = "", runner: Runner = "", user: User = None, valkey: Valkey = None) -> None:
+@_job_command(check=_check_scope, json=False)
+def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Answer:
     """Let no further job be taken: none at all, none of a queue, or none by a runner.
 
     It lasts until `resume`, whatever is restarted. Running jobs go on.
     """
-    _switch(False, queue, runner, user, valkey)
+    from worker_runtime.jobs.protocol import calls as job_calls
+
+    changed = jobs.run(job_calls.suspend(queue=queue, runner=runner, tag=jobs.tag))
+    return Answer(None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}")
 
 
-@app.command()
-def resume(queue: OneQueue = "", runner: Runner = "", user: User = None, valkey: Valkey = None) -> None:
+@_job_command(check=_check_scope, json=False)
+def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Answer:
     """Take back one `suspend` with the same options."""
-    _switch(True, queue, runner, user, valkey)
+    from worker_runtime.jobs.protocol import calls as job_calls
+
+    changed = jobs.run(job_calls.resume(queue=queue, runner=runner, tag=jobs.tag))
+    return Answer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
 
 
 @app.command()
@@ -336,7 +305,6 @@ def worker(
     import json
 
     from infra.jobs import fleet
-    from worker_runtime.jobs.protocol import keys as job_keys
 
     more = {} if config is None else _private(config)
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
@@ -344,7 +312,7 @@ def worker(
         "name": name or socket.gethostname(),
         "node": socket.gethostname(),
         "valkey_url": _address(valkey),
-        "tag": job_keys.FLEET_TAG if user is None else job_keys.user_tag(user),
+        "tag": _tag(user),
         "queues": served or ["*"],
         "slots": slots,
         "recycle": recycle,
@@ -362,7 +330,6 @@ def _private(config: Path) -> dict[str, Any]:
     import json
 
     from infra.vault import key_file
-    from worker_runtime.protocol.errors import BerthError
 
     try:
         found = json.loads(key_file.read_key_file(config, private=True))

@@ -1,17 +1,15 @@
-"""`berth pool rollout …`: a pool is brought to another version of the worker, through the REST API.
-
-`berth pool …`: pools of free workers, seen and steered through the REST API with an operator's key.
-"""
+"""`berth pool …`: shows and steers pools of free workers and their rollouts, through the REST API."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Data, Json, KeyFile, Pool, Reason, Url, as_json, pool_path, with_api
+from infra.cli.options import Answer, Json, Pool, Reason, api_command, pool_path
+from infra.cli.options import watch as watch_until_ended
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -21,7 +19,7 @@ rollout_app = typer.Typer(
     help="Bring a pool to another version of the worker, and back (docs/rollout.md).", no_args_is_help=True
 )
 
-#: Seconds between two looks of `--watch`.
+#: Seconds between two reads of `--watch`.
 WATCH_PERIOD = 2.0
 
 
@@ -29,8 +27,9 @@ def _rollout_path(pool: str, rest: str = "") -> str:
     return pool_path(pool, f"/rollout{rest}")
 
 
-@rollout_app.command()
+@api_command(rollout_app)
 def start(
+    api: OperatorApi,
     version: Annotated[
         str, typer.Option(help="What the new workers report; '': what the orchestrator's settings say.")
     ],
@@ -56,100 +55,71 @@ def start(
     watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
     reason: Reason = "requested",
     json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Begin one: free workers first, make before break; users when they are quiet. It goes back by itself."""
-
-    def action(api: OperatorApi) -> int:
-        shown = api.post(
-            _rollout_path(pool),
-            version=version,
-            image=image,
-            batch=batch,
-            deadline_seconds=deadline,
-            quiet_seconds=quiet,
-            proof_seconds=proof,
-            reason=reason,
-        ).body
-        return _watch_rollout(api, pool, json) if watch else _show_rollout(shown, json)
-
-    with_api(data, url, key_file, action)
+    shown = api.post(
+        _rollout_path(pool),
+        version=version,
+        image=image,
+        batch=batch,
+        deadline_seconds=deadline,
+        quiet_seconds=quiet,
+        proof_seconds=proof,
+        reason=reason,
+    ).body
+    return _watch_rollout(api, pool, json) if watch else _rollout_answer(shown)
 
 
-@rollout_app.command("status")
+@api_command(rollout_app, "status")
 def rollout_status(
+    api: OperatorApi,
     pool: Pool = "default",
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay until it ends; exit code 1 if it was rolled back.")
     ] = False,
     json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """How far the pool's rollout is, or how the last one ended."""
-
-    def action(api: OperatorApi) -> int:
-        return _watch_rollout(api, pool, json) if watch else _show_rollout(api.get(_rollout_path(pool)), json)
-
-    with_api(data, url, key_file, action)
+    return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get(_rollout_path(pool)))
 
 
-@rollout_app.command()
-def abort(
-    pool: Pool = "default",
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(rollout_app)
+def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
     """Take it back: what the pool had before is put back in the same way."""
-
-    def action(api: OperatorApi) -> int:
-        reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
-        if json:
-            as_json(reply.body)
-        else:
-            typer.echo(f"the rollout of pool {pool} is taken back")
-        return 0
-
-    with_api(data, url, key_file, action)
+    reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
+    return Answer(reply.body, f"the rollout of pool {pool} is taken back")
 
 
-def _show_rollout(shown: dict[str, Any], json: bool) -> int:
-    from infra.cli import tables as pool_tables
+def _rollout_answer(shown: dict[str, Any]) -> Answer:
+    from infra.cli import tables
 
-    if json:
-        as_json(shown)
-    else:
-        out = pool_tables.console()
-        out.print(pool_tables.rollout_table(shown))
-    return 0
+    return Answer(shown, lambda: tables.console().print(tables.rollout_table(shown)))
 
 
-def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> int:
-    """Redrawn in place on a terminal; a pipe gets the end only."""
+def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> Answer:
+    """Redraws the rollout in place on a terminal; a pipe gets the end only."""
     from rich.live import Live
 
-    from infra.cli import tables as pool_tables
+    from infra.cli import tables
 
-    out = pool_tables.console()
-    shown = api.get(_rollout_path(pool))
+    def read() -> dict[str, Any]:
+        found: dict[str, Any] = api.get(_rollout_path(pool))
+        return found
+
+    def ended(shown: dict[str, Any]) -> bool:
+        return bool(shown["ended"])
+
+    out = tables.console()
     if out.is_terminal and not json:
-        with Live(pool_tables.rollout_table(shown), console=out) as live:
-            while not shown["ended"]:
-                time.sleep(WATCH_PERIOD)
-                shown = api.get(_rollout_path(pool))
-                live.update(pool_tables.rollout_table(shown))
+        with Live(console=out) as live:
+            last = watch_until_ended(
+                read, lambda shown: live.update(tables.rollout_table(shown)), period=WATCH_PERIOD, ended=ended
+            )
+        answer = Answer(last)
     else:
-        while not shown["ended"]:
-            time.sleep(WATCH_PERIOD)
-            shown = api.get(_rollout_path(pool))
-        _show_rollout(shown, json)
-    return 0 if shown["phase"] == "done" else 1
+        last = watch_until_ended(read, lambda shown: None, period=WATCH_PERIOD, ended=ended)
+        answer = _rollout_answer(last)
+    return replace(answer, exit_code=0 if last["phase"] == "done" else 1)
 
 
 app = typer.Typer(
@@ -159,109 +129,63 @@ app = typer.Typer(
 app.add_typer(rollout_app, name="rollout")
 
 
-@app.command()
-def status(
-    pool: Pool = "default",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def status(api: OperatorApi, pool: Pool = "default") -> Answer:
     """What the pool has and wants, and how its launches fare."""
-
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as pool_tables
-
-        shown = api.get(pool_path(pool))
-        if json:
-            as_json(shown)
-        else:
-            pool_tables.show_pool(pool_tables.console(), shown)
-        return 0
-
-    with_api(data, url, key_file, action)
+    return _pool_answer(api.get(pool_path(pool)))
 
 
-@app.command()
-def explain(
-    pool: Pool = "default",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+def _pool_answer(shown: dict[str, Any]) -> Answer:
+    from infra.cli import tables
+
+    return Answer(shown, lambda: tables.show_pool(tables.console(), shown))
+
+
+@api_command(app)
+def explain(api: OperatorApi, pool: Pool = "default") -> Answer:
     """Why the pool wants so many workers, when that changes, and what keeps it from having them."""
+    from infra.cli import tables
 
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as pool_tables
-
-        shown = api.get(pool_path(pool))
-        sentences = pool_tables.explain_pool(shown)
-        if json:
-            as_json({"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences})
-        else:
-            for sentence in sentences:
-                typer.echo(sentence)
-        return 0
-
-    with_api(data, url, key_file, action)
+    shown = api.get(pool_path(pool))
+    sentences = tables.explain_pool(shown)
+    value = {"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences}
+    return Answer(value, "\n".join(sentences))
 
 
-def _steer(
-    pool: str, asked: str, told: str, reason: str, json: bool, data: Path, url: str | None, key: Path | None
-) -> NoReturn:
-    def action(api: OperatorApi) -> int:
-        reply = api.post(pool_path(pool, f"/{asked}"), reason=reason)
-        if json:
-            as_json(reply.body)
-        else:
-            typer.echo(told)
-        return 0
-
-    with_api(data, url, key, action)
-
-
-@app.command()
-def pause(
-    pool: Pool = "default",
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def pause(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
     """Launch nothing for the pool until it is resumed. Its free workers can still be claimed."""
-    _steer(pool, "pause", f"pool {pool} is paused", reason, json, data, url, key_file)
+    return Answer(api.post(pool_path(pool, "/pause"), reason=reason).body, f"pool {pool} is paused")
 
 
-@app.command()
-def drain(
-    pool: Pool = "default",
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
     """Stop all free workers and launch none until the pool is resumed. Users keep theirs."""
-    _steer(pool, "drain", f"pool {pool} is being drained", reason, json, data, url, key_file)
+    return Answer(api.post(pool_path(pool, "/drain"), reason=reason).body, f"pool {pool} is being drained")
 
 
-@app.command()
-def resume(
-    pool: Pool = "default",
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
     """End a pause or a drain. After failed launches, the next one is tried at once."""
-    _steer(pool, "resume", f"pool {pool} is resumed", reason, json, data, url, key_file)
+    return Answer(api.post(pool_path(pool, "/resume"), reason=reason).body, f"pool {pool} is resumed")
 
 
-@app.command("set")
+def _policy_changes(**given: Any) -> dict[str, Any]:
+    """The options that were given, as the policy's fields. Raises `typer.BadParameter` when there is none."""
+    changes = {name: value for name, value in given.items() if value is not None}
+    if "windows" in changes:
+        changes["windows"] = _read(changes["windows"])
+    if not changes:
+        raise typer.BadParameter("say what to change, such as --target 8")
+    return {
+        name: None if name in ("maximum", "limit") and value == 0 else value
+        for name, value in changes.items()
+    }
+
+
+@api_command(app, "set", check=lambda pool, reason, **policy: _policy_changes(**policy))
 def set_policy(
+    api: OperatorApi,
     pool: Pool = "default",
     target: Annotated[int | None, typer.Option(min=0, help="Free workers to keep.")] = None,
     minimum: Annotated[int | None, typer.Option(min=0, help="Never fewer.")] = None,
@@ -280,47 +204,26 @@ def set_policy(
         typer.Option(metavar="FILE", help="JSON list of windows, in place of all that there are."),
     ] = None,
     reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Change the pool's policy at once; what is not named stays. A window in FILE looks like
 
     {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar": "trading",
     "target": 40}
     """
-    changes: dict[str, Any] = {
-        "target": target,
-        "minimum": minimum,
-        "maximum": maximum,
-        "buffer": buffer,
-        "demand_minutes": demand_minutes,
-        "limit": limit,
-        "shrink_after": shrink_after,
-        "windows": None if windows is None else _read(windows),
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if not changes:
-        raise typer.BadParameter("say what to change, such as --target 8")
-    for name in ("maximum", "limit"):
-        if changes.get(name) == 0:
-            changes[name] = None
-
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as pool_tables
-
-        before = api.get(pool_path(pool))
-        # With the revision that was read: of two who change it at once, one is told so.
-        body = {**before["policy"], **changes, "revision": before["revision"], "reason": reason}
-        shown = api.put(pool_path(pool), body).body
-        if json:
-            as_json(shown)
-        else:
-            pool_tables.show_pool(pool_tables.console(), shown)
-        return 0
-
-    with_api(data, url, key_file, action)
+    changes = _policy_changes(
+        target=target,
+        minimum=minimum,
+        maximum=maximum,
+        buffer=buffer,
+        demand_minutes=demand_minutes,
+        limit=limit,
+        shrink_after=shrink_after,
+        windows=windows,
+    )
+    before = api.get(pool_path(pool))
+    # The revision that was read makes the API refuse the later of two changes at the same time.
+    body = {**before["policy"], **changes, "revision": before["revision"], "reason": reason}
+    return _pool_answer(api.put(pool_path(pool), body).body)
 
 
 def _read(path: Path) -> Any:

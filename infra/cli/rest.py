@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
 
 import httpx
 
@@ -207,11 +206,6 @@ class OperatorApi:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._http.close()
-
-
-def user_path(user_id: str, rest: str = "") -> str:
-    """The path of a user's worker."""
-    return f"/users/{quote(user_id, safe='')}/worker{rest}"
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:

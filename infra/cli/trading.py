@@ -1,17 +1,15 @@
-"""`berth halt`, `reduce`, `open` and `switches`: who may trade, through the REST API.
-
-`berth orders …`: what needs a person, through the REST API with an operator's key.
-"""
+"""`berth halt`, `reduce`, `open` and `switches`: who may trade. `berth orders …`: what needs a person."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from infra.cli.options import Data, Json, KeyFile, Url, as_json, with_api
+from infra.cli.options import Answer, api_command
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -25,110 +23,66 @@ Account = Annotated[
 Why = Annotated[str, typer.Option("--reason", help="Why; it stands in the audit trail.")]
 
 
-def install(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command()(halt)
-    app.command()(reduce)
-    app.command("open")(open_)
-    app.command()(switches)
+def install(root: typer.Typer) -> None:
+    """Adds the four commands of the switches to `berth` itself."""
+    for command in (halt, reduce):
+        api_command(root, check=_check_target, json=False)(command)
+    api_command(root, "open", check=_check_target, json=False)(open_)
+    api_command(root)(switches)
 
 
 def halt(
-    reason: Why,
-    everybody: Everybody = False,
-    user: User = None,
-    account: Account = None,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
+) -> Answer:
     """Take no new orders, also not those that are queued already. Cancels still pass."""
-    _put_switch("halted", reason, everybody, user, account, data, url, key_file)
+    return _put_switch(api, "halted", reason, user, account)
 
 
 def reduce(
-    reason: Why,
-    everybody: Everybody = False,
-    user: User = None,
-    account: Account = None,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
+) -> Answer:
     """Take only orders that make a position smaller. Cancels still pass."""
-    _put_switch("reducing", reason, everybody, user, account, data, url, key_file)
+    return _put_switch(api, "reducing", reason, user, account)
 
 
 def open_(
-    reason: Why,
-    everybody: Everybody = False,
-    user: User = None,
-    account: Account = None,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
+) -> Answer:
     """Take orders again, as far as no other switch is against it."""
-    _put_switch("open", reason, everybody, user, account, data, url, key_file)
+    return _put_switch(api, "open", reason, user, account)
 
 
 def switches(
+    api: OperatorApi,
     user: Annotated[
         str | None, typer.Option("--user", metavar="USER", help="Only what holds for him.")
     ] = None,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Show every switch that was ever set, who set it and why; with --user, what counts for that user."""
-
-    def action(api: OperatorApi) -> int:
-        found = api.get("/switches", user_id=user)
-        if json:
-            as_json(found)
-        else:
-            _show_switches(found)
-        return 0
-
-    with_api(data, url, key_file, action)
+    found = api.get("/switches", user_id=user)
+    return Answer(found, lambda: _show_switches(found))
 
 
-def _put_switch(
-    state: str,
-    reason: str,
-    everybody: bool,
-    user: str | None,
-    account: str | None,
-    data: Path,
-    url: str | None,
-    key_file: Path | None,
-) -> None:
+def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
     if everybody == (user is not None):
         raise typer.BadParameter("say --all or --user USER, one of them")
     if account is not None and user is None:
         raise typer.BadParameter("--account needs --user")
-    body = {
-        "state": state,
-        "reason": reason,
-        "scope": "all" if everybody else "account" if account else "user",
-    }
+
+
+def _put_switch(api: OperatorApi, state: str, reason: str, user: str | None, account: str | None) -> Answer:
+    from infra.cli.tables import plain
+
+    scope = "all" if user is None else "account" if account else "user"
+    body = {"state": state, "reason": reason, "scope": scope}
     if user is not None:
         body["user_id"] = user
     if account is not None:
         body["account_id"] = account
-
-    def action(api: OperatorApi) -> int:
-        from infra.cli.tables import plain
-
-        reply = api.put("/switches", body)
-        whom = "everybody" if everybody else f"{user} {account}" if account else str(user)
-        typer.echo(f"{plain(whom)} is {state}")
-        if not reply.done:
-            typer.echo("Valkey did not answer: workers are told when it does", err=True)
-        return 0
-
-    with_api(data, url, key_file, action)
+    reply = api.put("/switches", body)
+    whom = "everybody" if user is None else f"{user} {account}" if account else user
+    warning = "" if reply.done else "Valkey did not answer: workers are told when it does"
+    return Answer(reply.body, f"{plain(whom)} is {state}", warning)
 
 
 def _show_switches(found: dict[str, Any]) -> None:
@@ -169,122 +123,64 @@ class OrderEnd(StrEnum):
     EXPIRED = "expired"
 
 
-@app.command()
+@api_command(app)
 def attention(
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+    api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
+) -> Answer:
     """Orders whose outcome nobody but a person can find out, those that wait longest first."""
-
-    def action(api: OperatorApi) -> int:
-        rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE)
-        if json:
-            as_json(rows)
-        else:
-            _show_orders(rows, more=more)
-        return 0
-
-    with_api(data, url, key_file, action)
+    rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE)
+    return Answer(rows, lambda: _show_orders(rows, more=more))
 
 
-@app.command()
-def recheck(
-    order: OrderId, json: Json = False, data: Data = Path(".berth"), url: Url = None, key_file: KeyFile = None
-) -> None:
+@api_command(app)
+def recheck(api: OperatorApi, order: OrderId) -> Answer:
     """Have an order looked at again, at once, at the broker."""
-
-    def action(api: OperatorApi) -> int:
-        reply = api.post(_order_path(order, "recheck"))
-        if json:
-            as_json(reply.body)
-        else:
-            typer.echo(f"order {order} is looked at again; it is on the list until it is settled")
-        return 0
-
-    with_api(data, url, key_file, action)
+    reply = api.post(_order_path(order, "recheck"))
+    return Answer(reply.body, f"order {order} is looked at again; it is on the list until it is settled")
 
 
-@app.command()
+@api_command(app)
 def resolve(
+    api: OperatorApi,
     order: OrderId,
     state: Annotated[OrderEnd, typer.Option(help="How it ended.")],
     reason: Annotated[str, typer.Option(help="How it is known; it stands in the audit trail.")],
     filled: Annotated[int, typer.Option(min=0, metavar="LOTS", help="Lots that were filled.")] = 0,
     price: Annotated[str | None, typer.Option(help="Average price of the filled lots.")] = None,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Write down how an order ended, after a look at the broker. It is final then."""
-
-    def action(api: OperatorApi) -> int:
-        end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
-        reply = api.post(_order_path(order, "resolve"), reason=reason, **end)
-        if json:
-            as_json(reply.body)
-        else:
-            typer.echo(f"order {order} is {state.value}")
-        return 0
-
-    with_api(data, url, key_file, action)
+    end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
+    reply = api.post(_order_path(order, "resolve"), reason=reason, **end)
+    return Answer(reply.body, f"order {order} is {state.value}")
 
 
-@app.command()
+@api_command(app)
 def differences(
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+    api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
+) -> Answer:
     """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no orders."""
-
-    def action(api: OperatorApi) -> int:
-        rows: list[dict[str, Any]] = []
-        more = True
-        while more and len(rows) < limit:
-            wanted = min(limit - len(rows), _PAGE)
-            found = api.get("/reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
-            rows += found["reconciliations"]
-            more = len(found["reconciliations"]) == wanted
-        if json:
-            as_json(rows)
-        else:
-            _show_differences(rows, more=more)
-        return 0
-
-    with_api(data, url, key_file, action)
+    rows: list[dict[str, Any]] = []
+    more = True
+    while more and len(rows) < limit:
+        wanted = min(limit - len(rows), _PAGE)
+        found = api.get("/reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
+        rows += found["reconciliations"]
+        more = len(found["reconciliations"]) == wanted
+    return Answer(rows, lambda: _show_differences(rows, more=more))
 
 
-@app.command()
+@api_command(app)
 def close(
+    api: OperatorApi,
     number: Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the difference.")],
     reason: Annotated[str, typer.Option(help="What it was; it stands in the audit trail.")],
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Close a difference after a look at the broker: the same one is not told again."""
-
-    def action(api: OperatorApi) -> int:
-        reply = api.post(f"/reconciliations/{number}/resolve", reason=reason)
-        if json:
-            as_json(reply.body)
-        else:
-            typer.echo(f"difference {number} is closed")
-        return 0
-
-    with_api(data, url, key_file, action)
+    reply = api.post(f"/reconciliations/{number}/resolve", reason=reason)
+    return Answer(reply.body, f"difference {number} is closed")
 
 
 def _order_path(order: str, what: str) -> str:
-    from urllib.parse import quote
-
     return f"/orders/{quote(order, safe='')}/{what}"
 
 
@@ -312,8 +208,6 @@ def _show_orders(rows: list[dict[str, Any]], *, more: bool) -> None:
 
 
 def _show_differences(rows: list[dict[str, Any]], *, more: bool) -> None:
-    from json import dumps
-
     from rich.text import Text
 
     from infra.cli.tables import clock, console, empty_table, plain
@@ -327,7 +221,7 @@ def _show_differences(rows: list[dict[str, Any]], *, more: bool) -> None:
             Text(plain(row["account_id"])),
             clock(row["at"]),
             "yes" if row["blocks"] else "no",
-            Text(plain(dumps(row["differences"], ensure_ascii=False))),
+            Text(plain(json.dumps(row["differences"], ensure_ascii=False))),
         )
     if not table.row_count:
         out.print("no difference waits for a person")

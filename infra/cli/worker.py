@@ -1,15 +1,14 @@
-"""`berth worker …`: users' workers, seen and steered through the REST API with an operator's key."""
+"""`berth worker …`: shows and steers users' workers through the REST API with an operator's key."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Data, Json, KeyFile, Reason, Url, as_json, with_api
+from infra.cli.options import Answer, Json, Reason, api_command, as_json, user_path
 
 if TYPE_CHECKING:
     from infra.cli.rest import ApiReply, OperatorApi
@@ -25,156 +24,83 @@ _PAGE = 1000
 User = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
 
 
-@app.command("list")
+@api_command(app, "list")
 def list_workers(
+    api: OperatorApi,
     state: Annotated[str | None, typer.Option(help="Only this state, such as Reconnecting.")] = None,
     user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids that begin so.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Users whose worker runs, or waits to. From an index that is a moment behind."""
+    from infra.cli import tables
 
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as worker_tables
-
-        rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
-        if json:
-            as_json(rows)
-        else:
-            worker_tables.show_workers(worker_tables.console(), rows, more=more)
-        return 0
-
-    with_api(data, url, key_file, action)
+    rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
+    return Answer(rows, lambda: tables.show_workers(tables.console(), rows, more=more))
 
 
-@app.command()
-def show(
-    user: User, json: Json = False, data: Data = Path(".berth"), url: Url = None, key_file: KeyFile = None
-) -> None:
+@api_command(app)
+def show(api: OperatorApi, user: User) -> Answer:
     """One user's worker: its own mark, and what its workflow says."""
+    from infra.cli import tables
 
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as worker_tables
-        from infra.cli.rest import user_path
-
-        shown = api.get(user_path(user))
-        if json:
-            as_json(shown)
-        else:
-            worker_tables.show_worker(worker_tables.console(), shown)
-        return 0
-
-    with_api(data, url, key_file, action)
+    shown = api.get(user_path(user))
+    return Answer(shown, lambda: tables.show_worker(tables.console(), shown))
 
 
-def _tell_outcome(reply: ApiReply, done: str, told: str, *, wait: float, json: bool) -> int:
-    """Says what came of it. Not done within `wait` is no success, when somebody wanted to wait."""
-    if json:
-        as_json(reply.body)
-    if reply.done:
-        if not json:
-            typer.echo(done)
-        return 0
-    if not wait:
-        if not json:
-            typer.echo(told)
-        return 0
-    typer.echo(f"not done within {wait:g} s; it goes on: look with `berth worker show`", err=True)
-    return 1
+def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> Answer:
+    """What came of a request. A caller who waited and did not see the end gets exit code 1."""
+    if reply.done or not wait:
+        return Answer(reply.body, done if reply.done else asked)
+    warning = f"not done within {wait:g} s; it goes on: look with `berth worker show`"
+    return Answer(reply.body, warning=warning, exit_code=1)
 
 
-@app.command()
+@api_command(app)
 def start(
+    api: OperatorApi,
     user: User,
     wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 30.0,
     reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Make the user's worker Active, if it is not."""
-
-    def action(api: OperatorApi) -> int:
-        from infra.cli.rest import user_path
-
-        reply = api.post(user_path(user, "/start"), reason=reason, wait=wait)
-        body = reply.body
-        done = f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch {body.get('epoch')}"
-        return _tell_outcome(reply, done, f"the worker of {user} is asked to start", wait=wait, json=json)
-
-    with_api(data, url, key_file, action)
+    reply = api.post(user_path(user, "/start"), reason=reason, wait=wait)
+    body = reply.body
+    done = f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch {body.get('epoch')}"
+    return _outcome(reply, done, f"the worker of {user} is asked to start", wait=wait)
 
 
-def _signal(
-    path: str, told: str, reason: str, json: bool, data: Path, url: str | None, key_file: Path | None
-) -> NoReturn:
-    def action(api: OperatorApi) -> int:
-        return _tell_outcome(api.post(path, reason=reason), told, told, wait=0.0, json=json)
-
-    with_api(data, url, key_file, action)
-
-
-@app.command()
-def stop(
-    user: User,
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def stop(api: OperatorApi, user: User, reason: Reason = "requested") -> Answer:
     """Ask the worker to finish the order in hand, close its sessions and end."""
-    from infra.cli.rest import user_path
-
-    told = f"the worker of {user} is asked to stop"
-    _signal(user_path(user, "/stop"), told, reason, json, data, url, key_file)
+    reply = api.post(user_path(user, "/stop"), reason=reason)
+    return Answer(reply.body, f"the worker of {user} is asked to stop")
 
 
-@app.command()
-def resume(
-    user: User,
-    reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+@api_command(app)
+def resume(api: OperatorApi, user: User, reason: Reason = "requested") -> Answer:
     """Let a parked user (too many crashes) start again."""
-    from infra.cli.rest import user_path
-
-    told = f"{user} may start again, if it was parked"
-    _signal(user_path(user, "/resume"), told, reason, json, data, url, key_file)
+    reply = api.post(user_path(user, "/resume"), reason=reason)
+    return Answer(reply.body, f"{user} may start again, if it was parked")
 
 
-@app.command("reload-credentials")
+@api_command(app, "reload-credentials")
 def reload_credentials(
+    api: OperatorApi,
     user: User,
     wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 20.0,
     reason: Reason = "requested",
-    json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer:
     """Have the worker load the stored credentials; if they are refused, it keeps its session."""
+    from infra.cli.tables import plain
 
-    def action(api: OperatorApi) -> int:
-        from infra.cli.rest import user_path
-        from infra.cli.tables import plain
-
-        reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
-        done = f"{user}: {plain(reply.body.get('detail'))}"
-        return _tell_outcome(reply, done, f"the worker of {user} is told to reload", wait=wait, json=json)
-
-    with_api(data, url, key_file, action)
+    reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
+    done = f"{user}: {plain(reply.body.get('detail'))}"
+    return _outcome(reply, done, f"the worker of {user} is told to reload", wait=wait)
 
 
-@app.command()
+@api_command(app)
 def timeline(
+    api: OperatorApi,
     user: User,
     after: Annotated[int | None, typer.Option(min=0, help="Only changes behind this id.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=_PAGE, help="Most changes of the past.")] = 100,
@@ -182,40 +108,28 @@ def timeline(
         bool, typer.Option("--follow", "-f", help="Then show what comes, until Ctrl-C.")
     ] = False,
     json: Json = False,
-    data: Data = Path(".berth"),
-    url: Url = None,
-    key_file: KeyFile = None,
-) -> None:
+) -> Answer | None:
     """The worker's changes of state: the last ones, or those behind an id; oldest first."""
+    from infra.cli import tables
 
-    def action(api: OperatorApi) -> int:
-        from infra.cli import tables as worker_tables
-        from infra.cli.rest import user_path
+    past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
+    rows, out = past["transitions"], tables.console()
+    if not follow:
+        return Answer(rows, lambda: tables.show_timeline(out, rows))
 
-        past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
-        out = worker_tables.console()
-        if not follow:
-            if json:
-                as_json(past["transitions"])
-            else:
-                worker_tables.show_timeline(out, past["transitions"])
-            return 0
+    def show_row(row: dict[str, Any]) -> None:
+        if json:
+            as_json(row, line=True)
+        else:
+            tables.show_transition(out, row)
+        sys.stdout.flush()
 
-        def tell(row: dict[str, Any]) -> None:
-            if json:
-                as_json(row, line=True)
-            else:
-                worker_tables.show_transition(out, row)
-            sys.stdout.flush()
-
-        for row in past["transitions"]:
-            tell(row)
-        for name, row in api.events(user_path(user, "/events"), past["next_after"]):
-            if name == "transition":
-                tell(row)
-        return 0
-
-    with_api(data, url, key_file, action)
+    for row in rows:
+        show_row(row)
+    for name, row in api.events(user_path(user, "/events"), past["next_after"]):
+        if name == "transition":
+            show_row(row)
+    return None
 
 
 @app.command()

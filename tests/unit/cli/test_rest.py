@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from infra.cli import rest, worker
 from infra.cli import tables as worker_tables
+from infra.cli.options import user_path
 from infra.cli.rest import ApiAddress, ApiRefused, NoApi, OperatorApi
 from infra.local.folder import DataFolder
 from infra.vault.key_file import KeyFileExposed
@@ -190,7 +191,7 @@ def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(fake: FakeAp
     fake.answer(event(6))
     fake.refuse(404, "USER_NOT_FOUND", "gone")
     with fake.api() as api:
-        events = api.events(rest.user_path("alice", "/events"), 3)
+        events = api.events(user_path("alice", "/events"), 3)
         seen = [next(events) for _ in range(3)]
         with pytest.raises(ApiRefused, match="gone"):
             next(events)
@@ -201,7 +202,7 @@ def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(fake: FakeAp
 def test_a_stream_that_cannot_be_opened_is_an_error_at_once(fake: FakeApi) -> None:
     fake.refuse(503, "DATABASE_UNAVAILABLE", "down")
     with fake.api() as api, pytest.raises(ApiRefused, match="down"):
-        next(api.events(rest.user_path("alice", "/events"), 0))
+        next(api.events(user_path("alice", "/events"), 0))
 
 
 def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
