@@ -20,7 +20,7 @@ import pytest
 from redis.asyncio import Redis
 
 from infra.exchange.hours import time_half_a_day_away
-from infra.images.worker import PackagesAbsent
+from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey

@@ -13,10 +13,11 @@ from temporalio import activity
 from activities.pool import entries
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.trading import switches
-from infra.launchers.port import Launcher, LauncherUnreachable
+from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of
+from infra.worker_task import LauncherUnreachable
 from worker_runtime.protocol import keys
 from workflows.user_worker import messages as m
 

@@ -14,10 +14,11 @@ from activities.heartbeat import Heartbeat
 from activities.pool import entries
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
-from infra.launchers.port import Launcher, Task
+from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
+from infra.worker_task import Task
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.errors import WorkerUnavailable

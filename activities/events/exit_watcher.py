@@ -15,9 +15,10 @@ from activities.pool import entries
 from infra import tasks
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
-from infra.launchers.port import Launcher, LauncherUnreachable, TaskExit
+from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
 from infra.valkey.client import reply_of
+from infra.worker_task import LauncherUnreachable, TaskExit
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from workflows import names

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from infra.database.workers.maintenance import AssignmentRow, PassBasis, PassRecord, Suspect
-from infra.launchers.port import Task
+from infra.worker_task import Task
 
 
 class AnomalyKind(StrEnum):

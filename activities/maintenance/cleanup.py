@@ -24,8 +24,9 @@ from activities.pool import entries
 from infra.database.engine import Database
 from infra.database.workers import maintenance
 from infra.database.workers.maintenance import Suspect
-from infra.launchers.port import Launcher, StopFailed
+from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
+from infra.worker_task import StopFailed
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.user_worker import messages as m

@@ -25,8 +25,8 @@ from activities.maintenance.scan import FleetScan, FleetScanner
 from infra.database.engine import Database
 from infra.database.workers import maintenance
 from infra.database.workers.maintenance import PassBasis, PassRecord, Suspect
-from infra.launchers.port import LauncherUnreachable
 from infra.settings import Settings
+from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
 
 #: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three logins

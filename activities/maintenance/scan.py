@@ -18,8 +18,9 @@ from activities.maintenance.anomalies import EntryState, FleetSnapshot, Reported
 from infra.database.engine import Database
 from infra.database.workers import maintenance
 from infra.database.workers.maintenance import AssignmentRow, PassBasis, Suspect
-from infra.launchers.port import Launcher, Task
+from infra.launchers.port import Launcher
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
 from worker_runtime.protocol import keys
 
 #: Keys looked at by one SCAN, which takes Valkey about 0.1 ms, and by all SCANs of one look.

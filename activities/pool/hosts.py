@@ -20,7 +20,8 @@ from infra.hosts.scaling import (
     plan_hosts,
     warm_hosts,
 )
-from infra.launchers.port import Launcher, LauncherUnreachable
+from infra.launchers.port import Launcher
+from infra.worker_task import LauncherUnreachable
 
 #: Seconds between two looks; they count as part of the time until a cold host takes workers.
 PERIOD = 10.0

@@ -22,10 +22,11 @@ from activities.pool.snapshot import PoolSnapshot, PoolSnapshotSource
 from activities.rollout.canary import CanaryRegistry
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
-from infra.launchers.port import Launcher, LauncherUnreachable, LaunchFailed, LaunchSpec, Task
+from infra.launchers.port import Launcher, LaunchSpec
 from infra.settings import Settings
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
+from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release

@@ -21,12 +21,13 @@ from infra.database import audit
 from infra.database.engine import Database
 from infra.database.workers import sessions as workers_in_use
 from infra.database.workers.sessions import WorkerInUse
-from infra.launchers.port import Launcher, Task
+from infra.launchers.port import Launcher
 from infra.market.calendar import Calendar, Market
 from infra.settings import Settings
 from infra.temporal.client import CALL, signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.rollout import messages as rm

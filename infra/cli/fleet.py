@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Answer, Pool, Reason, api_command, pool_path
+from infra.cli.options import CommandAnswer, Pool, Reason, api_command, pool_path
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -22,14 +22,14 @@ PASS_PATIENCE = 60.0
 
 
 @api_command(maintenance_app)
-def run(api: OperatorApi, reason: Reason = "requested") -> Answer:
+def run(api: OperatorApi, reason: Reason = "requested") -> CommandAnswer:
     """Look at all workers now, as the schedule does; what the look before has seen, too, is cleaned up."""
     reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
     if not reply.done:
-        return Answer(
+        return CommandAnswer(
             reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
         )
-    return Answer(reply.body, lambda: _show_outcome(reply.body))
+    return CommandAnswer(reply.body, lambda: _show_outcome(reply.body))
 
 
 def _show_outcome(done: dict[str, object]) -> None:
@@ -44,10 +44,10 @@ def _show_outcome(done: dict[str, object]) -> None:
 
 
 @api_command(maintenance_app)
-def status(api: OperatorApi) -> Answer:
+def status(api: OperatorApi) -> CommandAnswer:
     """Show the last pass: when, how many workers, what was odd, what was done, and why not."""
     found = api.get("/fleet")["maintenance"]
-    return Answer(found, "no pass yet" if found is None else lambda: _show_pass(found))
+    return CommandAnswer(found, "no pass yet" if found is None else lambda: _show_pass(found))
 
 
 def _show_pass(found: dict[str, object]) -> None:
@@ -91,11 +91,11 @@ def explain(
     ] = None,
     warm: Annotated[int, typer.Option(min=0, help="Hosts to keep ahead at the least.")] = 1,
     rate: Annotated[float, typer.Option(min=0, help="Workers a second that must find room.")] = 0.0,
-) -> Answer:
+) -> CommandAnswer:
     """How many hosts are wanted for the pool's workers: what the orchestrator would ask of the platform."""
     wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
     shown = explain_hosts(wanted, warm=warm, rate=rate)
-    return Answer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
+    return CommandAnswer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
 
 def workers_of_pool(shown: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from infra.cli.options import Answer, Reason, api_command
+from infra.cli.options import CommandAnswer, Reason, api_command
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -21,10 +21,10 @@ Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as 
 
 
 @api_command(app, "list")
-def list_(api: OperatorApi) -> Answer:
+def list_(api: OperatorApi) -> CommandAnswer:
     """Every type with its limits, and how many of it run now."""
     found = api.get("/job-limits")["limits"]
-    return Answer(found, lambda: _show_limits(found))
+    return CommandAnswer(found, lambda: _show_limits(found))
 
 
 def _check_limits(**given: Any) -> None:
@@ -49,21 +49,21 @@ def set_(
         int | None, typer.Option(min=1, help="How many of them may come at once after a rest.")
     ] = None,
     reason: Reason = "requested",
-) -> Answer:
+) -> CommandAnswer:
     """Set the limits of a type: all of them, so what is left out has none."""
     limits = {"running": running, "per_node": per_node, "per_second": per_second, "burst": burst}
     return _put_limits(api, job_type, limits, reason)
 
 
 @api_command(app)
-def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Answer:
+def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> CommandAnswer:
     """Take all limits of a type back."""
     return _put_limits(api, job_type, {}, reason)
 
 
-def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> Answer:
+def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> CommandAnswer:
     found = api.put(f"/job-limits/{quote(job_type, safe='')}", {**limits, "reason": reason}).body
-    return Answer(found, lambda: _show_limits([found]))
+    return CommandAnswer(found, lambda: _show_limits([found]))
 
 
 def _show_limits(rows: list[dict[str, Any]]) -> None:

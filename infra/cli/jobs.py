@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infra.cli import job_limits, options
-from infra.cli.options import Answer, Command, Json, as_json, option
+from infra.cli.options import Command, CommandAnswer, Json, as_json, option
 from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def _job_command(
 ) -> Callable[[Command], Command]:
     """Adds a command that talks to Valkey; its function takes a `JobInspector` first.
 
-    It returns an `Answer`, or a `JobView`, which `--watch` shows until Ctrl-C.
+    It returns a `CommandAnswer`, or a `JobView`, which `--watch` shows until Ctrl-C.
     """
 
-    def run(command: Command, json: bool, given: dict[str, Any]) -> Answer | None:
+    def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
         from redis.exceptions import RedisError
 
         from infra.jobs.view import JobInspector
@@ -104,11 +104,11 @@ def _plain(seen: Any) -> Any:
     return [asdict(one) for one in seen] if isinstance(seen, list) else asdict(seen)
 
 
-def _answer_of(view: JobView) -> Answer:
+def _answer_of(view: JobView) -> CommandAnswer:
     from infra.cli import tables
 
     out, seen = tables.console(), view.read()
-    return Answer(_plain(seen), lambda: out.print(view.draw(out, seen)))
+    return CommandAnswer(_plain(seen), lambda: out.print(view.draw(out, seen)))
 
 
 def _watch(view: JobView, json: bool) -> None:
@@ -184,14 +184,14 @@ def failed(
 
 
 @_job_command()
-def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> Answer:
+def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
     """One job: state, progress, how it ended, its traceback and what it wrote."""
     from infra.cli import tables
 
     found = jobs.job(job)
     if found is None:
         raise BerthError(f"there is no job {job}, or its result has expired")
-    return Answer(_plain(found), lambda: tables.job_table(tables.console(), found))
+    return CommandAnswer(_plain(found), lambda: tables.job_table(tables.console(), found))
 
 
 def _check_requeue(job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str) -> None:
@@ -207,7 +207,7 @@ def requeue(
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
-) -> Answer:
+) -> CommandAnswer:
     """Put failed jobs back on their queues as if they were new: some, those that fit, or all."""
     from infra.jobs.view import matching
 
@@ -215,7 +215,7 @@ def requeue(
     # The whole list is read first: a job that goes back may fail again before the end of the list.
     wanted = job_ids or [job.job_id for job in fitting]
     back = jobs.requeue(wanted)
-    return Answer(
+    return CommandAnswer(
         {"requeued": back, "left": sorted(set(wanted) - set(back))},
         f"{len(back)} of {len(wanted)} requeued",
         exit_code=0 if len(back) == len(wanted) else 1,
@@ -223,7 +223,7 @@ def requeue(
 
 
 @_job_command()
-def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> Answer:
+def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
     """Cancel a job: at once if it waits; if it runs, its process is ended. A failed one is forgotten."""
     from worker_runtime.jobs.protocol import calls as job_calls
 
@@ -236,7 +236,7 @@ def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id."
     reply = jobs.run(job_calls.cancel(job, jobs.tag))
     became = reply.decode() if isinstance(reply, bytes) else str(reply)
     unknown = became == "unknown"
-    return Answer(
+    return CommandAnswer(
         {"job_id": job, "became": became},
         lambda: typer.echo(sentences[became], err=unknown),
         exit_code=1 if unknown else 0,
@@ -257,7 +257,7 @@ def _scope(queue: str, runner: str) -> str:
 
 
 @_job_command(check=_check_scope, json=False)
-def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Answer:
+def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
     """Let no further job be taken: none at all, none of a queue, or none by a runner.
 
     It lasts until `resume`, whatever is restarted. Running jobs go on.
@@ -265,16 +265,16 @@ def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> An
     from worker_runtime.jobs.protocol import calls as job_calls
 
     changed = jobs.run(job_calls.suspend(queue=queue, runner=runner, tag=jobs.tag))
-    return Answer(None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}")
+    return CommandAnswer(None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}")
 
 
 @_job_command(check=_check_scope, json=False)
-def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Answer:
+def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
     """Take back one `suspend` with the same options."""
     from worker_runtime.jobs.protocol import calls as job_calls
 
     changed = jobs.run(job_calls.resume(queue=queue, runner=runner, tag=jobs.tag))
-    return Answer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
+    return CommandAnswer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """The options that many commands share, and the decorator that gives them to a command.
 
-`api_command` makes a command of a function that takes an `OperatorApi` and returns an `Answer`. The decorator
-adds --json, --data, --url and --key-file, opens the API, prints the answer and ends with its exit code.
+`api_command` makes a command of a function that takes an `OperatorApi` and returns a `CommandAnswer`. The
+decorator adds --json, --data, --url and --key-file, opens the API, prints the answer and ends with its exit
+code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandAnswer:
     """What a command prints: `value` with --json, else `text`: a sentence, or a function that draws."""
 
     value: Any
@@ -58,7 +59,7 @@ class Answer:
             typer.echo(self.warning, err=True)
 
 
-#: The function of a command; most return an `Answer`, or None when they have printed everything.
+#: The function of a command; most return a `CommandAnswer`, or None when they have printed everything.
 Command = Callable[..., Any]
 
 
@@ -71,7 +72,7 @@ def api_command(
     raises `typer.BadParameter`. A function with a parameter `json` of its own prints in both forms itself.
     """
 
-    def run(command: Command, json: bool, given: dict[str, Any]) -> Answer | None:
+    def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
         connection = [given.pop(option) for option in ("data", "url", "key_file")]
         if (connection[1] is None) != (connection[2] is None):
             raise typer.BadParameter("--url and --key-file are given together, or neither")
@@ -80,7 +81,7 @@ def api_command(
         from infra.cli.rest import OperatorApi, find_api
 
         with OperatorApi(find_api(*connection)) as api:
-            answer: Answer | None = command(api, **given)
+            answer: CommandAnswer | None = command(api, **given)
             if answer is not None:
                 answer.show(json=json)
             return answer
@@ -102,7 +103,7 @@ def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def add_command(
     app: typer.Typer,
     name: str | None,
-    run: Callable[[Command, bool, dict[str, Any]], Answer | None],
+    run: Callable[[Command, bool, dict[str, Any]], CommandAnswer | None],
     options: Sequence[inspect.Parameter],
 ) -> Callable[[Command], Command]:
     """Decorates a function: `run` calls it, with `options` behind the function's own.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Answer, Json, Pool, Reason, api_command, pool_path
+from infra.cli.options import CommandAnswer, Json, Pool, Reason, api_command, pool_path
 from infra.cli.options import watch as watch_until_ended
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def start(
     watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
     reason: Reason = "requested",
     json: Json = False,
-) -> Answer:
+) -> CommandAnswer:
     """Begin one: free workers first, make before break; users when they are quiet. It goes back by itself."""
     shown = api.post(
         _rollout_path(pool),
@@ -78,25 +78,25 @@ def rollout_status(
         bool, typer.Option("--watch", help="Stay until it ends; exit code 1 if it was rolled back.")
     ] = False,
     json: Json = False,
-) -> Answer:
+) -> CommandAnswer:
     """How far the pool's rollout is, or how the last one ended."""
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get(_rollout_path(pool)))
 
 
 @api_command(rollout_app)
-def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
+def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Take it back: what the pool had before is put back in the same way."""
     reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
-    return Answer(reply.body, f"the rollout of pool {pool} is taken back")
+    return CommandAnswer(reply.body, f"the rollout of pool {pool} is taken back")
 
 
-def _rollout_answer(shown: dict[str, Any]) -> Answer:
+def _rollout_answer(shown: dict[str, Any]) -> CommandAnswer:
     from infra.cli import tables
 
-    return Answer(shown, lambda: tables.console().print(tables.rollout_table(shown)))
+    return CommandAnswer(shown, lambda: tables.console().print(tables.rollout_table(shown)))
 
 
-def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> Answer:
+def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     """Redraws the rollout in place on a terminal; a pipe gets the end only."""
     from rich.live import Live
 
@@ -115,7 +115,7 @@ def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> Answer:
             last = watch_until_ended(
                 read, lambda shown: live.update(tables.rollout_table(shown)), period=WATCH_PERIOD, ended=ended
             )
-        answer = Answer(last)
+        answer = CommandAnswer(last)
     else:
         last = watch_until_ended(read, lambda shown: None, period=WATCH_PERIOD, ended=ended)
         answer = _rollout_answer(last)
@@ -130,44 +130,46 @@ app.add_typer(rollout_app, name="rollout")
 
 
 @api_command(app)
-def status(api: OperatorApi, pool: Pool = "default") -> Answer:
+def status(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
     """What the pool has and wants, and how its launches fare."""
     return _pool_answer(api.get(pool_path(pool)))
 
 
-def _pool_answer(shown: dict[str, Any]) -> Answer:
+def _pool_answer(shown: dict[str, Any]) -> CommandAnswer:
     from infra.cli import tables
 
-    return Answer(shown, lambda: tables.show_pool(tables.console(), shown))
+    return CommandAnswer(shown, lambda: tables.show_pool(tables.console(), shown))
 
 
 @api_command(app)
-def explain(api: OperatorApi, pool: Pool = "default") -> Answer:
+def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
     """Why the pool wants so many workers, when that changes, and what keeps it from having them."""
     from infra.cli import tables
 
     shown = api.get(pool_path(pool))
     sentences = tables.explain_pool(shown)
     value = {"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences}
-    return Answer(value, "\n".join(sentences))
+    return CommandAnswer(value, "\n".join(sentences))
 
 
 @api_command(app)
-def pause(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
+def pause(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Launch nothing for the pool until it is resumed. Its free workers can still be claimed."""
-    return Answer(api.post(pool_path(pool, "/pause"), reason=reason).body, f"pool {pool} is paused")
+    return CommandAnswer(api.post(pool_path(pool, "/pause"), reason=reason).body, f"pool {pool} is paused")
 
 
 @api_command(app)
-def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
+def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Stop all free workers and launch none until the pool is resumed. Users keep theirs."""
-    return Answer(api.post(pool_path(pool, "/drain"), reason=reason).body, f"pool {pool} is being drained")
+    return CommandAnswer(
+        api.post(pool_path(pool, "/drain"), reason=reason).body, f"pool {pool} is being drained"
+    )
 
 
 @api_command(app)
-def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> Answer:
+def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """End a pause or a drain. After failed launches, the next one is tried at once."""
-    return Answer(api.post(pool_path(pool, "/resume"), reason=reason).body, f"pool {pool} is resumed")
+    return CommandAnswer(api.post(pool_path(pool, "/resume"), reason=reason).body, f"pool {pool} is resumed")
 
 
 def _policy_changes(**given: Any) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def set_policy(
         typer.Option(metavar="FILE", help="JSON list of windows, in place of all that there are."),
     ] = None,
     reason: Reason = "requested",
-) -> Answer:
+) -> CommandAnswer:
     """Change the pool's policy at once; what is not named stays. A window in FILE looks like
 
     {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar": "trading",

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from infra.cli.options import Answer, api_command
+from infra.cli.options import CommandAnswer, api_command
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -33,21 +33,21 @@ def install(root: typer.Typer) -> None:
 
 def halt(
     api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> Answer:
+) -> CommandAnswer:
     """Take no new orders, also not those that are queued already. Cancels still pass."""
     return _put_switch(api, "halted", reason, user, account)
 
 
 def reduce(
     api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> Answer:
+) -> CommandAnswer:
     """Take only orders that make a position smaller. Cancels still pass."""
     return _put_switch(api, "reducing", reason, user, account)
 
 
 def open_(
     api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> Answer:
+) -> CommandAnswer:
     """Take orders again, as far as no other switch is against it."""
     return _put_switch(api, "open", reason, user, account)
 
@@ -57,10 +57,10 @@ def switches(
     user: Annotated[
         str | None, typer.Option("--user", metavar="USER", help="Only what holds for him.")
     ] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Show every switch that was ever set, who set it and why; with --user, what counts for that user."""
     found = api.get("/switches", user_id=user)
-    return Answer(found, lambda: _show_switches(found))
+    return CommandAnswer(found, lambda: _show_switches(found))
 
 
 def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
@@ -70,7 +70,9 @@ def _check_target(reason: str, everybody: bool, user: str | None, account: str |
         raise typer.BadParameter("--account needs --user")
 
 
-def _put_switch(api: OperatorApi, state: str, reason: str, user: str | None, account: str | None) -> Answer:
+def _put_switch(
+    api: OperatorApi, state: str, reason: str, user: str | None, account: str | None
+) -> CommandAnswer:
     from infra.cli.tables import plain
 
     scope = "all" if user is None else "account" if account else "user"
@@ -82,7 +84,7 @@ def _put_switch(api: OperatorApi, state: str, reason: str, user: str | None, acc
     reply = api.put("/switches", body)
     whom = "everybody" if user is None else f"{user} {account}" if account else user
     warning = "" if reply.done else "Valkey did not answer: workers are told when it does"
-    return Answer(reply.body, f"{plain(whom)} is {state}", warning)
+    return CommandAnswer(reply.body, f"{plain(whom)} is {state}", warning)
 
 
 def _show_switches(found: dict[str, Any]) -> None:
@@ -126,17 +128,19 @@ class OrderEnd(StrEnum):
 @api_command(app)
 def attention(
     api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
-) -> Answer:
+) -> CommandAnswer:
     """Orders whose outcome nobody but a person can find out, those that wait longest first."""
     rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE)
-    return Answer(rows, lambda: _show_orders(rows, more=more))
+    return CommandAnswer(rows, lambda: _show_orders(rows, more=more))
 
 
 @api_command(app)
-def recheck(api: OperatorApi, order: OrderId) -> Answer:
+def recheck(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Have an order looked at again, at once, at the broker."""
     reply = api.post(_order_path(order, "recheck"))
-    return Answer(reply.body, f"order {order} is looked at again; it is on the list until it is settled")
+    return CommandAnswer(
+        reply.body, f"order {order} is looked at again; it is on the list until it is settled"
+    )
 
 
 @api_command(app)
@@ -147,17 +151,17 @@ def resolve(
     reason: Annotated[str, typer.Option(help="How it is known; it stands in the audit trail.")],
     filled: Annotated[int, typer.Option(min=0, metavar="LOTS", help="Lots that were filled.")] = 0,
     price: Annotated[str | None, typer.Option(help="Average price of the filled lots.")] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Write down how an order ended, after a look at the broker. It is final then."""
     end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
     reply = api.post(_order_path(order, "resolve"), reason=reason, **end)
-    return Answer(reply.body, f"order {order} is {state.value}")
+    return CommandAnswer(reply.body, f"order {order} is {state.value}")
 
 
 @api_command(app)
 def differences(
     api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
-) -> Answer:
+) -> CommandAnswer:
     """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no orders."""
     rows: list[dict[str, Any]] = []
     more = True
@@ -166,7 +170,7 @@ def differences(
         found = api.get("/reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
         rows += found["reconciliations"]
         more = len(found["reconciliations"]) == wanted
-    return Answer(rows, lambda: _show_differences(rows, more=more))
+    return CommandAnswer(rows, lambda: _show_differences(rows, more=more))
 
 
 @api_command(app)
@@ -174,10 +178,10 @@ def close(
     api: OperatorApi,
     number: Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the difference.")],
     reason: Annotated[str, typer.Option(help="What it was; it stands in the audit trail.")],
-) -> Answer:
+) -> CommandAnswer:
     """Close a difference after a look at the broker: the same one is not told again."""
     reply = api.post(f"/reconciliations/{number}/resolve", reason=reason)
-    return Answer(reply.body, f"difference {number} is closed")
+    return CommandAnswer(reply.body, f"difference {number} is closed")
 
 
 def _order_path(order: str, what: str) -> str:

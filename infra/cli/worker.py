@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import Answer, Json, Reason, api_command, as_json, user_path
+from infra.cli.options import CommandAnswer, Json, Reason, api_command, as_json, user_path
 
 if TYPE_CHECKING:
     from infra.cli.rest import ApiReply, OperatorApi
@@ -30,29 +30,29 @@ def list_workers(
     state: Annotated[str | None, typer.Option(help="Only this state, such as Reconnecting.")] = None,
     user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids that begin so.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
-) -> Answer:
+) -> CommandAnswer:
     """Users whose worker runs, or waits to. From an index that is a moment behind."""
     from infra.cli import tables
 
     rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
-    return Answer(rows, lambda: tables.show_workers(tables.console(), rows, more=more))
+    return CommandAnswer(rows, lambda: tables.show_workers(tables.console(), rows, more=more))
 
 
 @api_command(app)
-def show(api: OperatorApi, user: User) -> Answer:
+def show(api: OperatorApi, user: User) -> CommandAnswer:
     """One user's worker: its own mark, and what its workflow says."""
     from infra.cli import tables
 
     shown = api.get(user_path(user))
-    return Answer(shown, lambda: tables.show_worker(tables.console(), shown))
+    return CommandAnswer(shown, lambda: tables.show_worker(tables.console(), shown))
 
 
-def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> Answer:
+def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandAnswer:
     """What came of a request. A caller who waited and did not see the end gets exit code 1."""
     if reply.done or not wait:
-        return Answer(reply.body, done if reply.done else asked)
+        return CommandAnswer(reply.body, done if reply.done else asked)
     warning = f"not done within {wait:g} s; it goes on: look with `berth worker show`"
-    return Answer(reply.body, warning=warning, exit_code=1)
+    return CommandAnswer(reply.body, warning=warning, exit_code=1)
 
 
 @api_command(app)
@@ -61,7 +61,7 @@ def start(
     user: User,
     wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 30.0,
     reason: Reason = "requested",
-) -> Answer:
+) -> CommandAnswer:
     """Make the user's worker Active, if it is not."""
     reply = api.post(user_path(user, "/start"), reason=reason, wait=wait)
     body = reply.body
@@ -70,17 +70,17 @@ def start(
 
 
 @api_command(app)
-def stop(api: OperatorApi, user: User, reason: Reason = "requested") -> Answer:
+def stop(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
     """Ask the worker to finish the order in hand, close its sessions and end."""
     reply = api.post(user_path(user, "/stop"), reason=reason)
-    return Answer(reply.body, f"the worker of {user} is asked to stop")
+    return CommandAnswer(reply.body, f"the worker of {user} is asked to stop")
 
 
 @api_command(app)
-def resume(api: OperatorApi, user: User, reason: Reason = "requested") -> Answer:
+def resume(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
     """Let a parked user (too many crashes) start again."""
     reply = api.post(user_path(user, "/resume"), reason=reason)
-    return Answer(reply.body, f"{user} may start again, if it was parked")
+    return CommandAnswer(reply.body, f"{user} may start again, if it was parked")
 
 
 @api_command(app, "reload-credentials")
@@ -89,7 +89,7 @@ def reload_credentials(
     user: User,
     wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 20.0,
     reason: Reason = "requested",
-) -> Answer:
+) -> CommandAnswer:
     """Have the worker load the stored credentials; if they are refused, it keeps its session."""
     from infra.cli.tables import plain
 
@@ -108,14 +108,14 @@ def timeline(
         bool, typer.Option("--follow", "-f", help="Then show what comes, until Ctrl-C.")
     ] = False,
     json: Json = False,
-) -> Answer | None:
+) -> CommandAnswer | None:
     """The worker's changes of state: the last ones, or those behind an id; oldest first."""
     from infra.cli import tables
 
     past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
     rows, out = past["transitions"], tables.console()
     if not follow:
-        return Answer(rows, lambda: tables.show_timeline(out, rows))
+        return CommandAnswer(rows, lambda: tables.show_timeline(out, rows))
 
     def show_row(row: dict[str, Any]) -> None:
         if json:

@@ -7,39 +7,17 @@ this before it stops the container.
 
 from __future__ import annotations
 
-import socket
 import sys
+from pathlib import Path
 
-from infra.node.protocol import (
-    GRACE_MAX,
-    KILL_CONFIRM,
-    MAX_LINE,
-    NodeRefused,
-    NodeReply,
-    StopAllTasks,
-    TasksStopped,
-)
+from infra.node.client import stop_all_tasks
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.messages import decode, encode
-
-
-def drain(path: str) -> int:
-    """Returns how many workers were stopped. Raises OSError, or `BerthError` if the node refuses."""
-    with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(GRACE_MAX + KILL_CONFIRM)
-        link.connect(path)
-        link.sendall(encode(StopAllTasks(reason="the node's container stops")) + b"\n")
-        with link.makefile("rb") as lines:
-            reply: NodeReply = decode(lines.readline(MAX_LINE), NodeReply)
-    if isinstance(reply, TasksStopped):
-        return reply.count
-    raise BerthError(f"{reply.code}: {reply.detail}" if isinstance(reply, NodeRefused) else "an odd answer")
 
 
 def main(arguments: list[str]) -> int:
     try:
-        count = drain(arguments[0])
-    except (OSError, BerthError) as error:
+        count = stop_all_tasks(Path(arguments[0]), "the node's container stops")
+    except BerthError as error:
         sys.stderr.write(f"drain {arguments[0]}: {error}\n")
         return 1
     sys.stdout.write(f"{count} workers stopped\n")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from infra.launchers.port import CPU_UNITS, MEMORY_SOFT
+from infra.worker_task import CPU_UNITS, MEMORY_SOFT
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds until a cold host takes workers: the longest that was seen.

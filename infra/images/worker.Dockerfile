@@ -1,6 +1,6 @@
 # A user's worker: the core dependencies, the broker SDK and `worker_runtime`. No other room is in here.
 #   docker build -f infra/images/worker.Dockerfile -t berth-worker:0.1.0 .
-# Where no image can be pulled and nothing downloaded: `python -m infra.images.worker` (a base image of this
+# Where no image can be pulled and nothing downloaded: `python -m infra.lab.worker_image` (a base image of this
 # machine's own Debian, wheels beside the source).
 #
 # Its launch document comes on standard input. By hand, as the launcher does it:

@@ -18,9 +18,9 @@ from temporalio.client import Client
 
 from infra.exchange.client import ExchangeAdmin
 from infra.lab.rest import RestConnection
-from infra.launchers.port import Task
 from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
+from infra.worker_task import Task
 
 #: Users are made by so many connections at once.
 _MAKERS = 8

@@ -1,4 +1,4 @@
-"""A launcher in memory, and its troublesome siblings, for the tests of those who use the port."""
+"""A launcher in memory, for the tests of those who use the port; the contract suite runs on it too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
-from infra.launchers.port import LauncherUnreachable, LaunchFailed, LaunchSpec, Task, TaskExit
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import LauncherUnreachable, LaunchFailed, Task, TaskExit
 
 #: Called with each newly launched worker: the place to let it become ready.
 OnLaunch = Callable[[LaunchSpec, Task], Awaitable[None]]
@@ -109,92 +110,3 @@ class FakeLauncher:
     def _check(self) -> None:
         if self.unreachable:
             raise LauncherUnreachable
-
-
-class SlowLauncher(FakeLauncher):
-    """Every launch takes `delay` seconds."""
-
-    def __init__(self, delay: float, on_launch: OnLaunch | None = None) -> None:
-        super().__init__(on_launch)
-        self.delay = delay
-
-    async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        await asyncio.sleep(self.delay)
-        return await super().launch(spec, token)
-
-
-class NeverReadyLauncher(FakeLauncher):
-    """Launches, and the worker never becomes ready: `on_launch` is not called."""
-
-    async def _launched(self, spec: LaunchSpec, task: Task) -> None:
-        return None
-
-
-class FailingLauncher(FakeLauncher):
-    """The first `failures` launches fail (None: all of them)."""
-
-    def __init__(self, failures: int | None = None, on_launch: OnLaunch | None = None) -> None:
-        super().__init__(on_launch)
-        self.failures = failures
-        self.attempts = 0
-
-    async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        self.attempts += 1
-        if self.failures is None or self.attempts <= self.failures:
-            raise LaunchFailed("this launcher was told to fail")
-        return await super().launch(spec, token)
-
-
-class LostReplyLauncher(FakeLauncher):
-    """Launches, but the answers of the first `losses` launches are lost."""
-
-    def __init__(self, losses: int = 1, on_launch: OnLaunch | None = None) -> None:
-        super().__init__(on_launch)
-        self.losses = losses
-
-    async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        task = await super().launch(spec, token)
-        if self.losses > 0:
-            self.losses -= 1
-            raise LauncherUnreachable("the answer was lost")
-        return task
-
-
-class UnsteadyLauncher(FakeLauncher):
-    """Its list is behind by `list_lag` seconds, and the answers of every `loses`-th launch are lost."""
-
-    def __init__(self, *, list_lag: float, loses: int, on_launch: OnLaunch | None = None) -> None:
-        super().__init__(on_launch)
-        self.list_lag = list_lag
-        self.loses = loses
-        self._calls = 0
-        #: What ran, and from when on (monotonic seconds).
-        self._versions: list[tuple[float, list[Task]]] = [(0.0, [])]
-
-    def _changed(self) -> None:
-        self._versions.append((time.monotonic(), list(self._running.values())))
-
-    async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        task = await super().launch(spec, token)
-        self._changed()
-        self._calls += 1
-        if self._calls % self.loses == 0:
-            raise LauncherUnreachable("the answer was lost")
-        return task
-
-    def end(
-        self,
-        task_id: str,
-        exit_code: int | None = -9,
-        reason: str = "killed",
-        detail: dict[str, str] | None = None,
-    ) -> None:
-        super().end(task_id, exit_code, reason, detail)
-        self._changed()
-
-    async def list(self) -> list[Task]:
-        self._check()
-        then = time.monotonic() - self.list_lag
-        while len(self._versions) > 1 and self._versions[1][0] <= then:
-            self._versions.pop(0)
-        return list(self._versions[0][1])

@@ -22,8 +22,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from infra import tasks
-from infra.launchers.port import Launcher, LaunchFailed, LaunchSpec, Task, TaskExit
+from infra.launchers.port import Launcher, LaunchSpec
 from infra.valkey import client as valkey
+from infra.worker_task import LaunchFailed, Task, TaskExit
 from worker_runtime.protocol import keys, scripts
 
 #: Of a launch: what sums of floating-point numbers lack is not waited for.

@@ -7,38 +7,11 @@ of them (`tests/contract/launchers`).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from worker_runtime.protocol.errors import BerthError
+from infra.worker_task import CPU_UNITS, MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
 from worker_runtime.protocol.launch import WorkerConfig
-
-#: Bytes. Soft: what a host reserves for a worker. Hard: where only that worker is killed (R1).
-MEMORY_SOFT = 384 * 1024 * 1024
-MEMORY_HARD = 1024 * 1024 * 1024
-#: CPU units of 1/1024 vCPU.
-CPU_UNITS = 64
-
-
-class LaunchFailed(BerthError):
-    """The worker could not be launched."""
-
-    code = "LAUNCH_FAILED"
-    retryable = True
-
-
-class LauncherUnreachable(BerthError):
-    """The launcher does not answer: nothing is known about its workers."""
-
-    code = "LAUNCHER_UNREACHABLE"
-    retryable = True
-
-
-class StopFailed(BerthError):
-    """The worker was killed, but its end could not be confirmed: it may still run."""
-
-    code = "STOP_FAILED"
-    retryable = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +25,6 @@ class LaunchSpec:
     memory_soft: int = MEMORY_SOFT
     memory_hard: int = MEMORY_HARD
     cpu_units: int = CPU_UNITS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A running worker, as its launcher sees it."""
-
-    task_id: str
-    worker_id: str
-    pool: str
-    version: str
-    #: Unix seconds.
-    launched_at: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskExit:
-    """The end of a worker. `exit_code` is None when nobody could see it (adopted process, lost host)."""
-
-    task_id: str
-    worker_id: str
-    exit_code: int | None
-    reason: str
-    #: Unix seconds.
-    at: float
-    detail: dict[str, str] = field(default_factory=dict)
 
 
 class Launcher(Protocol):

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from infra.launchers.port import LauncherUnreachable, LaunchSpec, Task, TaskExit
+from infra.launchers.port import LaunchSpec
 from infra.node import protocol
 from infra.node.address import reachable
+from infra.worker_task import GRACE_MAX, LauncherUnreachable, Task, TaskExit
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_code
 from worker_runtime.protocol.messages import decode, encode
 
@@ -142,4 +143,4 @@ class ProcessLauncher:
 
 
 def _longest_stop(grace: float | None) -> float:
-    return (protocol.GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM
+    return (GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM

@@ -1,6 +1,6 @@
-"""Our own processes as child processes of the local stack: exchange, node, orchestrator, API.
+"""The parts of the local stack that are our own processes: exchange, node, orchestrator, API, job runner.
 
-The containers of a local stack whose workers Docker runs, for callers without an event loop.
+Where Docker runs the workers, `WorkerContainers` lists and ends them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -20,26 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from redis import Redis
 from redis.exceptions import RedisError
 
-from infra.launchers.port import Task
 from infra.local.process import HOST, Server, accepts
-from infra.node.address import reachable
-from infra.node.protocol import (
-    GRACE_MAX,
-    KILL_CONFIRM,
-    MAX_REPLY,
-    ListTasks,
-    NodeReply,
-    NodeRequest,
-    NodeStatus,
-    PingNode,
-    StopAllTasks,
-    TaskList,
-    TasksStopped,
-)
+from infra.node import client
+from infra.node.protocol import NodeStatus, PingNode
 from infra.settings import Settings
+from infra.worker_task import Task
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.messages import decode, encode
 
 if TYPE_CHECKING:
     from infra.launchers.docker.launcher import DockerLauncher
@@ -47,13 +33,6 @@ if TYPE_CHECKING:
 
 #: Local addresses are never asked through a proxy that the environment names.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class NodeSilent(BerthError):
-    """The node does not answer."""
-
-    code = "NODE_SILENT"
-    retryable = True
 
 
 def http_ok(url: str, timeout: float = 2.0) -> bool:
@@ -130,35 +109,17 @@ class NodeComponent(ChildComponent):
 
     def answers(self) -> bool:
         try:
-            return isinstance(self.ask(PingNode(), timeout=1.0), NodeStatus)
+            return isinstance(client.ask_node(self.settings.node_socket, PingNode(), timeout=1.0), NodeStatus)
         except BerthError:
             return False
 
-    def ask(self, request: NodeRequest, timeout: float = 10.0) -> NodeReply:
-        """One request, one reply, within `timeout` seconds. Raises `NodeSilent`."""
-        try:
-            with reachable(self.settings.node_socket) as path, socket.socket(socket.AF_UNIX) as link:
-                link.settimeout(timeout)
-                link.connect(path)
-                link.sendall(encode(request) + b"\n")
-                with link.makefile("rb") as lines:
-                    return decode(lines.readline(MAX_REPLY), NodeReply, limit=MAX_REPLY)
-        except OSError as error:
-            raise NodeSilent(f"node at {self.settings.node_socket}: {error}") from None
-
     def tasks(self) -> list[Task]:
-        """The workers that run now."""
-        reply = self.ask(ListTasks())
-        if not isinstance(reply, TaskList):
-            raise NodeSilent(f"the node answered {reply}")
-        return reply.tasks
+        """The workers that run now. Raises `NodeSilent`."""
+        return client.list_tasks(self.settings.node_socket)
 
     def stop_all(self, reason: str, grace: float | None = None) -> int:
         """Ends all workers, each within its grace period; returns how many there were."""
-        reply = self.ask(StopAllTasks(reason=reason, grace=grace), timeout=GRACE_MAX + KILL_CONFIRM)
-        if not isinstance(reply, TasksStopped):
-            raise NodeSilent(f"the node could not stop all workers: {reply}")
-        return reply.count
+        return client.stop_all_tasks(self.settings.node_socket, reason, grace)
 
 
 class OrchestratorComponent(ChildComponent):

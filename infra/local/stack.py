@@ -16,14 +16,12 @@ from typing import Any, Self
 from redis import Redis
 
 from infra.database.migrate import migrate
-from infra.launchers.port import LauncherUnreachable, Task
 from infra.local import steps
 from infra.local.components import (
     ApiComponent,
     ExchangeComponent,
     JobFleetComponent,
     NodeComponent,
-    NodeSilent,
     OrchestratorComponent,
     WorkerContainers,
     fleet_of,
@@ -32,9 +30,11 @@ from infra.local.folder import DataFolder
 from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.local.steps import OnProgress, StartStep, StepProgress, StepStatus
+from infra.node.client import NodeSilent
 from infra.settings import LocalSettings, Settings
 from infra.vault import keyring
 from infra.vault.rotation import kept_files
+from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol import keys
 
 #: The same as `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
@@ -102,14 +102,14 @@ class LocalStack:
             *(self.node, *self.orchestrators, self.api, *self.jobs),
         )
         for server in self.servers:
-            self._place(server)
+            self._register_server(server)
             server.port_setting = f"BERTH_LOCAL_{server.name.upper()}_PORT"
         self.api.port_setting = "--port or BERTH_API_PORT"
         self.exchange.admin_port_setting = "BERTH_LOCAL_EXCHANGE_ADMIN_PORT"
         self.temporal.ui_port_setting = "BERTH_LOCAL_UI_PORT"
         self._admin_key = ""
 
-    def _place(self, server: Server) -> None:
+    def _register_server(self, server: Server) -> None:
         server.log_path = self.folder.logs / f"{server.name}.log"
         server.records = self.folder.records
 
@@ -122,7 +122,7 @@ class LocalStack:
         made = OrchestratorComponent(
             self.folder.path, self._orchestrator_settings(len(self.orchestrators) + 1, **overrides)
         )
-        self._place(made)
+        self._register_server(made)
         self.orchestrators.append(made)
         return made
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import sqlite3
@@ -19,22 +18,27 @@ import msgspec
 import structlog
 
 from infra import processes, tasks
-from infra.launchers.port import LaunchFailed, StopFailed, Task, TaskExit
-from infra.node import exits as ends
 from infra.node import worker
 from infra.node.cgroup import MemoryGroup, MemoryGroups
-from infra.node.protocol import GRACE_MAX, KILL_CONFIRM, LaunchTask
+from infra.node.protocol import KILL_CONFIRM, LaunchTask
 from infra.node.register import NodeEntry, NodeRegister
 from infra.node.worker import LOG_PERIOD, WorkerLogs, WorkerProcess
+from infra.worker_task import (
+    GRACE_MAX,
+    HOST_RESTARTED,
+    LaunchFailed,
+    StopFailed,
+    Task,
+    TaskExit,
+    check_worker_id,
+    stop_grace,
+    worker_exit,
+)
 
 _log = structlog.get_logger()
 
-#: Worker ids become file names and arguments.
-_WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 #: Bytes; a pipe takes 64 KiB without anyone reading it, so that handing over never blocks.
 _CONFIG_MAX = 60 * 1024
-#: Seconds that a worker gets on top of its own shutdown time before it is killed.
-_GRACE_EXTRA = 3.0
 #: Seconds between two attempts to write down an end on a full disk, and between two complaints.
 _RECORD_RETRY = 1.0
 _COMPLAINT_PERIOD = 10.0
@@ -91,8 +95,7 @@ class Keeper:
 
     def _checked(self, request: LaunchTask) -> NodeEntry:
         config = request.config
-        if not _WORKER_ID.fullmatch(config.worker_id):
-            raise LaunchFailed("a worker id is 1 to 100 letters, digits, dots, dashes and underscores")
+        check_worker_id(config.worker_id)
         if not request.token or request.memory_hard <= 0:
             raise LaunchFailed("a launch needs a token and a memory limit above zero")
         if any(one.entry.worker_id == config.worker_id for one in self._workers.values()):
@@ -105,7 +108,7 @@ class Keeper:
             pool=config.pool,
             version=config.version,
             launched_at=time.time(),
-            grace=min(config.shutdown_timeout + _GRACE_EXTRA, GRACE_MAX),
+            grace=stop_grace(config.shutdown_timeout),
             cgroup=str(self._groups.path(task_id)) if self._groups else "",
         )
 
@@ -139,7 +142,7 @@ class Keeper:
                 pid=child.pid,
                 started=processes.start_time(child.pid),
             )
-            self._register.running(entry)
+            self._register.record_running(entry)
             undo.pop_all()
         worker.hand_over_config(child, config)
         return WorkerProcess(entry=entry, pidfd=pidfd, group=group, child=child)
@@ -156,7 +159,11 @@ class Keeper:
         for entry in self._register.in_state("running"):
             adopted = worker.adopt_worker(entry, self._boot_id)
             if adopted is None:
-                self._register.ended(ends.exit_of_entry(entry, code=None, host_restarted=True))
+                self._register.record_exit(
+                    worker_exit(
+                        entry.task_id, entry.worker_id, code=None, at=time.time(), reason=HOST_RESTARTED
+                    )
+                )
                 continue
             self._keep(adopted)
             _log.info(
@@ -196,7 +203,7 @@ class Keeper:
         if one.stop_reason is None:
             one.stop_reason = reason
             try:
-                self._register.stopping(task_id, reason)
+                self._register.record_stopping(task_id, reason)
             except sqlite3.Error as error:  # the stop goes on; only a restarted node would not know why
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
             _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
@@ -245,13 +252,16 @@ class Keeper:
         await self._wait_until_alone(one)
         oom_kills = one.group.oom_kills() if one.group else 0
         await self._record(
-            ends.exit_of_entry(
-                one.entry,
+            worker_exit(
+                one.entry.task_id,
+                one.entry.worker_id,
                 code=code,
+                at=time.time(),
                 stop_reason=one.stop_reason,
                 forced=one.forced,
-                oom_kills=oom_kills,
-                unseen=one.pidfd is None,
+                oom_killed=oom_kills > 0,
+                seen=one.pidfd is not None,
+                detail={"oom_kills": str(oom_kills)} if oom_kills else None,
             )
         )
         self._workers.pop(one.entry.task_id, None)
@@ -276,7 +286,7 @@ class Keeper:
         """An end is told only once it is written down; with a full disk that takes until there is room."""
         while True:
             try:
-                number = self._register.ended(end)
+                number = self._register.record_exit(end)
             except sqlite3.Error as error:
                 _log.error("node.register_failed", task=end.task_id, detail=str(error))
                 await asyncio.sleep(_RECORD_RETRY)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -42,8 +42,6 @@ MAX_REPLY = 16 * 1024 * 1024
 BEAT_PERIOD = 5.0
 #: Seconds a node may take to confirm an end after SIGKILL.
 KILL_CONFIRM = 10.0
-#: Seconds; no worker gets more time to end than this.
-GRACE_MAX = 60.0
 
 
 class LaunchTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="launch"):

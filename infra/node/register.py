@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.launchers.port import Task, TaskExit
 from infra.node.protocol import NodeStateUnreadable
+from infra.worker_task import Task, TaskExit
 
 SCHEMA = 1
 #: Ends that stay readable for a subscriber that was away, and ended workers whose token is remembered.
@@ -127,7 +127,7 @@ class NodeRegister:
             ),
         )
 
-    def running(self, entry: NodeEntry) -> None:
+    def record_running(self, entry: NodeEntry) -> None:
         """Writes down the process of an intended worker; only then may it be told what to do."""
         self._db.execute(
             "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE task_id = ?",
@@ -138,7 +138,7 @@ class NodeRegister:
         """Removes a worker that never ran; its token is free again."""
         self._db.execute("DELETE FROM workers WHERE task_id = ? AND state = 'intended'", (task_id,))
 
-    def stopping(self, task_id: str, reason: str) -> None:
+    def record_stopping(self, task_id: str, reason: str) -> None:
         """Notes why a worker is being stopped. The first reason stays."""
         self._db.execute(
             "UPDATE workers SET stop_reason = coalesce(stop_reason, ?) WHERE task_id = ?", (reason, task_id)
@@ -158,7 +158,7 @@ class NodeRegister:
 
     # --- ends ---------------------------------------------------------------------------------------
 
-    def ended(self, end: TaskExit) -> int:
+    def record_exit(self, end: TaskExit) -> int:
         """Writes down the end of a worker, once; returns its number."""
         with self._transaction():
             number = self._db.execute(

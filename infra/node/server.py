@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 from infra import tasks
-from infra.launchers.port import Task, TaskExit
 from infra.node.protocol import (
     BEAT_PERIOD,
     MAX_LINE,
@@ -33,6 +32,7 @@ from infra.node.protocol import (
     TasksStopped,
     WatchExits,
 )
+from infra.worker_task import Task, TaskExit
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import decode, encode
 

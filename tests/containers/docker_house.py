@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.images import worker as worker_image
-from infra.local import docker
-from infra.local.docker import DockerDaemon
+from infra.lab import docker, worker_image
+from infra.lab.docker import DockerDaemon
 from infra.node.cgroup import MemoryGroup
 
 #: The real worker, without a broker's SDK: the paper broker needs none.

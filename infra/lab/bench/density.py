@@ -16,19 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from infra.images.worker import ImageBuilder
-from infra.images.worker import why_not_buildable as no_image
-from infra.lab import figures
+from infra.lab import docker, figures
 from infra.lab.bench.memory import pss_mib
 from infra.lab.bench.order import order_body, send_order
 from infra.lab.cpu import cpu_seconds
+from infra.lab.docker import DockerDaemon
 from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, own_folder, running
+from infra.lab.worker_image import ImageBuilder
+from infra.lab.worker_image import why_not_buildable as no_image
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine
 from infra.launchers.port import LaunchSpec
-from infra.local import docker
-from infra.local.docker import DockerDaemon
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any
 
-from infra.launchers.port import LaunchFailed, LaunchSpec, Task, TaskExit
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import LaunchFailed, Task, check_worker_id, stop_grace
 
 Document = dict[str, Any]
 
@@ -29,12 +29,6 @@ PIDS = 256
 TMPFS = "rw,nosuid,nodev,noexec,size=64m,mode=1777"
 #: What a worker may write before its oldest lines go.
 LOG = {"Type": "json-file", "Config": {"max-size": "4m", "max-file": "2"}}
-#: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets more than
-#: `GRACE_MAX` altogether.
-GRACE_EXTRA = 3.0
-GRACE_MAX = 60.0
-
-_WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 #: Nanoseconds are more than Python's dates take.
 _FRACTION = re.compile(r"\.(\d{6})\d*")
 
@@ -48,8 +42,8 @@ def container_name(fleet: str, token: str) -> str:
 def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str, now: float) -> Document:
     """What the daemon is asked to create. Raises `LaunchFailed` for a spec that no container can be."""
     config = spec.config
-    if not _WORKER_ID.fullmatch(config.worker_id):
-        raise LaunchFailed("a worker id is 1 to 100 letters, digits, dots, dashes and underscores")
+    check_worker_id(config.worker_id)
+    grace = stop_grace(config.shutdown_timeout)
     if spec.memory_hard <= 0 or spec.cpu_units <= 0:
         raise LaunchFailed("a launch needs a memory limit and CPU units above zero")
     return {
@@ -62,7 +56,7 @@ def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str
             POOL: config.pool,
             VERSION: config.version,
             LAUNCHED_AT: repr(now),
-            GRACE: repr(min(config.shutdown_timeout + GRACE_EXTRA, GRACE_MAX)),
+            GRACE: repr(grace),
         },
         "User": USER,
         # The launch document comes on standard input, which ends with the connection that brings it.
@@ -74,7 +68,7 @@ def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str
         "Tty": False,
         "StopSignal": "SIGTERM",
         # For those who stop it by other means than ours (`docker stop`, the end of the daemon).
-        "StopTimeout": math.ceil(min(config.shutdown_timeout + GRACE_EXTRA, GRACE_MAX)),
+        "StopTimeout": math.ceil(grace),
         "HostConfig": {
             "CpuShares": spec.cpu_units,
             "Memory": spec.memory_hard,
@@ -112,59 +106,7 @@ def labels_of(inspected: Document) -> dict[str, str]:
     return dict(inspected["Config"]["Labels"] or {})
 
 
-def exit_code(status: int) -> int:
-    """As Python tells it: negative for a signal. An init process passes a signal on as 128 and its number."""
-    return 128 - status if 128 < status <= 128 + 64 else status
-
-
 def finished_at(inspected: Document) -> float:
     """Unix seconds."""
     text = _FRACTION.sub(r".\1", inspected["State"]["FinishedAt"])
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-
-
-def exit_of_container(
-    container_id: str,
-    labels: dict[str, str],
-    *,
-    code: int,
-    at: float,
-    oom_killed: bool,
-    asked: bool,
-    stop_reason: str | None = None,
-    forced: bool = False,
-) -> TaskExit:
-    """The end of a worker. `asked`: somebody stopped it through the daemon, us with a reason or a stranger.
-
-    The reasons are those of the node (`infra/node/exits.py`).
-    """
-    detail: dict[str, str] = {}
-    if code < 0:
-        detail["signal"] = _signal_name(-code)
-    if oom_killed:
-        detail["oom_killed"] = "true"
-    if stop_reason is not None:
-        detail["stop_reason"] = stop_reason
-    if forced:
-        detail["forced"] = "true"
-    if asked:
-        reason = "stopped"
-    elif oom_killed and code != 0:
-        reason = "oom_killed"
-    else:
-        reason = "killed" if code < 0 else "exited"
-    return TaskExit(
-        task_id=container_id,
-        worker_id=labels.get(WORKER, ""),
-        exit_code=code,
-        reason=reason,
-        at=at,
-        detail=detail,
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"SIG{number}"

@@ -18,7 +18,7 @@ from aiodocker.events import DockerEvents
 from aiodocker.exceptions import DockerError
 
 from infra import tasks
-from infra.launchers.port import LauncherUnreachable, LaunchFailed
+from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores; the rest is for a host that is busy.

@@ -20,7 +20,7 @@ import structlog
 
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Document
-from infra.launchers.port import TaskExit
+from infra.worker_task import TaskExit, signed_exit_code, worker_exit
 
 #: Seconds between two looks at all ended containers, whatever events came.
 LOOK = 10.0
@@ -214,7 +214,7 @@ class DockerExits:
         return self._end(
             known["Id"],
             container.labels_of(known),
-            code=container.exit_code(state["ExitCode"]),
+            code=signed_exit_code(state["ExitCode"]),
             at=container.finished_at(known),
             oom_killed=bool(state["OOMKilled"]),
         )
@@ -225,7 +225,7 @@ class DockerExits:
         return self._end(
             event["Actor"]["ID"],
             attributes,
-            code=container.exit_code(int(attributes.get("exitCode", 0))),
+            code=signed_exit_code(int(attributes.get("exitCode", 0))),
             at=int(event["timeNano"]) / 1e9,
             oom_killed=False,
         )
@@ -234,13 +234,13 @@ class DockerExits:
         self, container_id: str, labels: dict[str, str], *, code: int, at: float, oom_killed: bool
     ) -> TaskExit:
         note = self._stops.of(container_id)
-        return container.exit_of_container(
+        return worker_exit(
             container_id,
-            labels,
+            labels.get(container.WORKER, ""),
             code=code,
             at=at,
             oom_killed=oom_killed,
-            asked=note is not None or container_id in self._asked,
+            stopped=note is not None or container_id in self._asked,
             stop_reason=note.reason if note else None,
             forced=note is not None and note.forced,
         )

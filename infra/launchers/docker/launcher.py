@@ -18,7 +18,8 @@ import structlog
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, Document
 from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNote, StopNotes
-from infra.launchers.port import LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import GRACE_MAX, LaunchFailed, StopFailed, Task, TaskExit
 
 #: Seconds after which a container that was created and not started counts as left behind by a launch that
 #: died in between. A start takes 0.5 s on 2 idle cores.
@@ -138,7 +139,7 @@ class DockerLauncher:
         note = self._stops.note(task_id, reason)
         own = float(container.labels_of(known).get(container.GRACE, 0))
         await self._engine.signal(task_id, "SIGTERM")
-        if await self._engine.ended(task_id, own if grace is None else min(grace, container.GRACE_MAX)):
+        if await self._engine.ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
             return
         self._stops.keep(task_id, StopNote(note.reason, forced=True))
         log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)

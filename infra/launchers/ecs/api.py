@@ -19,7 +19,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.launchers.ecs.failures import UnknownTask, call_error, launch_error, placement_error, task_id_of
-from infra.launchers.port import LauncherUnreachable
+from infra.worker_task import LauncherUnreachable
 
 #: Calls at the same time. A call takes about 0.1 s, so these make 160 a second: more than the 20 to 50 that
 #: ECS allows. https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html

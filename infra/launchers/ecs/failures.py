@@ -10,7 +10,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from infra.launchers.port import LauncherUnreachable, LaunchFailed
+from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
 

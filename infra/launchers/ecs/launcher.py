@@ -21,12 +21,13 @@ import structlog
 from infra.launchers.ecs.api import EcsApi
 from infra.launchers.ecs.failures import TokenInUse, UnknownTask
 from infra.launchers.ecs.queue import EcsQueue
-from infra.launchers.ecs.records import EcsRecords, exit_of_task, position_time
+from infra.launchers.ecs.records import EcsRecords, position_time, with_position
 from infra.launchers.ecs.request import EcsTarget, client_token, run_task
 from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
-from infra.launchers.port import LauncherUnreachable, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+from infra.launchers.port import LaunchSpec
 from infra.settings import EcsSettings
 from infra.vault import key_file
+from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed, Task, TaskExit, worker_exit
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError
 
@@ -116,7 +117,7 @@ class EcsLauncher:
         self._apply(seen)
         if seen.task.launched_at < began - OLD:
             # A repeat: ECS answers what was true when it was launched. It may have ended since.
-            await self._look_at({task_id})
+            await self._describe({task_id})
         return seen.task
 
     async def _first(self, conflict: TokenInUse) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class EcsLauncher:
         deadline = began + (GRACE if grace is None else grace) + KILL_CONFIRM
         pause = LOOK
         while True:
-            denied = await self._look_at({task_id})
+            denied = await self._describe({task_id})
             if self._tasks.has_ended(task_id):
                 return
             now = time.monotonic()
@@ -186,7 +187,7 @@ class EcsLauncher:
         changes = await self._queue.receive()
         alive = (c.seen.task.task_id for c in changes if c.seen.status != STOPPED)
         if new := self._tasks.unknown(alive):
-            await self._look_at(new)  # another orchestrator's launches: events have no tags
+            await self._describe(new)  # another orchestrator's launches: events have no tags
         self._fed_at = time.monotonic()
         done = []
         for change in changes:
@@ -223,11 +224,11 @@ class EcsLauncher:
         began, known = time.monotonic(), self._tasks.running_ids()
         running, stopped = await asyncio.gather(self._api.task_ids("RUNNING"), self._api.task_ids("STOPPED"))
         lacking = known.difference(running)
-        await self._look_at(self._tasks.unknown({*running, *stopped}) | lacking)
+        await self._describe(self._tasks.unknown({*running, *stopped}) | lacking)
         self._listed_at = began
         log.debug("ecs_listed", running=len(running), stopped=len(stopped), lacking=len(lacking))
 
-    async def _look_at(self, task_ids: set[str]) -> set[str]:
+    async def _describe(self, task_ids: set[str]) -> set[str]:
         """Describes them; returns those that ECS denies."""
         answers, denied = await self._api.describe(task_ids)
         for answer in answers:
@@ -236,13 +237,18 @@ class EcsLauncher:
                 self._apply(seen)
         now = time.monotonic()
         for task_id in denied:
-            lost = self._tasks.denied(task_id, now)
+            lost = self._tasks.note_denied(task_id, now)
             if lost is not None:
                 log.warning("ecs_task_lost", task_id=task_id, worker_id=lost.task.worker_id)
-                end = exit_of_task(
-                    lost.task, None, "lost", time.time(), {"stopped_reason": "ECS does not know it"}
+                end = worker_exit(
+                    lost.task.task_id,
+                    lost.task.worker_id,
+                    code=None,
+                    at=time.time(),
+                    seen=False,
+                    detail={"stopped_reason": "ECS does not know it"},
                 )
-                self._apply(replace(lost, status=STOPPED, end=end))
+                self._apply(replace(lost, status=STOPPED, end=with_position(end)))
         return denied
 
 

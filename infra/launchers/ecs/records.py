@@ -6,8 +6,8 @@ https://docs.aws.amazon.com/AmazonECS/latest/developerguide/ecs_task_events.html
 
 from __future__ import annotations
 
-import signal
 import time
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,15 @@ import msgspec
 
 from infra.launchers.ecs.failures import task_id_of
 from infra.launchers.ecs.task_cache import STOPPED, SeenTask
-from infra.launchers.port import Task, TaskExit
+from infra.worker_task import (
+    FAILED_TO_START,
+    HOST_LOST,
+    OOM_KILLED,
+    Task,
+    TaskExit,
+    signed_exit_code,
+    worker_exit,
+)
 from worker_runtime.protocol.errors import MalformedMessage
 
 #: The group of a pool's tasks: what tells our tasks from others of the cluster, in events too.
@@ -109,39 +117,35 @@ class EcsRecords:
 
     def _end(self, record: _Record, task: Task) -> TaskExit:
         worker = next((one for one in record.containers if one.name == self._container), _Container())
-        code = _exit_code(worker.exit_code)
+        code = None if worker.exit_code is None else signed_exit_code(worker.exit_code)
         stop_code, stopped = record.stop_code or "", (record.stopped_reason or "")[:300]
-        detail = {"stop_code": stop_code, "stopped_reason": stopped, "container_reason": worker.reason or ""}
-        if code is not None and code < 0:
-            detail["signal"] = _signal_name(-code)
-        if stop_code == "UserInitiated":
-            reason = "stopped"
-            detail["stop_reason"] = stopped
-        elif (worker.reason or "").startswith("OutOfMemory"):
-            reason = "oom_killed"
+        asked = stop_code == "UserInitiated"
+        reason = ""
+        if not asked and (worker.reason or "").startswith("OutOfMemory"):
+            reason = OOM_KILLED
         elif stop_code in _HOST_GONE or stopped.startswith("Host EC2"):
-            reason = "host_lost"
+            reason = HOST_LOST
         elif stop_code == "TaskFailedToStart":
-            reason = "failed_to_start"
-        elif code is None:
-            reason = "lost"
-        else:
-            reason = "killed" if code < 0 else "exited"
+            reason = FAILED_TO_START
         at = record.stopped_at.timestamp() if record.stopped_at else time.time()
-        detail = {key: value for key, value in detail.items() if value}
-        return exit_of_task(task, code, reason, at, detail)
+        detail = {"stop_code": stop_code, "stopped_reason": stopped, "container_reason": worker.reason or ""}
+        end = worker_exit(
+            task.task_id,
+            task.worker_id,
+            code=code,
+            at=at,
+            reason="" if asked else reason,
+            stopped=asked,
+            stop_reason=(stopped or None) if asked else None,
+            seen=code is not None,
+            detail={name: text for name, text in detail.items() if text},
+        )
+        return with_position(end)
 
 
-def exit_of_task(task: Task, code: int | None, reason: str, at: float, detail: dict[str, str]) -> TaskExit:
-    """The end of `task` with its position: when and which, since ends have no common order in ECS."""
-    return TaskExit(
-        task_id=task.task_id,
-        worker_id=task.worker_id,
-        exit_code=code,
-        reason=reason,
-        at=at,
-        detail={**detail, "position": f"ecs:{at:.3f}:{task.task_id}"},
-    )
+def with_position(end: TaskExit) -> TaskExit:
+    """The end with its position: when and which, since ends have no common order in ECS."""
+    return replace(end, detail={**end.detail, "position": f"ecs:{end.at:.3f}:{end.task_id}"})
 
 
 def position_time(position: str) -> float:
@@ -151,15 +155,3 @@ def position_time(position: str) -> float:
         return float(rest.partition(":")[0]) if kind == "ecs" else 0.0
     except ValueError:
         return 0.0
-
-
-def _exit_code(code: int | None) -> int | None:
-    """A container ended by a signal has 128 and its number; the port has it negative."""
-    return 128 - code if code is not None and 128 < code <= 128 + signal.NSIG else code
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"SIG{number}"

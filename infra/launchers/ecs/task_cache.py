@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from infra.launchers.port import Task, TaskExit
+from infra.worker_task import Task, TaskExit
 
 STOPPED = "STOPPED"
 #: Seconds after its launch during which ECS may not show a task yet: it advises to ask for up to five
@@ -75,7 +75,7 @@ class TaskCache:
         self._remember(seen)
         return seen.end
 
-    def denied(self, task_id: str, now: float) -> SeenTask | None:
+    def note_denied(self, task_id: str, now: float) -> SeenTask | None:
         """ECS says that it knows no such task; returns the task when it is lost by that.
 
         It is, when ECS said the same at least a minute ago, and the task was not launched just now.

@@ -13,8 +13,9 @@ import pytest
 
 from infra.launchers.docker.launcher import DockerLauncher
 from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import Launcher, Task
+from infra.launchers.port import Launcher
 from infra.launchers.process import ProcessLauncher
+from infra.worker_task import Task
 from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
 from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
 from tests.contract.launchers.node_process import NodeProcess

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra import processes
-from infra.launchers.port import LauncherUnreachable
 from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import NodeStatus
+from infra.worker_task import LauncherUnreachable
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 #: Seconds; far more than anything here takes on a busy machine.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, LaunchSpec
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
 from worker_runtime.protocol.launch import WorkerConfig
 
 #: In every config; must never be seen outside of the worker's standard input.

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.launchers.port import Launcher, LaunchFailed, TaskExit
+from infra.launchers.port import Launcher
+from infra.worker_task import LaunchFailed, TaskExit
 from tests.contract.launchers.conftest import Ground
 from tests.contract.launchers.specs import spec
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.launchers.docker import container
-from infra.launchers.port import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
 from tests.containers.docker_house import STAND_IN_IMAGE
 from tests.containers.line import DaemonLine
 from tests.contract.launchers.conftest import DockerGround

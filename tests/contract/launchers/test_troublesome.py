@@ -6,18 +6,19 @@ import asyncio
 
 import pytest
 
-from infra.launchers.fake import (
+from infra.launchers.fake import FakeLauncher
+from infra.launchers.port import LaunchSpec
+from infra.launchers.process import ProcessLauncher
+from infra.launchers.registry import UnknownLauncher, create_launcher
+from infra.settings import Settings
+from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
+from tests.contract.launchers.specs import spec
+from tests.contract.launchers.troublesome import (
     FailingLauncher,
-    FakeLauncher,
     LostReplyLauncher,
     NeverReadyLauncher,
     SlowLauncher,
 )
-from infra.launchers.port import LauncherUnreachable, LaunchFailed, LaunchSpec, Task
-from infra.launchers.process import ProcessLauncher
-from infra.launchers.registry import UnknownLauncher, create_launcher
-from infra.settings import Settings
-from tests.contract.launchers.specs import spec
 
 
 async def test_a_failing_launcher_recovers_after_its_failures() -> None:

@@ -11,10 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 
-from infra.launchers.port import LaunchSpec, Task
+from infra.launchers.port import LaunchSpec
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
+from infra.worker_task import Task
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.messages import (
     Claim,

@@ -14,12 +14,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
-from infra.launchers.port import LaunchFailed, LaunchSpec
+from infra.launchers.port import LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
 from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.valkey import client as valkey
+from infra.worker_task import LaunchFailed
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (

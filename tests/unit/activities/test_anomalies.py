@@ -17,7 +17,7 @@ from activities.maintenance.anomalies import (
     find_anomalies,
 )
 from infra.database.workers.maintenance import AssignmentRow
-from infra.launchers.port import Task
+from infra.worker_task import Task
 
 LIMITS = OverdueLimits(connect=300.0, idle=3600.0)
 NOW = 1_000_000.0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from infra.launchers.docker import container
 from infra.launchers.docker.exits import DockerPosition
-from infra.launchers.port import LaunchFailed, LaunchSpec
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import LaunchFailed, signed_exit_code
 from worker_runtime.protocol.launch import WorkerConfig
 
 CONFIG = WorkerConfig(
@@ -62,7 +63,7 @@ def test_a_token_has_one_name_in_a_fleet_and_another_in_the_next() -> None:
     ("status", "code"), [(0, 0), (71, 71), (137, -9), (143, -15), (128, 128), (255, 255)]
 )
 def test_an_exit_status_above_128_is_a_signal(status: int, code: int) -> None:
-    assert container.exit_code(status) == code
+    assert signed_exit_code(status) == code
 
 
 @pytest.mark.parametrize(
@@ -75,23 +76,6 @@ def test_an_exit_status_above_128_is_a_signal(status: int, code: int) -> None:
 )
 def test_the_daemon_s_dates_are_read_with_any_number_of_digits(text: str, at: float) -> None:
     assert container.finished_at({"State": {"FinishedAt": text}}) == at
-
-
-@pytest.mark.parametrize(
-    ("code", "oom_killed", "asked", "reason"),
-    [
-        (-9, True, False, "oom_killed"),
-        (-9, False, False, "killed"),
-        (-9, True, True, "stopped"),
-        (71, False, False, "exited"),
-        (0, True, False, "exited"),  # a process of it was killed once; it lived on and ended well
-    ],
-)
-def test_an_end_has_one_reason(code: int, oom_killed: bool, asked: bool, reason: str) -> None:
-    end = container.exit_of_container(
-        "id-1", {container.WORKER: "w-1"}, code=code, at=1.0, oom_killed=oom_killed, asked=asked
-    )
-    assert (end.worker_id, end.exit_code, end.reason) == ("w-1", code, reason)
 
 
 @given(

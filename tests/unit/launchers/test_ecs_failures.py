@@ -26,7 +26,7 @@ from infra.launchers.ecs.failures import (
     launch_error,
     placement_error,
 )
-from infra.launchers.port import LauncherUnreachable, LaunchFailed
+from infra.worker_task import LauncherUnreachable, LaunchFailed
 
 TASK = "arn:aws:ecs:ap-northeast-1:123456789012:task/berth/c13b4cb40f1f4fe4a2971f76ae5a47ad"
 HOST = "arn:aws:ecs:ap-northeast-1:123456789012:container-instance/berth/04f8c17d29e04711aa74852654e477ec"

@@ -11,7 +11,7 @@ import pytest
 
 from infra.launchers.ecs.records import EcsRecords, position_time
 from infra.launchers.ecs.task_cache import SeenTask
-from infra.launchers.port import TaskExit
+from infra.worker_task import TaskExit
 from worker_runtime.protocol.errors import MalformedMessage
 
 RECORDS = EcsRecords(

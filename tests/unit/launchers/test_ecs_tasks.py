@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.launchers.ecs.records import exit_of_task
+from infra.launchers.ecs.records import with_position
 from infra.launchers.ecs.task_cache import (
     DENIALS_APART,
     EXITS_REMEMBERED,
@@ -14,7 +14,7 @@ from infra.launchers.ecs.task_cache import (
     SeenTask,
     TaskCache,
 )
-from infra.launchers.port import Task
+from infra.worker_task import Task, worker_exit
 
 
 def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: bool = True) -> SeenTask:
@@ -25,13 +25,14 @@ def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: 
         version="0.1.0" if tagged else "",
         launched_at=100.0,
     )
+    end = worker_exit(task.task_id, task.worker_id, code=0, at=200.0)
     return SeenTask(
         task=task,
         version=version,
         status=status,
         token=f"token-{number}" if tagged else "",
         tagged=tagged,
-        end=exit_of_task(task, 0, "exited", 200.0, {}) if status == STOPPED else None,
+        end=with_position(end) if status == STOPPED else None,
     )
 
 
@@ -67,11 +68,11 @@ def test_a_task_known_by_events_only_is_to_be_looked_at() -> None:
 def test_one_denial_loses_nobody_and_a_second_does_after_a_minute() -> None:
     tasks = TaskCache()
     tasks.apply(seen())
-    assert tasks.denied("task-1", 1000.0) is None
-    assert tasks.denied("task-1", 1000.0 + DENIALS_APART / 2) is None
-    assert tasks.denied("task-1", 1000.0 + DENIALS_APART) == seen()
+    assert tasks.note_denied("task-1", 1000.0) is None
+    assert tasks.note_denied("task-1", 1000.0 + DENIALS_APART / 2) is None
+    assert tasks.note_denied("task-1", 1000.0 + DENIALS_APART) == seen()
     tasks.apply(seen(version=2))
-    assert tasks.denied("task-1", 2000.0) is None  # it was there in between: counted anew
+    assert tasks.note_denied("task-1", 2000.0) is None  # it was there in between: counted anew
 
 
 def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
@@ -79,16 +80,16 @@ def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
     tasks.launched("task-1", 1000.0)
     tasks.apply(seen())
     for moment in (1001.0, 1100.0, 1000.0 + SETTLING - 1):
-        assert tasks.denied("task-1", moment) is None
-    assert tasks.denied("task-1", 1000.0 + SETTLING) is None
-    assert tasks.denied("task-1", 1000.0 + SETTLING + DENIALS_APART) is not None
+        assert tasks.note_denied("task-1", moment) is None
+    assert tasks.note_denied("task-1", 1000.0 + SETTLING) is None
+    assert tasks.note_denied("task-1", 1000.0 + SETTLING + DENIALS_APART) is not None
 
 
 def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
     tasks = TaskCache()
     tasks.apply(seen())
     tasks.apply(seen(1, 2, STOPPED))
-    assert tasks.denied("task-1", 1000.0) is None
+    assert tasks.note_denied("task-1", 1000.0) is None
     assert tasks.of_token("token-1") is not None
     assert tasks.of_worker("w-1") is None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.launchers.port import TaskExit
 from infra.node.protocol import NodeStateUnreadable
 from infra.node.register import NodeEntry, NodeRegister
+from infra.worker_task import TaskExit
 
 
 def entry(number: int) -> NodeEntry:
@@ -54,10 +54,10 @@ def test_a_worker_is_found_by_its_token_in_each_state_of_its_life(register: Node
     register.record_intent(entry(1))
     assert register.by_token("token-1") == entry(1)
     running = replace(entry(1), state="running", boot_id="boot", pid=7, started=8)
-    register.running(running)
+    register.record_running(running)
     assert register.by_token("token-1") == running
     assert register.in_state("running") == [running]
-    register.ended(end(1))
+    register.record_exit(end(1))
     assert register.by_token("token-1") == replace(running, state="ended")
     assert register.in_state("running") == []
 
@@ -71,7 +71,7 @@ def test_a_second_worker_with_the_same_token_is_impossible(register: NodeRegiste
 def test_only_a_worker_that_never_ran_can_be_forgotten(register: NodeRegister) -> None:
     register.record_intent(entry(1))
     register.record_intent(entry(2))
-    register.running(replace(entry(2), pid=7))
+    register.record_running(replace(entry(2), pid=7))
     register.forget("task-1")
     register.forget("task-2")
     assert register.by_token("token-1") is None
@@ -80,8 +80,8 @@ def test_only_a_worker_that_never_ran_can_be_forgotten(register: NodeRegister) -
 
 def test_the_first_reason_of_a_stop_stays(register: NodeRegister) -> None:
     register.record_intent(entry(1))
-    register.stopping("task-1", "first")
-    register.stopping("task-1", "second")
+    register.record_stopping("task-1", "first")
+    register.record_stopping("task-1", "second")
     found = register.by_token("token-1")
     assert found is not None
     assert found.stop_reason == "first"
@@ -90,7 +90,7 @@ def test_the_first_reason_of_a_stop_stays(register: NodeRegister) -> None:
 def test_all_of_it_is_still_there_when_the_file_is_opened_again(path: Path) -> None:
     with closing(NodeRegister(path)) as first:
         first.record_intent(entry(1))
-        number = first.ended(end(1))
+        number = first.record_exit(end(1))
         log = first.log
     with closing(NodeRegister(path)) as second:
         assert second.log == log
@@ -102,16 +102,16 @@ def test_numbers_grow_and_are_never_used_twice(path: Path) -> None:
     with closing(NodeRegister(path, kept=2)) as register:
         for number in range(1, 6):
             register.record_intent(entry(number))
-            assert register.ended(end(number)) == number
+            assert register.record_exit(end(number)) == number
         assert [number for number, _ in register.exits_after(0)] == [4, 5]
         assert [one.task_id for one in register.in_state("ended")] == ["task-4", "task-5"]
     with closing(NodeRegister(path)) as register:
-        assert register.ended(end(6)) == 6
+        assert register.record_exit(end(6)) == 6
 
 
 def test_ends_are_read_in_order_after_a_number_and_up_to_a_limit(register: NodeRegister) -> None:
     for number in range(1, 8):
-        register.ended(end(number))
+        register.record_exit(end(number))
     assert [number for number, _ in register.exits_after(3, limit=2)] == [4, 5]
     assert register.exits_after(7) == []
 

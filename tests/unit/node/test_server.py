@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.launchers.port import Task
 from infra.launchers.process import ProcessLauncher
 from infra.local.components import NodeComponent
 from infra.node.keeper import Keeper
@@ -19,6 +18,7 @@ from infra.node.protocol import MAX_LINE, StopTask, TaskList
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.settings import Settings
+from infra.worker_task import Task
 from worker_runtime.protocol.messages import MAX_MESSAGE, encode
 
 MANY = [

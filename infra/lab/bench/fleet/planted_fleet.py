@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database
-from infra.launchers.port import Task
+from infra.worker_task import Task
 from worker_runtime.protocol import keys
 
 POOL = "planted"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from infra.launchers.port import LaunchFailed, Task, TaskExit
 from infra.node.address import listen
 from infra.node.protocol import LaunchTask
 from infra.node.server import NodeServer
 from infra.settings import Settings
+from infra.worker_task import LaunchFailed, Task, TaskExit
 
 
 class PlantedKeeper:

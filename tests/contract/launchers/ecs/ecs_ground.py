@@ -11,7 +11,7 @@ import pytest
 from infra.launchers.ecs.api import EcsApi
 from infra.launchers.ecs.launcher import EcsLauncher
 from infra.launchers.ecs.request import EcsTarget
-from infra.launchers.port import Task
+from infra.worker_task import Task
 from tests.contract.launchers.ecs.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGION, EcsOnMoto
 
 KEY = bytes(range(64))

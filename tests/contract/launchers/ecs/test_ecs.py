@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from infra.launchers.ecs import launcher as ecs
 from infra.launchers.ecs.failures import LaunchDenied, LaunchMisconfigured, NoCapacity
 from infra.launchers.ecs.request import client_token
-from infra.launchers.port import LauncherUnreachable, LaunchFailed, StopFailed
+from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed
 from tests.contract.launchers.ecs.ecs_ground import KEY, EcsGround
 from tests.contract.launchers.node_process import until
 from tests.contract.launchers.specs import CANARY, spec

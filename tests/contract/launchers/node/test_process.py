@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from infra import processes
-from infra.launchers.port import LauncherUnreachable, LaunchFailed, Task
 from infra.launchers.process import ProcessLauncher
+from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra.launchers.port import LauncherUnreachable
 from infra.launchers.process import ProcessLauncher
 from infra.node.address import reachable
 from infra.node.protocol import MAX_LINE, NodeRefused, NodeReply
+from infra.worker_task import LauncherUnreachable
 from tests.contract.launchers.node_process import NodeProcess
 from tests.contract.launchers.specs import spec
 from worker_runtime.protocol.messages import decode

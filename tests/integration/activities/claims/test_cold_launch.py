@@ -7,7 +7,8 @@ from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import LaunchActivities
 from activities.pool.snapshot import PoolSnapshot, snapshot_of
-from infra.launchers.port import LaunchSpec, Task
+from infra.launchers.port import LaunchSpec
+from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from workflows.rollout.messages import Release

@@ -14,9 +14,9 @@ from temporalio.testing import ActivityEnvironment
 from infra.database.models import AuditEntry
 from infra.database.workers import sessions as worker_sessions
 from infra.jobs.client import JobClient
-from infra.launchers.port import LauncherUnreachable
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.worker_task import LauncherUnreachable
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, popped
 from worker_runtime.jobs.protocol import catalog

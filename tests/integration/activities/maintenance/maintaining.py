@@ -20,10 +20,11 @@ from activities.maintenance.scan import FleetScanner
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import LaunchSpec, Task
+from infra.launchers.port import LaunchSpec
 from infra.local.process import HOST
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys, scripts

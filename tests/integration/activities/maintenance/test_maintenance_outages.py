@@ -17,10 +17,10 @@ from temporalio.client import Client
 from activities.events.mark_watcher import MarkWatcher
 from infra import tasks
 from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import Task
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintenance.maintaining import (
     ForgetfulLauncher,

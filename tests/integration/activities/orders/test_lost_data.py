@@ -14,8 +14,8 @@ from activities.events.recorder import Recorder
 from infra.database import accounts
 from infra.database.models import Order
 from infra.database.orders import acceptance as orders
-from infra.launchers.port import Task
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState

@@ -16,12 +16,13 @@ from temporalio.worker import Worker
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities, PoolDemand
 from infra import tasks
-from infra.launchers.fake import UnsteadyLauncher
-from infra.launchers.port import LaunchSpec, Task
+from infra.launchers.port import LaunchSpec
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.worker_task import Task
+from tests.contract.launchers.troublesome import UnsteadyLauncher
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys, scripts
 from workflows import names

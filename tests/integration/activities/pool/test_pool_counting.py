@@ -8,8 +8,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
-from infra.launchers.fake import NeverReadyLauncher
 from infra.valkey.client import reply_of
+from tests.contract.launchers.troublesome import NeverReadyLauncher
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys

@@ -18,10 +18,9 @@ from redis.exceptions import RedisError
 from infra import tasks
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour, SimulatedWorker
-from infra.launchers.port import LaunchFailed, Task, TaskExit
-from infra.node import exits as ends
 from infra.node.protocol import LaunchTask
 from infra.node.register import NodeEntry
+from infra.worker_task import LaunchFailed, Task, TaskExit, worker_exit
 from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds between two looks at what is due; a renewal is late by no more.
@@ -145,7 +144,15 @@ class SimulatedKeeper:
             log.exception("simulated.worker_crashed", worker=one.entry.worker_id)
             code = ExitCode.INTERNAL
         self._renewals.remove(one.worker)
-        self._ends.append(ends.exit_of_entry(one.entry, code=int(code), stop_reason=one.stop_reason))
+        self._ends.append(
+            worker_exit(
+                one.entry.task_id,
+                one.entry.worker_id,
+                code=int(code),
+                at=time.time(),
+                stop_reason=one.stop_reason,
+            )
+        )
         del self._kept[one.entry.task_id]
         self._names.discard(one.entry.worker_id)
         one.ended.set()

@@ -26,7 +26,7 @@ if [ -n "$(missing)" ]; then
   echo "REAL CONTAINERS: NOT TESTED, their tests will be skipped: not installed: $(missing | tr '\n' ' ')"
 elif [ "$(id -u)" -ne 0 ]; then
   echo "REAL CONTAINERS: NOT TESTED, their tests will be skipped: a Docker daemon and debootstrap need root"
-elif ! reason=$("${1:-python3}" -m infra.images.worker --prepare 2>&1); then
+elif ! reason=$("${1:-python3}" -m infra.lab.worker_image --prepare 2>&1); then
   echo "REAL CONTAINERS: NOT TESTED, their tests will be skipped: $reason"
 else
   echo "REAL CONTAINERS: tested, with $(dockerd --version)"

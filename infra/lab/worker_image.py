@@ -1,4 +1,4 @@
-"""Builds the image of a user's worker where no image can be pulled: `python -m infra.images.worker`.
+"""Builds the image of a user's worker where no image can be pulled: `python -m infra.lab.worker_image`.
 
 1. A base image of Debian's smallest system with Python, made by debootstrap from the package source that
    this machine's apt uses, and imported.
@@ -217,7 +217,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m infra.images.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m infra.lab.worker_image", description=__doc__)
     parser.add_argument("--tag", default="berth-worker:0.1.0")
     parser.add_argument("--prepare", action="store_true", help="make the base only, without a daemon")
     parser.add_argument("--extras", nargs="*", default=["shioaji"], help="extras of pyproject.toml")
