@@ -7,32 +7,19 @@ them with none of our modules passed through, so what the sandbox would refuse i
 
 from __future__ import annotations
 
+import pkgutil
+
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-PASSED_THROUGH = (
-    "msgspec",
-    "worker_runtime.protocol",
-    "workflows.calls",
-    "workflows.maintenance.messages",
-    "workflows.user_worker.messages",
-    "workflows.names",
-    "workflows.order.messages",
-    "workflows.order.state",
-    "workflows.entity",
-    "workflows.worker_pool.state",
-    "workflows.worker_pool.messages",
-    "workflows.worker_pool.policy",
-    "workflows.worker_pool.sizing",
-    "workflows.worker_pool.state",
-    "workflows.user_worker.supervision",
-    "workflows.user_worker.display",
-    "workflows.user_worker.events",
-    "workflows.user_worker.lifecycle",
-    "workflows.user_worker.startup",
-    "workflows.user_worker.state",
-    "workflows.user_worker.timeline",
-)
+import workflows
 
+#: Never a package: Temporal passes all modules below one, too, and with them the workflows.
+_OWN = tuple(
+    module.name
+    for module in pkgutil.walk_packages(workflows.__path__, "workflows.")
+    if not module.ispkg and not module.name.endswith((".workflow", ".sandbox", ".diagram"))
+)
+PASSED_THROUGH = ("msgspec", "worker_runtime.protocol", *_OWN)
 
 #: Passed through though no workflow uses them: redis-py imports modules in the finalizer of a pool, and the
 #: collector may run it on a workflow's thread. Were hiredis imported again there, its new error class would

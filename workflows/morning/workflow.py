@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NoReturn
 
 from temporalio import workflow
-from temporalio.exceptions import ChildWorkflowError, FailureError, WorkflowAlreadyStartedError
+from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from temporalio.common import WorkflowIDReusePolicy
-
     from workflows import names
+    from workflows.entity import continue_as_new, known_fields, run_named_by_day
     from workflows.morning import messages as mo
 
 from workflows import calls
@@ -82,40 +80,23 @@ class MorningWorkflow:
     @workflow.run
     async def run(self, given: mo.MorningInput) -> mo.MorningResult:
         if given.carried is not None:
-            known = {
-                name: value
-                for name, value in given.carried.items()
-                if name in MorningProgress.__dataclass_fields__
-            }
-            return await self._connect(given, MorningProgress(**known))
+            progress = MorningProgress(**known_fields(MorningProgress, given.carried))
+            return await self._connect(given, progress)
         plan = await calls.plan_morning(mo.PlanMorning(day=given.day, days=given.days))
         if plan.reason:
             workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")
             return mo.MorningResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
         if not given.day:
-            return await self._run_named_by_day(given, plan.day)
-        return await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
-
-    async def _run_named_by_day(self, given: mo.MorningInput, day: str) -> mo.MorningResult:
-        """The work as a workflow named by the day, unless that runs or ran already."""
-        try:
-            return await workflow.execute_child_workflow(
+            return await run_named_by_day(
                 MorningWorkflow.run,
-                replace(given, day=day),
-                id=names.morning_id(day),
-                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
-                # Whoever ends the one that the clock started does not end the morning.
-                parent_close_policy=workflow.ParentClosePolicy.ABANDON,
-                static_summary=f"connects the users of recent days ahead of the bell of {day}",
+                replace(given, day=plan.day),
+                id=names.morning_id(plan.day),
+                begun=mo.MorningResult(
+                    day=plan.day, reason="this day's morning has begun already", ended_at=workflow.time()
+                ),
+                summary=f"connects the users of recent days ahead of the bell of {plan.day}",
             )
-        except (WorkflowAlreadyStartedError, ChildWorkflowError) as error:
-            if isinstance(error, ChildWorkflowError) and not isinstance(
-                error.cause, WorkflowAlreadyStartedError
-            ):
-                raise
-            return mo.MorningResult(
-                day=day, reason="this day's morning has begun already", ended_at=workflow.time()
-            )
+        return await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
 
     async def _connect(self, given: mo.MorningInput, progress: MorningProgress) -> mo.MorningResult:
         """One page of users, then the next in a new run."""
@@ -143,7 +124,7 @@ class MorningWorkflow:
             outcomes[user_id] = await self._one(user_id, abreast)
         progress = progress.ended(list(outcomes.values()))
         self._show(progress)
-        self._continue_as_new(given, progress)
+        continue_as_new(replace(given, carried=asdict(progress)))
 
     async def _one(self, user_id: str, abreast: asyncio.Semaphore) -> mo.Connected:
         try:
@@ -161,11 +142,3 @@ class MorningWorkflow:
         if progress.codes:
             text += ": " + ", ".join(f"{count} {code}" for code, count in sorted(progress.codes.items()))
         workflow.set_current_details(text)
-
-    def _continue_as_new(self, given: mo.MorningInput, progress: MorningProgress) -> NoReturn:
-        carried: dict[str, Any] = asdict(progress)
-        workflow.continue_as_new(
-            replace(given, carried=carried),
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
-        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from workflows.entity import known_fields
 from workflows.order.messages import FollowSettings, OrderStanding, Verified
 
 #: Complete listings that have to lack an order.
@@ -58,7 +59,7 @@ class FollowedOrder:
 
     @classmethod
     def carried(cls, known: dict[str, Any]) -> FollowedOrder:
-        given = {name: value for name, value in known.items() if name in cls.__dataclass_fields__}
+        given = known_fields(cls, known)
         return cls(**given | {"story": tuple(given.get("story", ()))})
 
     def saw(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from temporalio import workflow
 from temporalio.common import SearchAttributeKey
@@ -17,6 +17,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
+    from workflows.entity import continue_as_new
     from workflows.order import messages as om
     from workflows.order.state import FollowedOrder, OrderStep
 
@@ -53,7 +54,7 @@ class OrderWorkflow:
                 await workflow.wait_condition(workflow.all_handlers_finished)
                 return self._follow.state
             if self._renew or workflow.info().is_continue_as_new_suggested():
-                self._continue_as_new()
+                continue_as_new(replace(self._given, carried=asdict(self._follow)))
             await self._wait()
 
     @workflow.signal(name="recheck")
@@ -129,10 +130,3 @@ class OrderWorkflow:
             workflow.upsert_search_attributes([_USER.value_set(self._given.user_id), _STATE.value_set(shown)])
             workflow.set_current_details(text)
             self._shown = text
-
-    def _continue_as_new(self) -> NoReturn:
-        workflow.continue_as_new(
-            replace(self._given, carried=asdict(self._follow)),
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
-        )

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from temporalio import workflow
-from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
 
 with workflow.unsafe.imports_passed_through():
-    from temporalio.common import WorkflowIDReusePolicy
-
     from workflows import names
+    from workflows.entity import continue_as_new, known_fields, run_named_by_day
     from workflows.reports import messages as sm
 
 from workflows import calls
@@ -36,7 +34,7 @@ class StatementsProgress:
     too_many: int = 0
     refused: int = 0
 
-    def went_on(self, page: sm.StatementsPage) -> StatementsProgress:
+    def with_page(self, page: sm.StatementsPage) -> StatementsProgress:
         return replace(
             self,
             users=self.users + page.users,
@@ -64,40 +62,25 @@ class StatementsWorkflow:
     @workflow.run
     async def run(self, given: sm.StatementsInput) -> sm.StatementsResult:
         if given.carried is not None:
-            known = {
-                name: value
-                for name, value in given.carried.items()
-                if name in StatementsProgress.__dataclass_fields__
-            }
-            return await self._send(given, StatementsProgress(**known))
+            progress = StatementsProgress(**known_fields(StatementsProgress, given.carried))
+            return await self._send(given, progress)
         plan = await calls.plan_statements(sm.PlanStatements(day=given.day))
         if plan.reason:
             workflow.set_current_details(f"### Nothing to do for {plan.day}\n\n{plan.reason}")
             return sm.StatementsResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
         if not given.day:
-            return await self._run_named_by_day(given, plan.day)
-        return await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
-
-    async def _run_named_by_day(self, given: sm.StatementsInput, day: str) -> sm.StatementsResult:
-        """The work as a workflow named by the day, unless that runs or ran already."""
-        try:
-            return await workflow.execute_child_workflow(
+            return await run_named_by_day(
                 StatementsWorkflow.run,
-                replace(given, day=day),
-                id=names.statements_id(day),
-                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
-                # Whoever ends the one that the clock started does not end the day's.
-                parent_close_policy=workflow.ParentClosePolicy.ABANDON,
-                static_summary=f"sends the statements of {day}",
+                replace(given, day=plan.day),
+                id=names.statements_id(plan.day),
+                begun=sm.StatementsResult(
+                    day=plan.day,
+                    reason="the statements of this day have begun already",
+                    ended_at=workflow.time(),
+                ),
+                summary=f"sends the statements of {plan.day}",
             )
-        except (WorkflowAlreadyStartedError, ChildWorkflowError) as error:
-            if isinstance(error, ChildWorkflowError) and not isinstance(
-                error.cause, WorkflowAlreadyStartedError
-            ):
-                raise
-            return sm.StatementsResult(
-                day=day, reason="the statements of this day have begun already", ended_at=workflow.time()
-            )
+        return await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
 
     async def _send(self, given: sm.StatementsInput, progress: StatementsProgress) -> sm.StatementsResult:
         """Some pages, then the next ones in a new run."""
@@ -108,16 +91,12 @@ class StatementsWorkflow:
                     day=progress.day, after=progress.after, limit=given.page, rate=given.rate
                 )
             )
-            progress = progress.went_on(page)
+            progress = progress.with_page(page)
             if page.users < given.page:
                 self._show(progress)
                 return progress.result(workflow.time())
             await workflow.sleep(page.users / given.rate, summary="until the next page's turn")
-        workflow.continue_as_new(
-            replace(given, carried=asdict(progress)),
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
-        )
+        continue_as_new(replace(given, carried=asdict(progress)))
 
     def _show(self, progress: StatementsProgress) -> None:
         text = f"### {progress.users} of {progress.of} users\n\n{progress.enqueued} jobs enqueued"

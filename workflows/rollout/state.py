@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from workflows.entity import known_fields
 from workflows.rollout.messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
 
 P = RolloutPhase
@@ -144,8 +145,8 @@ class RolloutState:
 
     @classmethod
     def from_carried(cls, carried: Mapping[str, Any]) -> RolloutState:
-        """From a plain dict; fields that this release does not know are dropped."""
-        known = {name: value for name, value in carried.items() if name in cls.__dataclass_fields__}
+        """From the plain dict of the run before."""
+        known = known_fields(cls, carried)
         for name in ("release", "before"):
             known[name] = Release(**known[name])
         known["phase"] = RolloutPhase(known["phase"])

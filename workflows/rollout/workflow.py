@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from temporalio import workflow
 from temporalio.common import SearchAttributeKey
@@ -19,7 +19,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import read_payload
+    from workflows.entity import continue_as_new, read_payload
     from workflows.rollout import messages as rm
     from workflows.rollout.state import RolloutState, RolloutStep
 
@@ -62,7 +62,7 @@ class RolloutWorkflow:
                 )
                 await self._tell("is rolled back", self._state.reason)
             elif self._renew or workflow.info().is_continue_as_new_suggested():
-                self._continue_as_new()
+                continue_as_new(replace(self._given, carried=asdict(self._state)))
             elif self._state.phase == before.phase:
                 await self._wait()
         await self._tell(f"ends: {self._state.phase}", self._state.reason)
@@ -165,10 +165,3 @@ class RolloutWorkflow:
         if view.held:
             text += f"\n\n**Waits**: {view.held}"
         workflow.set_current_details(text)
-
-    def _continue_as_new(self) -> NoReturn:
-        workflow.continue_as_new(
-            replace(self._given, carried=asdict(self._state)),
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
-        )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from workflows.entity import known_fields
 from workflows.user_worker.messages import (
     CRASH_WINDOW,
     STOP_TIMEOUT,
@@ -379,8 +380,8 @@ class UserWorkerState:
 
     @classmethod
     def from_carried(cls, carried: dict[str, Any], settings: UserWorkerSettings) -> UserWorkerState:
-        """What `carried` made; fields that this release does not know are dropped."""
-        known = {name: value for name, value in carried.items() if name in cls.__dataclass_fields__}
+        """From the plain dict of the run before."""
+        known = known_fields(cls, carried)
         worker = known.get("worker")
         known["worker"] = WorkerRef(**worker) if worker else None
         known["state"] = WorkerState(known["state"])

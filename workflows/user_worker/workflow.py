@@ -17,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import is_empty_payload, read_payload
+    from workflows.entity import continue_as_new, is_empty_payload, read_payload
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import UserWorkerState
 
@@ -333,13 +333,8 @@ class UserWorkerWorkflow:
     def _continue_as_new(self) -> NoReturn:
         state = self._life.state
         carried = {**state.carried(), "timeline": self._life.timeline.carried()}
-        workflow.continue_as_new(
+        continue_as_new(
             m.UserWorkerInput(
-                user_id=state.user_id,
-                pool=state.pool,
-                settings=state.settings,
-                carried=carried,
-            ),
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+                user_id=state.user_id, pool=state.pool, settings=state.settings, carried=carried
+            )
         )

@@ -19,6 +19,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
+    from workflows.entity import continue_as_new
     from workflows.rollout.messages import Release
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
@@ -40,13 +41,7 @@ class WorkerPoolWorkflow:
     @workflow.init
     def __init__(self, given: pm.PoolInput) -> None:
         self._given = given
-        carried: dict[str, Any] = dict(given.carried or {})
-        known = {name: value for name, value in carried.items() if name in PoolState.__dataclass_fields__}
-        for name in ("reasons", "unsettled"):  # lists, once they were JSON
-            known[name] = tuple(known.get(name, ()))
-        if known.get("good_release"):
-            known["good_release"] = tuple(known["good_release"])
-        self._state = PoolState(**known)
+        self._state = PoolState.from_carried(given.carried)
         self._policy = given.policy
         self._configured = given.configured
         self._revision = given.revision
@@ -295,17 +290,14 @@ class WorkerPoolWorkflow:
             self._shown = text
 
     def _continue_as_new(self) -> NoReturn:
-        given = replace(
-            self._given,
-            policy=self._policy,
-            configured=self._configured,
-            revision=self._revision,
-            carried=asdict(self._state),
-        )
-        workflow.continue_as_new(
-            given,
-            # Else the new run would be pinned to the old one's version (docs/adr/0007).
-            initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE,
+        continue_as_new(
+            replace(
+                self._given,
+                policy=self._policy,
+                configured=self._configured,
+                revision=self._revision,
+                carried=asdict(self._state),
+            )
         )
 
 
