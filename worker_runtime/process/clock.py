@@ -12,6 +12,7 @@ import random
 import time
 
 SECOND = 1_000_000_000
+NS_PER_MS = 1_000_000
 
 
 def boot_ns() -> int:
@@ -21,7 +22,12 @@ def boot_ns() -> int:
 
 def wall_ms() -> int:
     """Unix milliseconds."""
-    return time.time_ns() // 1_000_000
+    return time.time_ns() // NS_PER_MS
+
+
+def seconds_until(deadline_ns: int) -> float:
+    """Seconds until a time on CLOCK_MONOTONIC (ns); negative when it has passed."""
+    return (deadline_ns - time.monotonic_ns()) / SECOND
 
 
 class Backoff:

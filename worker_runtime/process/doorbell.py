@@ -68,7 +68,7 @@ class Doorbell:
         self._backoff.reset()
         return True
 
-    def take(self) -> list[bytes]:
+    def read_rings(self) -> list[bytes]:
         """What has arrived; to be called when the descriptor is readable. Then `run_due` is due."""
         try:
             reply = self._client.ready()

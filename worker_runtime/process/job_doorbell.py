@@ -36,10 +36,10 @@ class JobDoorbell:
     """
 
     def __init__(
-        self, valkey_url: str, main: Valkey, board: SharedState, log: Log, limit: Callable[[], float]
+        self, valkey_url: str, main: Valkey, shared_state: SharedState, log: Log, limit: Callable[[], float]
     ) -> None:
         self._main = main
-        self._shared_state = board
+        self._shared_state = shared_state
         self._log = log
         self._limit = limit
         self._client = Valkey(
@@ -66,19 +66,19 @@ class JobDoorbell:
 
         Not while renewals fail (`reachable`): nothing may be waited for beside them then.
         """
-        board = self._shared_state
-        served = board.jobs_pid or time.monotonic_ns() < board.jobs_not_before or self._told()
-        if not reachable or not self._main.connected or not board.assigned or served:
+        shared_state = self._shared_state
+        served = shared_state.jobs_pid or time.monotonic_ns() < shared_state.jobs_not_before or self._told()
+        if not reachable or not self._main.connected or not shared_state.assigned or served:
             self._close()
             return
-        tag = job_keys.user_tag(board.user_id)
+        tag = job_keys.user_tag(shared_state.user_id)
         if self._bell is None:
             if not self._backoff.due():
                 return
             self._bell = Doorbell(self._client, job_keys.bell(tag), self._selector, self._log)
         rung = self._bell.run_due() and self._work_is_there(tag)
         for _ in self._selector.select(0):
-            rung = bool(self._bell.take()) or rung
+            rung = bool(self._bell.read_rings()) or rung
         if rung:
             self._tell()
 

@@ -5,9 +5,9 @@ later moment; and it is checked in the thread that calls the broker.
 
 Watches the pulse of the session from the supervisor's process.
 
-The session pulses on the board at least once a second. Around a broker call it says until when it may be
-busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a loop that spins, native
-code that holds the interpreter's lock) looks the same from here: the session is frozen.
+The session pulses in the shared state at least once a second. Around a broker call it says until when it may
+be busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a loop that spins,
+native code that holds the interpreter's lock) looks the same from here: the session is frozen.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def lease_end_of(sent_ns: int, ttl: float) -> int:
 
 
 class Lease:
-    """Reads the lease from the board. Both the supervisor's and the session's own renewals count."""
+    """Reads the lease from the shared state. Both the supervisor's and the session's own renewals count."""
 
-    def __init__(self, board: SharedState) -> None:
-        self._shared_state = board
+    def __init__(self, shared_state: SharedState) -> None:
+        self._shared_state = shared_state
 
     def left(self) -> float:
         """Seconds until the lease ends; negative when it has."""
@@ -67,20 +67,20 @@ class PulseWatch:
     """
 
     def __init__(
-        self, board: SharedState, timeout: float, clock: Callable[[], int] = time.monotonic_ns
+        self, shared_state: SharedState, timeout: float, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._shared_state = board
+        self._shared_state = shared_state
         self._timeout = timeout
         self._clock = clock
         self._seen = (0, 0, 0)
         self._looked_at = clock()
         self._still = 0.0
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """One look. True once for each time that `timeout` seconds have passed without a sign of life."""
-        board, now = self._shared_state, self._clock()
+        shared_state, now = self._shared_state, self._clock()
         passed, self._looked_at = min((now - self._looked_at) / SECOND, 2 * PULSE_TICK), now
-        seen = (board.session_number, board.pulse, board.busy_until)
+        seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
         if seen != self._seen:
             self._seen, self._still = seen, 0.0
         # Counted from the pulse itself and not from the look that found it.

@@ -20,12 +20,13 @@ from worker_runtime.trading import health
 class WorkerMark:
     """Writes the pool entry and the mark of one worker. All calls may raise `ValkeyFailed`."""
 
-    def __init__(self, config: WorkerConfig, board: SharedState) -> None:
+    def __init__(self, config: WorkerConfig, shared_state: SharedState) -> None:
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
 
     def announce(self, client: Valkey) -> str:
-        """Renews the pool entry; returns its state (see `ready.lua`), or '' while there is no key yet."""
+        """Renews the pool entry; returns its state (see `announce_worker.lua`), or '' while there is no key
+        yet."""
         config = self._config
         public_key = self._shared_state.public_key()
         if not public_key:
@@ -52,29 +53,34 @@ class WorkerMark:
 
     def renew(self, client: Valkey) -> tuple[str, int]:
         """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
-        config, board = self._config, self._shared_state
-        if board.jobs_pid:  # jobs are use, too; without any, their runner goes
-            board.last_activity_ms = wall_ms()
-        user_id = board.user_id
-        session = board.session_number  # before the key: a key that is shown with it is no older one's
-        public_key = board.public_key()  # empty while a fresh session has not made its own
+        config, shared_state = self._config, self._shared_state
+        if shared_state.jobs_pid:  # jobs are use, too; without any, their runner goes
+            shared_state.last_activity_ms = wall_ms()
+        user_id = shared_state.user_id
+        session = shared_state.session_number  # before the key: a key that is shown with it is no older one's
+        public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         sent = boot_ns()
         outcome: bytes = client.run(
             RENEW_MARK,
             [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
             [
-                board.epoch,
+                shared_state.epoch,
                 config.worker_id,
                 int(config.mark_ttl * 1000),
-                *("task", config.task_id, "worker", config.worker_id, "epoch", board.epoch),
-                *("version", config.version, "state", WorkerActivity(board.state).name),
-                *("launched_at", board.launched_at_ms, "last_activity_ms", board.last_activity_ms),
+                *("task", config.task_id, "worker", config.worker_id, "epoch", shared_state.epoch),
+                *("version", config.version, "state", WorkerActivity(shared_state.state).name),
+                *(
+                    "launched_at",
+                    shared_state.launched_at_ms,
+                    "last_activity_ms",
+                    shared_state.last_activity_ms,
+                ),
                 *("session", session),
                 *("public_key", public_key.hex(), "proof", proof.hex()),
-                *("pid", board.session_pid, "claim", board.claim_id),
-                *("health", health.health_text(board)),
-                *("connected", f"{board.accounts_connected}/{board.accounts}"),
+                *("pid", shared_state.session_pid, "claim", shared_state.claim_id),
+                *("health", health.health_text(shared_state)),
+                *("connected", f"{shared_state.accounts_connected}/{shared_state.accounts}"),
             ],
         )
         if outcome != b"ok":
@@ -83,13 +89,13 @@ class WorkerMark:
 
     def remove(self, client: Valkey) -> None:
         """Takes the mark, or the pool entry of a worker that nobody claimed, away."""
-        config, board = self._config, self._shared_state
-        if board.assigned:
-            user_id = board.user_id
+        config, shared_state = self._config, self._shared_state
+        if shared_state.assigned:
+            user_id = shared_state.user_id
             client.run(
                 REMOVE_MARK,
                 [keys.mark(user_id), keys.metadata(user_id)],
-                [board.epoch, config.worker_id],
+                [shared_state.epoch, config.worker_id],
             )
         else:
             client.pipeline(

@@ -57,24 +57,24 @@ class CrashCounter:
         self._window = window
         self._at: list[float] = []
 
-    def too_many(self) -> bool:
+    def add_and_check(self) -> bool:
         """Notes one more; true if that makes more than `limit`."""
         now = time.monotonic()
         self._at = [*(at for at in self._at if now - at < self._window), now]
         return len(self._at) > self._limit
 
 
-def record_kill(board: SharedState, reason: KillReason) -> None:
+def record_kill(shared_state: SharedState, reason: KillReason) -> None:
     """The supervisor's note, right before it kills the present session."""
-    board.killed_for = board.session_number * 16 + reason
+    shared_state.killed_for = shared_state.session_number * 16 + reason
 
 
-def replacement_reason(board: SharedState) -> str:
+def replacement_reason(shared_state: SharedState) -> str:
     """Why the present session stands in another one's place."""
-    killed_session, reason = divmod(board.killed_for, 16)
-    if killed_session == board.session_number - 1:
+    killed_session, reason = divmod(shared_state.killed_for, 16)
+    if killed_session == shared_state.session_number - 1:
         return KillReason(reason).text()
-    status = board.session_end
+    status = shared_state.session_end
     if status < 0:
         known = -status in set(signal.Signals)
         return f"ended by {signal.Signals(-status).name if known else f'signal {-status}'}"

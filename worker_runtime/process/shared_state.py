@@ -3,7 +3,7 @@
 A session process that died took its own memory with it. This list is the zygote's: the next session reads
 in it what its predecessors may have sent, and never sends it again.
 
-The board: shared memory of a worker's processes, made by the zygote before it forks.
+The shared state: shared memory of a worker's processes, made by the zygote before it forks.
 
 Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new value and
 never a mixture, and no lock can be held by a process that was killed or stopped. Texts are written once,
@@ -44,7 +44,7 @@ class Submissions:
         self._known: set[bytes] = set()
         self._order: deque[bytes] = deque()
 
-    def note(self, order_id: str) -> None:
+    def add(self, order_id: str) -> None:
         """To be called before the broker is: from here on the order may have been sent."""
         count = self._count[0]
         start = _COUNT_SIZE + count % self._limit * _HASH_SIZE
@@ -81,7 +81,7 @@ _MAX_TEXT = 256
 
 
 class SharedStateOverflow(BerthError):
-    """An id is too long for the board."""
+    """An id is too long for the shared state."""
 
     code = "BOARD_OVERFLOW"
 
@@ -105,16 +105,16 @@ _LEASE_SESSION, _LEASE_SUPERVISOR, _FENCED = 12, 15, 16
 
 
 class _Word:
-    """One 8-byte word of the board."""
+    """One 8-byte word of the shared state."""
 
     def __init__(self, slot: int) -> None:
         self._slot = slot
 
-    def __get__(self, board: SharedState, owner: type[SharedState]) -> int:
-        return board.numbers[self._slot]
+    def __get__(self, shared_state: SharedState, owner: type[SharedState]) -> int:
+        return shared_state.numbers[self._slot]
 
-    def __set__(self, board: SharedState, value: int) -> None:
-        board.numbers[self._slot] = value  # CPython stores a "q" item with one 8-byte move
+    def __set__(self, shared_state: SharedState, value: int) -> None:
+        shared_state.numbers[self._slot] = value  # CPython stores a "q" item with one 8-byte move
 
 
 class SharedState:

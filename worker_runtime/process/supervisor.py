@@ -40,12 +40,12 @@ _LAST_TIMEOUT = 3.3
 class Supervisor:
     """One supervisor process, from the fork to its exit code."""
 
-    def __init__(self, config: WorkerConfig, board: SharedState, log: Log) -> None:
+    def __init__(self, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
         self._log = log
-        self._mark = WorkerMark(config, board)
-        self._lease = Lease(board)
+        self._mark = WorkerMark(config, shared_state)
+        self._lease = Lease(shared_state)
         self._client = Valkey(config.valkey_url, connect_timeout=_CONNECT_TIMEOUT, timeout=_TIMEOUT)
         self._wake = WakePipe()
         self._stopping = False
@@ -54,8 +54,8 @@ class Supervisor:
         self._owner_told = 0.0
         self._failing = False
         self._unconfirmed_since: float | None = None
-        self._pulse = PulseWatch(board, config.pulse_timeout)
-        self._jobs = JobDoorbell(config.valkey_url, self._client, board, log, self._patience)
+        self._pulse = PulseWatch(shared_state, config.pulse_timeout)
+        self._jobs = JobDoorbell(config.valkey_url, self._client, shared_state, log, self._patience)
         #: Number of the session that was killed last because it was frozen.
         self._killed_session = 0
         #: Session and condition that the mark shows.
@@ -65,8 +65,8 @@ class Supervisor:
         """Renews until told to end; then takes the mark away. Returns the exit code."""
         self._wake.on_sigterm(self._stop)
         while not self._stopping:
-            if self._pulse.frozen():
-                self._frozen()
+            if self._pulse.is_frozen():
+                self._kill_frozen_session()
             self._watch_lease()
             if time.monotonic() >= self._next_renewal or self._newly_assigned() or self._changed():
                 code = self._renew()
@@ -170,14 +170,14 @@ class Supervisor:
         return ExitCode.OK
 
     def _tell(self, kind: WorkerEventKind, detail: str) -> None:
-        board = self._shared_state
-        if not board.assigned:
+        shared_state = self._shared_state
+        if not shared_state.assigned:
             return
         event = WorkerEvent(
             worker_id=self._config.worker_id,
-            user_id=board.user_id,
-            epoch=board.epoch,
-            sequence=board.next_supervisor_event(),
+            user_id=shared_state.user_id,
+            epoch=shared_state.epoch,
+            sequence=shared_state.next_supervisor_event(),
             kind=kind,
             at_ms=wall_ms(),
             detail=detail,
@@ -194,7 +194,7 @@ class Supervisor:
         ):
             self._kill(KillReason.LEASE)
 
-    def _frozen(self) -> None:
+    def _kill_frozen_session(self) -> None:
         """Kills the session. If it was killed before and none has followed it, the zygote is frozen, too:
         its end takes all of us with it, which is what a launcher sees. Our renewals alone would keep a
         worker that serves nobody."""

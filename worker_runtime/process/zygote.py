@@ -28,7 +28,7 @@ from worker_runtime.session.session import Session
 _STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
 #: Seconds the supervisor gets to take the mark away: one connect and two commands.
-_FAREWELL = 4.0
+_STOP_TIMEOUT = 4.0
 #: For glibc's resolver, whose default is 5 s twice for each name server: a name server that is down must not
 #: keep a healthy session from pulsing, nor the supervisor from renewing.
 _LOOKUPS = "timeout:1 attempts:2"
@@ -85,7 +85,7 @@ class Zygote:
                 self._kill_at = None
                 self._end = ExitCode.SHUTDOWN_TIMEOUT
                 os.kill(self._session.pid, signal.SIGKILL)
-        self._farewell()
+        self._stop_helpers()
         end = ExitCode.OK if self._end is None else self._end
         self._log.info("worker_ended", code=int(end))
         return end
@@ -108,28 +108,28 @@ class Zygote:
         return run_for_user(self._config, self._shared_state.user_id, self._log.bind(process="jobs"))
 
     def _fork_session(self) -> None:
-        board = self._shared_state
-        board.session_number += 1
-        board.claiming = 0
-        board.broker_open = 0  # its predecessor has been reaped, and its connections ended with it
-        board.state = WorkerActivity.Reconnecting if board.assigned else WorkerActivity.PoolIdle
-        board.busy_until = 0
-        board.pulse = time.monotonic_ns()
+        shared_state = self._shared_state
+        shared_state.session_number += 1
+        shared_state.claiming = 0
+        shared_state.broker_open = 0  # its predecessor has been reaped, and its connections ended with it
+        shared_state.state = WorkerActivity.Reconnecting if shared_state.assigned else WorkerActivity.PoolIdle
+        shared_state.busy_until = 0
+        shared_state.pulse = time.monotonic_ns()
         self._fork(self._session)
-        board.session_pid = self._session.pid
+        shared_state.session_pid = self._session.pid
 
     def _fork_jobs(self) -> None:
         """At the supervisor's wish: a job waits, and there is no runner."""
-        board = self._shared_state
-        if self._end is not None or self._jobs.pid or not board.assigned:
+        shared_state = self._shared_state
+        if self._end is not None or self._jobs.pid or not shared_state.assigned:
             return
         try:
             self._fork(self._jobs)
         except OSError as error:  # no process or memory left: no reason to end the session; asked again soon
             self._log.error("job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, ""))
             return
-        board.jobs_pid = self._jobs.pid
-        board.jobs_number += 1
+        shared_state.jobs_pid = self._jobs.pid
+        shared_state.jobs_number += 1
 
     def _fork(self, child: ForkedProcess) -> None:
         parent = os.getpid()
@@ -196,8 +196,8 @@ class Zygote:
             self._jobs_ended(status)
 
     def _session_ended(self, status: int) -> None:
-        board = self._shared_state
-        board.session_end = status
+        shared_state = self._shared_state
+        shared_state.session_end = status
         if self._end is not None:  # it was asked to, or the worker is ending anyway
             if status not in (ExitCode.OK, ExitCode.SESSION_REPLACE) and self._end is ExitCode.OK:
                 self._end = _exit_code_of(status)
@@ -205,21 +205,21 @@ class Zygote:
         if status >= 0 and status not in (ExitCode.INTERNAL, ExitCode.SESSION_REPLACE):
             self._end = _exit_code_of(status)
             return
-        self._log.error("session_died", status=status, assigned=bool(board.assigned))
-        if board.fenced:
+        self._log.error("session_died", status=status, assigned=bool(shared_state.assigned))
+        if shared_state.fenced:
             self._end = ExitCode.FENCED
-        elif board.connected:
+        elif shared_state.connected:
             self._replace_session()
-        elif board.assigned or board.claiming:
+        elif shared_state.assigned or shared_state.claiming:
             self._lose_session()  # nobody waits for a fresh key during a claim: another worker takes over
-        elif self._session.crashes.too_many():
+        elif self._session.crashes.add_and_check():
             self._end = ExitCode.CRASH_LOOP
         else:
             self._fork_session()
 
     def _replace_session(self) -> None:
         """A fresh session for the same user; what its predecessor had in hand is never executed again."""
-        if self._replacements.too_many():
+        if self._replacements.add_and_check():
             self._log.error("session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW)
             self._lose_session()
         else:
@@ -236,7 +236,7 @@ class Zygote:
             self._stop_session(_exit_code_of(status))
             return
         self._log.error("supervisor_died", status=status)
-        if self._supervisor.crashes.too_many():
+        if self._supervisor.crashes.add_and_check():
             self._stop_session(ExitCode.CRASH_LOOP)
         else:
             self._fork(self._supervisor)
@@ -245,11 +245,11 @@ class Zygote:
         self._shared_state.jobs_pid = 0
         if status != ExitCode.OK and self._end is None:
             self._log.error("job_runner_died", status=status)
-            if self._jobs.crashes.too_many():
+            if self._jobs.crashes.add_and_check():
                 self._log.error("job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOBS_PAUSE)
                 self._shared_state.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
 
-    def _farewell(self) -> None:
+    def _stop_helpers(self) -> None:
         """The session is gone: the supervisor takes the mark away, the job runner gives its job back, and
         both go too."""
         left = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
@@ -259,7 +259,7 @@ class Zygote:
             # A runner lets its job end after the first signal, and there may have been none. Two different
             # ones, because the kernel makes one of two equal ones.
             os.kill(self._jobs.pid, signal.SIGINT)
-        until = time.monotonic() + _FAREWELL
+        until = time.monotonic() + _STOP_TIMEOUT
         while left and time.monotonic() < until:
             left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
             if left:

@@ -1,7 +1,7 @@
 """From the pool to a user: what the messages of a worker's inbox do.
 
-A claim is believed because the orchestrator signed it, and acted on because `settle.lua` says that nobody
-has released it. The same claim twice is answered twice and carried out once.
+A claim is believed because the orchestrator signed it, and acted on because `settle_claim.lua` says that
+nobody has released it. The same claim twice is answered twice and carried out once.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class ClaimHandler:
     def __init__(
         self,
         config: WorkerConfig,
-        board: SharedState,
+        shared_state: SharedState,
         *,
         client: Valkey,
         mark: WorkerMark,
-        outbox: SendBuffer,
+        send_buffer: SendBuffer,
         opener: CredentialOpener,
         open_request_loop: Callable[[], RequestLoop],
         log: Log,
     ) -> None:
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
         self._client = client
         self._mark = mark
-        self._send_buffer = outbox
+        self._send_buffer = send_buffer
         self._opener = opener
         self._open_request_loop = open_request_loop
         self._log = log
@@ -74,7 +74,7 @@ class ClaimHandler:
         self._last_reply: ClaimReply | None = None
         self._give_up_at = 0.0
         #: There from the moment the claim is confirmed.
-        self.serving: RequestLoop | None = None
+        self.request_loop: RequestLoop | None = None
         #: Every account is connected: requests may be taken.
         self.active = False
 
@@ -129,8 +129,8 @@ class ClaimHandler:
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
         self._shared_state.state = WorkerActivity.Connecting
         self._own(claim)
-        self.serving = self._open_request_loop()
-        self.serving.load_open_orders(claim.open_orders)
+        self.request_loop = self._open_request_loop()
+        self.request_loop.load_open_orders(claim.open_orders)
         self._connect(claim.accounts, claim.attempt, claim.connect_timeout)
 
     def _on_connect(self, message: Connect) -> None:
@@ -176,8 +176,8 @@ class ClaimHandler:
         raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
 
     def _connect(self, sealed: list[SealedAccount], attempt: int, timeout: float) -> None:
-        claim, serving = self._claim, self.serving
-        if claim is None or serving is None:
+        claim, request_loop = self._claim, self.request_loop
+        if claim is None or request_loop is None:
             return
         self._shared_state.state = WorkerActivity.Connecting
         failure: BerthError | None = None
@@ -185,18 +185,18 @@ class ClaimHandler:
             if not sealed:
                 raise UnknownAccount("the user has no broker account")
             accounts = self._opener.open(sealed, claim_id=claim.claim_id)
-            serving.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
+            request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
         except BerthError as error:
             failure = error
         if failure is None:
             self.active = True
             self._shared_state.connected = 1
             self._shared_state.state = WorkerActivity.Active
-            serving.health.look(serving.connections.places(), f"attempt {attempt}")
+            request_loop.health.update(request_loop.broker_sessions.account_sessions(), f"attempt {attempt}")
             self._show()
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
-            serving.connections.close_all()
+            request_loop.broker_sessions.close_all()
             self._give_up_at = time.monotonic() + CONNECT_WAIT
         self._reply(claim, attempt=attempt, failure=failure)
 
@@ -232,5 +232,5 @@ class ClaimHandler:
         self._send(reply)
 
     def _send(self, reply: ClaimReply) -> None:
-        self._send_buffer.claim_reply(reply)
+        self._send_buffer.add_claim_reply(reply)
         self._send_buffer.flush()

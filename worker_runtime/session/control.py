@@ -37,24 +37,24 @@ class ControlHandler:
 
     def __init__(
         self,
-        connections: BrokerSessions,
+        broker_sessions: BrokerSessions,
         recovery: SessionRecovery,
         load_open_orders: Callable[[Sequence[PlaceOrder]], None],
         *,
         orchestrator_key: bytes,
         opener: CredentialOpener,
-        outbox: SendBuffer,
-        board: SharedState,
+        send_buffer: SendBuffer,
+        shared_state: SharedState,
         worker_id: str,
         log: Log,
     ) -> None:
-        self._connections = connections
+        self._broker_sessions = broker_sessions
         self._recovery = recovery
         self._prime = load_open_orders
         self._orchestrator_key = Ed25519PublicKey.from_public_bytes(orchestrator_key)
         self._opener = opener
-        self._send_buffer = outbox
-        self._shared_state = board
+        self._send_buffer = send_buffer
+        self._shared_state = shared_state
         self._worker_id = worker_id
         self._log = log
 
@@ -81,19 +81,19 @@ class ControlHandler:
             self._log.warning("control_dropped", code="NOT_FOR_THIS_WORKER")
             return
         failure: Failure | None = None
-        versions = self._connections.versions()
+        versions = self._broker_sessions.versions()
         changed = [one for one in message.accounts if versions.get(one.account_id) != one.version]
         try:
             if not message.accounts:
                 raise UnknownAccount("the user has no broker account")
             self._prime(message.open_orders)
             accounts = self._opener.open(changed, claim_id=message.reload_id)
-            self._connections.replace(accounts, RELOAD_TIMEOUT)
+            self._broker_sessions.replace(accounts, RELOAD_TIMEOUT)
         except BerthError as error:
             failure = Failure.of(error)
-        self._shared_state.state = self._connections.state()
+        self._shared_state.state = self._broker_sessions.state()
         self._log.info("credentials_reloaded", accounts=len(changed), code=failure.code if failure else "")
-        self._send_buffer.claim_reply(
+        self._send_buffer.add_claim_reply(
             ClaimReply(
                 claim_id=message.reload_id,
                 worker_id=self._worker_id,
@@ -104,4 +104,4 @@ class ControlHandler:
             )
         )
         self._send_buffer.flush()
-        self._recovery.judge()  # after the answer: it may be this worker's last word
+        self._recovery.raise_if_hopeless()  # after the answer: it may be this worker's last word

@@ -7,9 +7,7 @@ session executes it. Control messages are served meanwhile.
 
 from __future__ import annotations
 
-import time
-
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import seconds_until
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import ValkeyFailed
 from worker_runtime.protocol.messages import PlaceOrder
@@ -20,9 +18,9 @@ from worker_runtime.trading.broker_sessions import BrokerSessions
 class PostponedOrder:
     """One user's first order in the queue. While it is `on`, requests are to be left in the queue."""
 
-    def __init__(self, inlet: RequestQueueReader, connections: BrokerSessions, log: Log) -> None:
-        self._queue_reader = inlet
-        self._connections = connections
+    def __init__(self, queue_reader: RequestQueueReader, broker_sessions: BrokerSessions, log: Log) -> None:
+        self._queue_reader = queue_reader
+        self._broker_sessions = broker_sessions
         self._log = log
         self._account_id = ""
         self._deadline_ns: int | None = None
@@ -33,11 +31,11 @@ class PostponedOrder:
     def on(self) -> bool:
         return self._deadline_ns is not None
 
-    def hold(self, order: PlaceOrder, piece: QueueItem) -> None:
+    def hold(self, order: PlaceOrder, item: QueueItem) -> None:
         """An order that was popped and cannot be begun; `put_back` has to follow before the next pop."""
         self._account_id = order.account_id
-        self._deadline_ns = piece.deadline_ns
-        self._item = piece.item, order.order_id
+        self._deadline_ns = item.deadline_ns
+        self._item = item.raw, order.order_id
 
     def put_back(self) -> bytes | None:
         """Returns it to its queue, if that is still to be done; the item itself if it can only be answered.
@@ -63,15 +61,15 @@ class PostponedOrder:
 
     def left(self) -> float:
         """Seconds until the wait is over, if nothing changes."""
-        connections = self._connections
+        broker_sessions = self._broker_sessions
         if self._deadline_ns is None:
             return 0.0
         account_id = self._account_id
-        if connections.serves(account_id) or connections.refused(account_id):
+        if broker_sessions.is_ready(account_id) or broker_sessions.is_refused(account_id):
             return 0.0
-        if connections.has_other_session(account_id):
+        if broker_sessions.has_other_session(account_id):
             return 0.0
-        return max(0.0, (self._deadline_ns - time.monotonic_ns()) / SECOND)
+        return max(0.0, seconds_until(self._deadline_ns))
 
     def close(self) -> None:
         """Before the session ends."""

@@ -13,7 +13,7 @@ from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.order_changer import OrderChanger
-from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter
 from worker_runtime.trading.reconciliation import AccountReader
 
 
@@ -22,46 +22,48 @@ class RequestHandler:
 
     def __init__(
         self,
-        placing: OrderSubmitter,
-        changing: OrderChanger,
-        querying: AccountReader,
+        submitter: OrderSubmitter,
+        changer: OrderChanger,
+        reader: AccountReader,
         *,
-        connections: BrokerSessions,
-        outbox: SendBuffer,
-        board: SharedState,
+        broker_sessions: BrokerSessions,
+        send_buffer: SendBuffer,
+        shared_state: SharedState,
         log: Log,
     ) -> None:
-        self._placing = placing
-        self._changing = changing
-        self._querying = querying
-        self._connections = connections
-        self._send_buffer = outbox
-        self._shared_state = board
+        self._submitter = submitter
+        self._changer = changer
+        self._reader = reader
+        self._broker_sessions = broker_sessions
+        self._send_buffer = send_buffer
+        self._shared_state = shared_state
         self._log = log
         #: What was answered last, until the log has it.
         self._answered: tuple[Request, Answer] | None = None
 
-    def handle(self, piece: QueueItem) -> PlaceOrder | None:
-        """Executes one popped request and queues its events and its answer. Never raises.
+    def handle(self, item: QueueItem) -> None:
+        """Executes one popped request and puts its events and its answer into the send buffer.
 
-        Returns an order that has to wait for its broker: nothing was begun, and it belongs back in its queue.
+        Raises nothing but `OrderPostponed`.
         """
         try:
-            frame = parse_frame(piece.item)
+            frame = parse_frame(item.raw)
         except MalformedMessage:
-            self._log.error("request_unreadable", size=len(piece.item))
-            self._send_buffer.discard(piece.item)
-            return None
+            self._log.error("request_unreadable", size=len(item.raw))
+            self._send_buffer.discard_item(item.raw)
+            return
         try:
             request = self._read(frame)
         except MalformedMessage as error:
             self._log.error("request_malformed", request_id=frame.request_id, code=error.code)
             answer = Answer(request_id=frame.request_id, failure=Failure.of(error))
-            self._send_buffer.answer(frame.raw, answer, _find_reply_channel(frame.payload))
-            return None
+            self._send_buffer.add_answer(frame.raw, answer, _find_reply_channel(frame.payload))
+            return
         self._shared_state.state = WorkerActivity.Processing
         try:
-            done = self._carry_out(request, piece)
+            done = self._carry_out(request, item)
+        except OrderPostponed:
+            raise
         except BerthError as error:
             done = Answer(request_id=request.request_id, failure=Failure.of(error))
         except Exception as error:  # the boundary of one request: it is answered whatever happens
@@ -69,38 +71,35 @@ class RequestHandler:
             failure = Failure.of(BerthError("the worker failed"))
             done = Answer(request_id=request.request_id, failure=failure)
         finally:
-            self._shared_state.state = self._connections.state()
-        if isinstance(done, PlaceOrder):
-            return done
-        self._send_buffer.answer(frame.raw, done, request.reply_to)
+            self._shared_state.state = self._broker_sessions.state()
+        self._send_buffer.add_answer(frame.raw, done, request.reply_to)
         self._answered = request, done
-        return None
 
-    def note(self) -> None:
+    def log_answer(self) -> None:
         """Logs the last answer: after it was sent, because nobody waits for the log."""
         if self._answered is not None:
             self._say(*self._answered)
             self._answered = None
 
-    def give_up(self, item: bytes) -> None:
+    def answer_leftover(self, item: bytes) -> None:
         """Answers an item that a former worker popped and left; it is never executed again."""
         try:
             frame = parse_frame(item)
             request: Request = decode(frame.payload, Request)
         except MalformedMessage:
             self._log.error("leftover_unreadable", size=len(item))
-            self._send_buffer.discard(item)
+            self._send_buffer.discard_item(item)
             return
         if isinstance(request, PlaceOrder):
             self._log.warning("order_left_behind", order_id=request.order_id)
-            outcome, failure = self._placing.left_behind(request)
+            outcome, failure = self._submitter.settle_leftover(request)
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
             self._log.warning("request_left_behind", request_id=request.request_id)
             queries = isinstance(request, QueryAccount)
             error = WorkerLost() if queries else OutcomeUnknown("the worker that had the request was lost")
             answer = Answer(request_id=request.request_id, failure=Failure.of(error))
-        self._send_buffer.answer(item, answer, request.reply_to)
+        self._send_buffer.add_answer(item, answer, request.reply_to)
 
     def _read(self, frame: Frame) -> Request:
         request: Request = decode(frame.payload, Request)
@@ -110,16 +109,14 @@ class RequestHandler:
             raise MalformedMessage("the request belongs to another user")
         return request
 
-    def _carry_out(self, request: Request, piece: QueueItem) -> Answer | PlaceOrder:
+    def _carry_out(self, request: Request, item: QueueItem) -> Answer:
         if isinstance(request, QueryAccount):
-            report = self._querying.execute(request, piece)
+            report = self._reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))
         if isinstance(request, PlaceOrder):
-            placed = self._placing.execute(request, piece)
-            if placed is None:
-                return request
-            return Answer(request_id=request.request_id, outcome=placed[0], failure=placed[1])
-        outcome, failure = self._changing.execute(request, piece)
+            placed = self._submitter.submit_order(request, item)
+            return Answer(request_id=request.request_id, outcome=placed.outcome, failure=placed.failure)
+        outcome, failure = self._changer.change_order(request, item)
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
 
     def _say(self, request: Request, answer: Answer) -> None:

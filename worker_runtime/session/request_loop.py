@@ -26,8 +26,7 @@ from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.order_changer import OrderChanger
-from worker_runtime.trading.order_checks import UnknownOutcomes
-from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
 from worker_runtime.trading.rate_limiter import SharedRateLimiter
 from worker_runtime.trading.reconciliation import AccountReader, AccountReconciler
@@ -40,10 +39,10 @@ class RequestLoop:
     def __init__(
         self,
         config: WorkerConfig,
-        board: SharedState,
+        shared_state: SharedState,
         *,
         client: Valkey,
-        outbox: SendBuffer,
+        send_buffer: SendBuffer,
         opener: CredentialOpener,
         load_factory: Callable[[], BrokerFactory],
         stopping: Callable[[], bool],
@@ -51,85 +50,98 @@ class RequestLoop:
         log: Log,
     ) -> None:
         self._config = config
-        self._shared_state = board
-        self._send_buffer = outbox
+        self._shared_state = shared_state
+        self._send_buffer = send_buffer
         self._stopping = stopping
         self._wake = wake
         self._log = log
-        self._lease = Lease(board)
+        self._lease = Lease(shared_state)
         #: Of this object: the one that takes the changes.
         self._thread = get_ident()
         self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
-        self._queue_reader = RequestQueueReader(client, board, config.worker_id)
-        self._ledger = OrderTracker(board.epoch, outbox.event, log)
-        self._unknown_outcomes = UnknownOutcomes(self._ledger)
-        self.health = HealthMonitor(board, outbox.tell)
-        budget = SharedRateLimiter(client, config, board, log)
-        self.connections = BrokerSessions(
+        self._queue_reader = RequestQueueReader(client, shared_state, config.worker_id)
+        self._tracker = OrderTracker(shared_state.epoch, send_buffer.add_event, log)
+        self._unknown_outcomes = UnknownOutcomes(self._tracker)
+        self.health = HealthMonitor(shared_state, send_buffer.add_worker_event)
+        rate_limiter = SharedRateLimiter(client, config, shared_state, log)
+        self.broker_sessions = BrokerSessions(
             load_factory,
-            client=f"{config.worker_id}/{board.epoch}",
+            client=f"{config.worker_id}/{shared_state.epoch}",
             lease=self._lease,
-            board=board,
+            shared_state=shared_state,
             health=self.health,
-            budget=budget,
+            rate_limiter=rate_limiter,
             on_order=self._on_order_changed,
             reconcile=AccountReconciler(
-                self._ledger, worker_id=config.worker_id, board=board, tell=outbox.event, log=log
-            ).look,
+                self._tracker,
+                worker_id=config.worker_id,
+                shared_state=shared_state,
+                tell=send_buffer.add_event,
+                log=log,
+            ).reconcile,
             log=log,
         )
-        self._waiting = PostponedOrder(self._queue_reader, self.connections, log)
-        self._recovery = SessionRecovery(self.connections, board=board, tell=outbox.tell, log=log)
-        calls = BrokerCalls(
-            self.connections,
-            budget,
+        self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)
+        self._recovery = SessionRecovery(
+            self.broker_sessions, shared_state=shared_state, tell=send_buffer.add_worker_event, log=log
+        )
+        broker_calls = BrokerCalls(
+            self.broker_sessions,
+            rate_limiter,
             lease=self._lease,
-            board=board,
+            shared_state=shared_state,
             broker_timeout=config.broker_timeout,
             log=log,
         )
-        self._desk = RequestHandler(
-            OrderSubmitter(calls, self._ledger, self._unknown_outcomes, outbox=outbox, board=board, log=log),
-            OrderChanger(calls, self._ledger),
-            AccountReader(calls, self._ledger),
-            connections=self.connections,
-            outbox=outbox,
-            board=board,
+        self._request_handler = RequestHandler(
+            OrderSubmitter(
+                broker_calls,
+                self._tracker,
+                self._unknown_outcomes,
+                send_buffer=send_buffer,
+                shared_state=shared_state,
+                log=log,
+            ),
+            OrderChanger(broker_calls, self._tracker),
+            AccountReader(broker_calls, self._tracker),
+            broker_sessions=self.broker_sessions,
+            send_buffer=send_buffer,
+            shared_state=shared_state,
             log=log,
         )
         self._control = ControlHandler(
-            self.connections,
+            self.broker_sessions,
             self._recovery,
             self.load_open_orders,
             orchestrator_key=config.orchestrator_key,
             opener=opener,
-            outbox=outbox,
-            board=board,
+            send_buffer=send_buffer,
+            shared_state=shared_state,
             worker_id=config.worker_id,
             log=log,
         )
         self._retry = Backoff(0.05, 2.0)
-        self._hungry = True
+        self._may_have_work = True
         #: Until the next look whether Valkey's switch is its own; due at once while it is.
-        self._unbound = Backoff(0.05, 1.0)
-        self._bound = True
+        self._switch_check = Backoff(0.05, 1.0)
+        self._switch_is_current = True
         self._leftovers_due = True
         self._parked = False
 
     def load_open_orders(self, open_orders: Sequence[PlaceOrder]) -> None:
         """Takes note of the user's orders that are not final, before the broker is asked for them."""
-        self._ledger.load_open_orders(open_orders)
+        self._tracker.load_open_orders(open_orders)
         self._unknown_outcomes.load_open_orders(open_orders)
 
     def connect(self, accounts: list[OpenedAccount], timeout: float) -> None:
         """Logs in to every account, within `timeout` seconds; raises the first login's error."""
         if accounts:
-            self.connections.load(accounts)
-        self.connections.connect_all(timeout)
+            self.broker_sessions.load(accounts)
+        self.broker_sessions.connect_all(timeout)
 
     def queue_changed(self) -> None:
         """There may be something to pop."""
-        self._hungry = True
+        self._may_have_work = True
 
     def step(self) -> None:
         """Does all that is due. Raises `WorkerExit` when this worker has to go."""
@@ -141,14 +153,14 @@ class RequestLoop:
         if self._parked:
             self._parked = False
             self._log.info("lease_back")
-            self._shared_state.state = self.connections.state()
-            self._hungry = True
-        if self._waiting.ended() or (not self._bound and self._unbound.due()):
-            self._hungry = True
-        if self._hungry and self._retry.due():
+            self._shared_state.state = self.broker_sessions.state()
+            self._may_have_work = True
+        if self._postponed.ended() or (not self._switch_is_current and self._switch_check.due()):
+            self._may_have_work = True
+        if self._may_have_work and self._retry.due():
             self._work()
-        self.connections.keep()
-        if not self._hungry and not self._stopping():
+        self.broker_sessions.renew_leases()
+        if not self._may_have_work and not self._stopping():
             self._recovery.run_due(self._config.health_period)
 
     def left(self) -> float:
@@ -156,21 +168,21 @@ class RequestLoop:
         if self._changes:
             return 0.0
         waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
-        if self._hungry and not self._parked:
+        if self._may_have_work and not self._parked:
             waits.append(self._retry.left())
-        if not self._hungry and not self._parked:
+        if not self._may_have_work and not self._parked:
             waits.append(self._recovery.left(self._config.health_period))
-            if self._waiting.on:
-                waits.append(self._waiting.left())
-            if not self._bound:
-                waits.append(self._unbound.left())
+            if self._postponed.on:
+                waits.append(self._postponed.left())
+            if not self._switch_is_current:
+                waits.append(self._switch_check.left())
         waits.append(self._send_buffer.left())
         return min(wait for wait in waits if wait is not None)
 
     def close(self) -> None:
         """Closes the broker sessions and notes what they told last."""
-        self._waiting.close()
-        self.connections.close_all()
+        self._postponed.close()
+        self.broker_sessions.close_all()
         self._apply_order_changes()
 
     def _work(self) -> None:
@@ -178,66 +190,67 @@ class RequestLoop:
             while not self._stopping() and self._lease.usable() > 0:
                 if self._leftovers_due:
                     self._answer_leftovers()
-                left = self._waiting.put_back()
+                left = self._postponed.put_back()
                 if left is not None:
-                    self._desk.give_up(left)
+                    self._request_handler.answer_leftover(left)
                 self._check_switch_server()
-                held = self._waiting.on or not self.connections.loaded or not self._bound
-                piece = self._queue_reader.pop(control_only=held)
+                held = self._postponed.on or not self.broker_sessions.loaded or not self._switch_is_current
+                item = self._queue_reader.pop(control_only=held)
                 self._retry.reset()
-                if not self._handle(piece):
+                if not self._handle(item):
                     return
         except ValkeyFailed as error:
             self._log.warning("pop_failed", code=error.code, reason=error.detail)
             self._retry.failed()
 
     def _check_switch_server(self) -> None:
-        bound = self._queue_reader.bound()
+        bound = self._queue_reader.is_switch_current()
         if bound:
-            self._unbound.reset()
+            self._switch_check.reset()
         else:
-            self._unbound.failed()
-        if bound != self._bound:
+            self._switch_check.failed()
+        if bound != self._switch_is_current:
             self._log.warning("switch_is_back" if bound else "switch_of_another_server")
-        self._bound = bound
+        self._switch_is_current = bound
 
-    def _handle(self, piece: QueueItem) -> bool:
-        """Deals with one piece; false if there is nothing more for now."""
-        if piece.kind == "control":
-            waiting = not self.connections.loaded
-            self._control.handle(piece.item)
+    def _handle(self, item: QueueItem) -> bool:
+        """Deals with one item; false if there is nothing more for now."""
+        if item.kind == "control":
+            waiting = not self.broker_sessions.loaded
+            self._control.handle(item.raw)
             # Once more before the first request: a late pop of our predecessor may have come through since.
-            self._leftovers_due = waiting and self.connections.loaded
-        elif piece.kind == "request":
+            self._leftovers_due = waiting and self.broker_sessions.loaded
+        elif item.kind == "request":
             self._shared_state.last_activity_ms = wall_ms()
-            postponed = self._desk.handle(piece)
-            if postponed is not None:
-                self._waiting.hold(postponed, piece)
+            try:
+                self._request_handler.handle(item)
+            except OrderPostponed as postponed:
+                self._postponed.hold(postponed.order, item)
             self._send_buffer.flush()
-            self._desk.note()
+            self._request_handler.log_answer()
             self._apply_order_changes()
-            if postponed is None and not self._send_buffer.more:
-                self._hungry = False
+            if not self._postponed.on and not self._send_buffer.more_to_pop:
+                self._may_have_work = False
                 return False
-        elif piece.kind == "fenced":
+        elif item.kind == "fenced":
             self._shared_state.fenced = 1
-            self._send_buffer.tell(WorkerEventKind.FENCED, "at pop")
+            self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "at pop")
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
-        elif piece.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
+        elif item.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
             self._retry.failed()
             return False
-        elif piece.kind == "stale":  # not to be expected of the newest pop; the next number is newer
+        elif item.kind == "stale":  # not to be expected of the newest pop; the next number is newer
             self._log.warning("stale_pop")
         else:
-            self._hungry = False
+            self._may_have_work = False
             return False
         return True
 
     def _answer_leftovers(self) -> None:
         """Answers what a former worker, or the session before this one, left in the processing list: it is
         never executed again."""
-        for item in self._queue_reader.left_behind():
-            self._desk.give_up(item)
+        for item in self._queue_reader.read_leftovers():
+            self._request_handler.answer_leftover(item)
         self._send_buffer.flush()
         self._leftovers_due = False
 
@@ -256,7 +269,7 @@ class RequestLoop:
         self._parked = True
         self._log.warning("lease_ending", left=round(self._lease.left(), 3))
         self._shared_state.state = WorkerActivity.Parked
-        self.connections.close_all()
+        self.broker_sessions.close_all()
         self.health.parked()
 
     def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
@@ -271,7 +284,7 @@ class RequestLoop:
         while self._changes:
             key, change = self._changes.popleft()
             try:
-                self._ledger.changed(key, change)
+                self._tracker.apply_change(key, change)
             except Exception as error:  # one odd report must not end the session
                 self._log.crash("order_change_crashed", error)
         self._send_buffer.flush_if_due()

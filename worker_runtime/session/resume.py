@@ -1,8 +1,8 @@
 """A fresh session in the place of one that died, for the user it served.
 
-The assignment stands on the board; the credentials died with the predecessor's key. So the fresh session
-takes the lease for itself, says that it is there, and waits: control messages are taken, requests are not.
-The orchestrator seals the credentials to the new key and sends `ReloadCredentials`.
+The assignment stands in the shared state; the credentials died with the predecessor's key. So the fresh
+session takes the lease for itself, says that it is there, and waits: control messages are taken, requests are
+not. The orchestrator seals the credentials to the new key and sends `ReloadCredentials`.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class ResumeHandler:
     def __init__(
         self,
         config: WorkerConfig,
-        board: SharedState,
+        shared_state: SharedState,
         *,
         client: Valkey,
         mark: WorkerMark,
-        outbox: SendBuffer,
+        send_buffer: SendBuffer,
         open_request_loop: Callable[[], RequestLoop],
         log: Log,
         tell_again: float = TELL_AGAIN,
     ) -> None:
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
         self._client = client
         self._mark = mark
-        self._send_buffer = outbox
+        self._send_buffer = send_buffer
         self._log = log
         self._orchestrator_key = Ed25519PublicKey.from_public_bytes(config.orchestrator_key)
         self._retry = Backoff(0.05, 1.0)
         self._tell_at = 0.0
         self._tell_again = tell_again
-        board.state = WorkerActivity.Reconnecting
-        self.serving: RequestLoop | None = open_request_loop()
+        shared_state.state = WorkerActivity.Reconnecting
+        self.request_loop: RequestLoop | None = open_request_loop()
         #: The mark carries our key: control messages may be taken.
         self.active = False
 
@@ -75,7 +75,9 @@ class ResumeHandler:
             self._own()
         if self.active and self._waiting() and time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + self._tell_again
-            self._send_buffer.tell(WorkerEventKind.SESSION_REPLACED, replacement_reason(self._shared_state))
+            self._send_buffer.add_worker_event(
+                WorkerEventKind.SESSION_REPLACED, replacement_reason(self._shared_state)
+            )
             self._send_buffer.flush_if_due()
 
     def left(self) -> float:
@@ -105,7 +107,7 @@ class ResumeHandler:
             return
         failure = WorkerUnavailable("the session was replaced") if ours else ClaimRefused()
         self._log.warning("claim_refused", claim_id=message.claim_id, reason=failure.detail)
-        self._send_buffer.claim_reply(
+        self._send_buffer.add_claim_reply(
             ClaimReply(
                 claim_id=message.claim_id,
                 worker_id=self._config.worker_id,
@@ -117,7 +119,7 @@ class ResumeHandler:
         self._send_buffer.flush()
 
     def _waiting(self) -> bool:
-        return self.serving is not None and not self.serving.connections.loaded
+        return self.request_loop is not None and not self.request_loop.broker_sessions.loaded
 
     def _own(self) -> None:
         try:
@@ -128,7 +130,7 @@ class ResumeHandler:
             return
         if outcome == "fenced":
             self._shared_state.fenced = 1
-            self._send_buffer.tell(WorkerEventKind.FENCED, "by a fresh session")
+            self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "by a fresh session")
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
         if outcome != "ok":  # the supervisor has told that the owner key is missing
             self._retry.failed()

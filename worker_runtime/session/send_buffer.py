@@ -40,20 +40,20 @@ _BATCH = 64
 class SendBuffer:
     """Sends what was put into it. Not for use by several threads."""
 
-    def __init__(self, client: Valkey, config: WorkerConfig, board: SharedState, log: Log) -> None:
+    def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._client = client
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
         self._log = log
         self._waiting: deque[Command] = deque()
         self._backoff = Backoff(0.05, 2.0)
-        #: The last entry of `journal` is in Valkey, and it is ours.
+        #: The last entry of `add_journal_entry` is in Valkey, and it is ours.
         self.journaled = False
         #: There may be more to pop. False, as the last answer said: the doorbell rings for whatever comes.
-        self.more = True
+        self.more_to_pop = True
         #: What `read_switch` last read, and whether that was a copy from another server's time.
         self.switch = HALTED
-        self.unbound = False
+        self.switch_is_stale = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,10 +62,10 @@ class SendBuffer:
         """Seconds until `flush` is due; None if there is nothing to send."""
         return self._backoff.left() if self._waiting else None
 
-    def event(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         self._put("XADD", keys.EVENTS, "*", "e", encode(event))
 
-    def journal(self, order_id: str) -> None:
+    def add_journal_entry(self, order_id: str) -> None:
         """Notes that an order is about to be submitted. Nothing may be submitted before `flush` has said true
         and `journaled` is: an order without an entry certainly never left, in the same generation, and one
         that has an entry of somebody else may have left before."""
@@ -73,12 +73,12 @@ class SendBuffer:
         key = keys.journal(self._shared_state.user_id, order_id)
         self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
 
-    def tell(self, kind: WorkerEventKind, detail: str = "") -> None:
+    def add_worker_event(self, kind: WorkerEventKind, detail: str = "") -> None:
         """A change in this worker's life, once it belongs to a user."""
         if not self._shared_state.assigned:
             return
         self._log.info("worker_changed", kind=kind.value, detail=detail)
-        self.event(
+        self.add_event(
             WorkerEvent(
                 worker_id=self._config.worker_id,
                 user_id=self._shared_state.user_id,
@@ -90,24 +90,24 @@ class SendBuffer:
             )
         )
 
-    def answer(self, item: bytes, answer: Answer, channel: str) -> None:
+    def add_answer(self, item: bytes, answer: Answer, channel: str) -> None:
         """The answer to a popped item, which ends its processing."""
         user_id = self._shared_state.user_id
-        self.more = True
+        self.more_to_pop = True
         names = keys.answering(user_id, answer.request_id)
         self._put(*evalsha(ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]))
 
     def read_switch(self) -> None:
         """Reads who may trade, with whatever else is sent; `switch` has it once `flush` has said true."""
-        self.switch, self.unbound = HALTED, False
+        self.switch, self.switch_is_stale = HALTED, False
         self._put("HGETALL", keys.switch(self._shared_state.user_id))
 
-    def discard(self, item: bytes) -> None:
+    def discard_item(self, item: bytes) -> None:
         """Ends the processing of an item that nobody can be answered about."""
-        self.more = True
+        self.more_to_pop = True
         self._put("LREM", keys.processing(self._shared_state.user_id), 1, item)
 
-    def claim_reply(self, reply: ClaimReply) -> None:
+    def add_claim_reply(self, reply: ClaimReply) -> None:
         key = keys.pool_reply(self._config.pool, reply.claim_id)
         self._put("RPUSH", key, encode(reply))
         self._put("EXPIRE", key, keys.CLAIM_TTL)
@@ -138,7 +138,7 @@ class SendBuffer:
     def _put(self, *command: Argument) -> None:
         if len(self._waiting) >= MAX_ENTRIES:
             self._waiting.popleft()
-            self._log.error("outbox_full", limit=MAX_ENTRIES)
+            self._log.error("send_buffer_full", limit=MAX_ENTRIES)
         self._waiting.append(command)
 
     def _send_batch(self) -> None:
@@ -149,15 +149,15 @@ class SendBuffer:
             if isinstance(reply, hiredis.ReplyError):
                 raise ValkeyRefused(str(reply).split(" ", 1)[0])
             if command[0] == "EVALSHA":
-                self.more = bool(reply[1])
+                self.more_to_pop = bool(reply[1])
             elif command[0] == "SET":  # answered with what stood there before; our own after a lost reply
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
                 switch = switch_of(reply)
-                self.unbound = not switch.holds_at(self._client.server())
-                self.switch = HALTED if self.unbound else switch
+                self.switch_is_stale = not switch.holds_at(self._client.server())
+                self.switch = HALTED if self.switch_is_stale else switch
             self._waiting.popleft()
 
     def _keep(self, error: ValkeyFailed) -> None:
-        self._log.warning("outbox_stuck", waiting=len(self._waiting), reason=error.detail)
+        self._log.warning("send_buffer_stuck", waiting=len(self._waiting), reason=error.detail)
         self._backoff.failed()

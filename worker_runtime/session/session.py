@@ -1,8 +1,8 @@
 """The session process: one key pair, one user's broker sessions. It comes to the user by a claim, or stands
 in the place of a session that died.
 
-A single-threaded loop around a selector. It pulses on the board in each round, at least once a second, and
-before each wait for Valkey; around a broker call it says there how long the call may take.
+A single-threaded loop around a selector. It pulses in the shared state in each round, at least once a second,
+and before each wait for Valkey; around a broker call it says there how long the call may take.
 """
 
 from __future__ import annotations
@@ -39,29 +39,35 @@ class Session:
     """One session process, from the fork to its exit code."""
 
     def __init__(
-        self, config: WorkerConfig, board: SharedState, load_factory: Callable[[], BrokerFactory], log: Log
+        self,
+        config: WorkerConfig,
+        shared_state: SharedState,
+        load_factory: Callable[[], BrokerFactory],
+        log: Log,
     ) -> None:
         self._config = config
-        self._shared_state = board
+        self._shared_state = shared_state
         self._load_factory = load_factory
         self._factory: BrokerFactory | None = None
         self._log = log
         self._stopping = False
         #: In the pool. A fresh session of an assigned worker has no business there.
-        self._announced = bool(board.assigned)
+        self._announced = bool(shared_state.assigned)
         self._selector = selectors.DefaultSelector()
         self._wake = WakePipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._lease = Lease(board)
-        self._client = self._valkey()
-        self._mark = WorkerMark(config, board)
-        self._send_buffer = SendBuffer(self._client, config, board, log)
+        self._lease = Lease(shared_state)
+        self._client = self._new_client()
+        self._mark = WorkerMark(config, shared_state)
+        self._send_buffer = SendBuffer(self._client, config, shared_state, log)
         key = new_worker_key()
-        board.publish_key(key.public_key().public_bytes_raw())
-        self._opener = CredentialOpener(key, board, config.worker_id)
-        self._entry: ClaimHandler | ResumeHandler = self._resuming() if board.assigned else self._claiming()
+        shared_state.publish_key(key.public_key().public_bytes_raw())
+        self._opener = CredentialOpener(key, shared_state, config.worker_id)
+        self._entry: ClaimHandler | ResumeHandler = (
+            self._new_resume_handler() if shared_state.assigned else self._new_claim_handler()
+        )
         self._announcing = Backoff(0.05, 2.0)
-        self._inbox = self._bell(keys.pool_inbox(config.pool, config.worker_id))
+        self._inbox = self._new_doorbell(keys.pool_inbox(config.pool, config.worker_id))
         self._doorbell: Doorbell | None = None
 
     def run(self) -> ExitCode:
@@ -83,32 +89,32 @@ class Session:
             self._announce()
         self._inbox.run_due()
         self._entry.run_due()
-        serving = self._entry.serving
-        if serving is None or not self._entry.active:
+        request_loop = self._entry.request_loop
+        if request_loop is None or not self._entry.active:
             self._send_buffer.flush_if_due()
             return
         if self._doorbell is None:
-            self._doorbell = self._bell(keys.doorbell(self._shared_state.user_id))
-        serving.step()
+            self._doorbell = self._new_doorbell(keys.doorbell(self._shared_state.user_id))
+        request_loop.step()
         if self._doorbell.run_due():
-            serving.queue_changed()  # a ring may have been lost with the connection
+            request_loop.queue_changed()  # a ring may have been lost with the connection
 
     def _wait(self) -> None:
         waits = [1.0, self._inbox.left(), self._entry.left()]
         if not self._announced:
             waits.append(self._announcing.left())
-        if self._doorbell is not None and self._entry.serving is not None:
+        if self._doorbell is not None and self._entry.request_loop is not None:
             waits.append(self._doorbell.left())
-            waits.append(self._entry.serving.left())
+            waits.append(self._entry.request_loop.left())
         if self._stopping:
             return
         for selected, _ in self._selector.select(min(waits)):
             if selected.data is self._inbox:
-                for message in self._inbox.take():
+                for message in self._inbox.read_rings():
                     self._entry.handle(message)
             elif selected.data is not None and selected.data is self._doorbell:
-                if self._doorbell.take() and self._entry.serving is not None:
-                    self._entry.serving.queue_changed()
+                if self._doorbell.read_rings() and self._entry.request_loop is not None:
+                    self._entry.request_loop.queue_changed()
             else:
                 self._wake.clear()
 
@@ -123,29 +129,29 @@ class Session:
             self._announcing.failed()
             return
         self._announced = True
-        self._brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
+        self._load_brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
         took = time.time_ns() // 1_000_000 - self._shared_state.launched_at_ms
         self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
 
-    def _claiming(self) -> ClaimHandler:
+    def _new_claim_handler(self) -> ClaimHandler:
         return ClaimHandler(
             self._config,
             self._shared_state,
             client=self._client,
             mark=self._mark,
-            outbox=self._send_buffer,
+            send_buffer=self._send_buffer,
             opener=self._opener,
             open_request_loop=self._open_request_loop,
             log=self._log,
         )
 
-    def _resuming(self) -> ResumeHandler:
+    def _new_resume_handler(self) -> ResumeHandler:
         return ResumeHandler(
             self._config,
             self._shared_state,
             client=self._client,
             mark=self._mark,
-            outbox=self._send_buffer,
+            send_buffer=self._send_buffer,
             open_request_loop=self._open_request_loop,
             log=self._log,
         )
@@ -155,23 +161,23 @@ class Session:
             self._config,
             self._shared_state,
             client=self._client,
-            outbox=self._send_buffer,
+            send_buffer=self._send_buffer,
             opener=self._opener,
-            load_factory=self._brokers,
+            load_factory=self._load_brokers,
             stopping=lambda: self._stopping,
             wake=self._wake.set,
             log=self._log,
         )
 
-    def _brokers(self) -> BrokerFactory:
+    def _load_brokers(self) -> BrokerFactory:
         if self._factory is None:
             self._factory = self._load_factory()
         return self._factory
 
-    def _bell(self, key: str) -> Doorbell:
-        return Doorbell(self._valkey(), key, self._selector, self._log)
+    def _new_doorbell(self, key: str) -> Doorbell:
+        return Doorbell(self._new_client(), key, self._selector, self._log)
 
-    def _valkey(self) -> Valkey:
+    def _new_client(self) -> Valkey:
         return Valkey(self._config.valkey_url, limit=self._may_wait)
 
     def _may_wait(self) -> float:
@@ -187,10 +193,10 @@ class Session:
         replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on: nothing has closed
         if not replaced:
             self._shared_state.state = WorkerActivity.Draining
-        if self._entry.serving is not None:
-            self._entry.serving.close()
+        if self._entry.request_loop is not None:
+            self._entry.request_loop.close()
         if not replaced:
-            self._send_buffer.tell(WorkerEventKind.CLOSED, end.reason)
+            self._send_buffer.add_worker_event(WorkerEventKind.CLOSED, end.reason)
         until = time.monotonic() + _LAST_WORDS
         while not self._send_buffer.flush() and time.monotonic() < until:
             self._shared_state.pulse = time.monotonic_ns()

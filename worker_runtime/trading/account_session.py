@@ -168,9 +168,9 @@ class AccountSession:
 class CredentialOpener:
     """Holds the session's private key."""
 
-    def __init__(self, private_key: X25519PrivateKey, board: SharedState, worker_id: str) -> None:
+    def __init__(self, private_key: X25519PrivateKey, shared_state: SharedState, worker_id: str) -> None:
         self._private_key = private_key
-        self._shared_state = board
+        self._shared_state = shared_state
         self._worker_id = worker_id
 
     def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:

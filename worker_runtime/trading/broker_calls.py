@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from worker_runtime.brokers.port import Broker, ConnectionKey
-from worker_runtime.process.clock import SECOND
 from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -48,48 +47,44 @@ class BrokerCalls:
 
     def __init__(
         self,
-        connections: BrokerSessions,
-        budget: RateLimiter,
+        broker_sessions: BrokerSessions,
+        rate_limiter: RateLimiter,
         *,
         lease: Lease,
-        board: SharedState,
+        shared_state: SharedState,
         broker_timeout: float,
         log: Log,
     ) -> None:
-        self._connections = connections
-        self._budget = budget
+        self._broker_sessions = broker_sessions
+        self._rate_limiter = rate_limiter
         self._lease = lease
-        self._shared_state = board
+        self._shared_state = shared_state
         self._broker_timeout = broker_timeout
         self._log = log
 
-    def ready(self, account_id: str, piece: QueueItem, *, listed: bool = True) -> Broker:
+    def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
         """A live session of the account; raises if there is none until the request's deadline. Nothing has
         been sent then."""
-        self.time_left(piece)
-        return self._connections.ready(
-            account_id, _seconds_to_deadline(piece), at_most=self._broker_timeout, listed=listed
+        self.call_timeout(item)
+        return self._broker_sessions.ensure_session(
+            account_id, item.seconds_left(), at_most=self._broker_timeout, listed=listed
         )
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account of the user has a session."""
-        return self._connections.has_other_session(account_id)
-
-    def remaining(self, piece: QueueItem) -> float:
-        """Seconds until the request's deadline."""
-        return _seconds_to_deadline(piece)
+        return self._broker_sessions.has_other_session(account_id)
 
     def key_of(self, account_id: str) -> ConnectionKey:
-        return self._connections.key_of(account_id)
+        return self._broker_sessions.key_of(account_id)
 
-    def time_left(self, piece: QueueItem) -> float:
+    def call_timeout(self, item: QueueItem) -> float:
         """Seconds that a broker call may take now; raises if it must not be made."""
         if self._shared_state.fenced:
             raise Fenced
         lease = self._lease.usable()
         if lease <= 0:
             raise LeaseLost
-        remaining = _seconds_to_deadline(piece)
+        remaining = item.seconds_left()
         if remaining <= 0:
             raise DeadlineExceeded
         return min(remaining, lease, self._broker_timeout)
@@ -97,62 +92,57 @@ class BrokerCalls:
     @property
     def grant_is_fresh(self) -> bool:
         """Whether what `spend_budget` granted last may still be sent."""
-        return self._budget.grant_is_fresh()
+        return self._rate_limiter.grant_is_fresh()
 
-    def pause(self, piece: QueueItem) -> None:
+    def pause(self, item: QueueItem) -> None:
         """A moment until a look is worth another one; raises if no call may be made any more."""
-        wait = min(_PAUSE, self.time_left(piece))
+        wait = min(_PAUSE, self.call_timeout(item))
         with self._shared_state.busy(wait):
             time.sleep(wait)
 
-    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         """Waits until the person's budget has room for a call; raises `RateLimited` if it has none in time,
         `Uncounted` if nobody knows, and whatever forbids the call meanwhile."""
 
-        def patience() -> float:
-            self.time_left(piece)
-            return _seconds_to_deadline(piece)
+        def wait_limit() -> float:
+            self.call_timeout(item)
+            return item.seconds_left()
 
-        self._budget.spend(self._connections.account_of(account_id), what, patience)
+        self._rate_limiter.spend(self._broker_sessions.account_of(account_id), what, wait_limit)
 
-    def change(self, account_id: str, piece: QueueItem, call: Callable[[float], T]) -> T:
+    def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes something at the broker, once, with the seconds that it may take.
 
         Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` says that it had none.
         """
-        timeout = self.time_left(piece)
+        timeout = self.call_timeout(item)
         try:
             with self._shared_state.busy(timeout):
                 return call(timeout)
         except _NOT_DONE as error:
             if not isinstance(error, _KEEP_SESSION):
-                self._connections.invalidate(account_id, error.code)
+                self._broker_sessions.invalidate(account_id, error.code)
             raise
         except Exception as error:  # timeout, lost connection, a fault in the adapter: nobody knows
-            self._connections.suspect(account_id)
+            self._broker_sessions.mark_suspect(account_id)
             if isinstance(error, OutcomeUnknown):
                 raise
             if not isinstance(error, BerthError):
                 self._log.crash("broker_call_crashed", error)
             raise OutcomeUnknown(f"the call ended with {type(error).__name__}") from None
 
-    def ask(self, account_id: str, piece: QueueItem, call: Callable[[float], T]) -> T:
+    def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes nothing; raises the broker's error."""
-        self.spend_budget(account_id, CallKind.QUERY, piece)
-        timeout = self.time_left(piece)
+        self.spend_budget(account_id, CallKind.QUERY, item)
+        timeout = self.call_timeout(item)
         try:
             with self._shared_state.busy(timeout):
                 return call(timeout)
         except BerthError as error:
             if not isinstance(error, RateLimited):  # a ping would be one call more
-                self._connections.suspect(account_id)
+                self._broker_sessions.mark_suspect(account_id)
             raise
         except Exception as error:  # a fault in the adapter
-            self._connections.suspect(account_id)
+            self._broker_sessions.mark_suspect(account_id)
             self._log.crash("broker_call_crashed", error)
             raise BrokerUnreachable(f"the call ended with {type(error).__name__}") from None
-
-
-def _seconds_to_deadline(piece: QueueItem) -> float:
-    """Seconds until the request's deadline."""
-    return (piece.deadline_ns - time.monotonic_ns()) / SECOND

@@ -1,7 +1,7 @@
 """The user's broker connections, kept under their `ConnectionKey` (requirement C1).
 
 Everything here runs in the session's main thread, so that the lease is checked in the thread that calls.
-No call may outlast the lease less its margin, and each says on the board how long it may take.
+No call may outlast the lease less its margin, and each says in the shared state how long it may take.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class BrokerSessions:
         *,
         client: str,
         lease: Lease,
-        board: SharedState,
+        shared_state: SharedState,
         health: HealthMonitor,
-        budget: RateLimiter,
+        rate_limiter: RateLimiter,
         on_order: Callable[[ConnectionKey, OrderChanged], None],
         reconcile: Callable[[ConnectionKey, Broker, float], None],
         log: Log,
@@ -55,9 +55,9 @@ class BrokerSessions:
         self._load_factory = load_factory
         self._client = client
         self._lease = lease
-        self._shared_state = board
+        self._shared_state = shared_state
         self._health = health
-        self._budget = budget
+        self._rate_limiter = rate_limiter
         self._on_order = on_order
         self._reconcile = reconcile
         self._log = log
@@ -68,21 +68,23 @@ class BrokerSessions:
         """Whether there are credentials: a fresh session has none until the orchestrator sends them."""
         return bool(self._account_sessions)
 
-    def serves(self, account_id: str) -> bool:
+    def is_ready(self, account_id: str) -> bool:
         """Whether this account has a session, with its orders listed."""
-        place = self._account_sessions.get(account_id)
-        return place is not None and place.broker is not None and place.listed
+        session = self._account_sessions.get(account_id)
+        return session is not None and session.broker is not None and session.listed
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account has a session."""
-        return any(place.broker is not None for place in self.places() if place.name != account_id)
+        return any(
+            session.broker is not None for session in self.account_sessions() if session.name != account_id
+        )
 
-    def refused(self, account_id: str) -> bool:
+    def is_refused(self, account_id: str) -> bool:
         """Whether the broker refused this account's login: it is not tried again."""
-        place = self._account_sessions.get(account_id)
-        return place is not None and place.refused is not None
+        session = self._account_sessions.get(account_id)
+        return session is not None and session.refused is not None
 
-    def places(self) -> Collection[AccountSession]:
+    def account_sessions(self) -> Collection[AccountSession]:
         return self._account_sessions.values()
 
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
@@ -91,18 +93,18 @@ class BrokerSessions:
 
     def versions(self) -> dict[str, int]:
         """Version of the credentials in use, by account."""
-        return {name: place.account.version for name, place in self._account_sessions.items()}
+        return {name: session.account.version for name, session in self._account_sessions.items()}
 
     def connect_all(self, timeout: float) -> None:
         """Logs in wherever there is no session yet; the first error ends the attempt. A listing that fails
         does not: it is tried again before the first request."""
         until = time.monotonic() + timeout
-        for place in self._account_sessions.values():
-            if place.broker is None:
-                place.opened(self._login(place.account, until - time.monotonic()))
-                self._list(place, until - time.monotonic())
+        for session in self._account_sessions.values():
+            if session.broker is None:
+                session.opened(self._login(session.account, until - time.monotonic()))
+                self._list(session, until - time.monotonic())
 
-    def ready(
+    def ensure_session(
         self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
     ) -> Broker:
         """A live session of this account, rebuilt first if need be, with its orders listed if `listed`.
@@ -110,26 +112,26 @@ class BrokerSessions:
         Waits up to `timeout` for room within the broker's limits; a login takes `at_most` then. Raises
         `UnknownAccount`, `LeaseLost`, `RateLimited`, or the login's error: nothing has been sent then.
         """
-        place = self._account_sessions.get(account_id)
-        if place is None:
+        session = self._account_sessions.get(account_id)
+        if session is None:
             raise UnknownAccount
         until = time.monotonic() + timeout
-        self.notice(place)
-        if place.suspect:
-            self.ping(place, until - time.monotonic())
-        if place.broker is None:
-            self.rebuild(place, until - time.monotonic(), at_most)
+        self.drop_if_ended(session)
+        if session.suspect:
+            self.ping(session, until - time.monotonic())
+        if session.broker is None:
+            self.rebuild(session, until - time.monotonic(), at_most)
         if listed:
-            self._await_listing(place, until, at_most)
-        if place.broker is None:
+            self._await_listing(session, until, at_most)
+        if session.broker is None:
             raise BrokerUnreachable
-        place.used_at = time.monotonic()
-        return place.broker
+        session.used_at = time.monotonic()
+        return session.broker
 
-    def relist(self, place: AccountSession, timeout: float) -> BerthError | None:
+    def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
         """Another try to list the orders of a live session; returns what it failed with."""
-        error = self._list(place, timeout)
-        self._health.look(self.places(), place.name)
+        error = self._list(session, timeout)
+        self._health.update(self.account_sessions(), session.name)
         return error
 
     def account_of(self, account_id: str) -> OpenedAccount:
@@ -138,11 +140,13 @@ class BrokerSessions:
     def key_of(self, account_id: str) -> ConnectionKey:
         return self._account_sessions[account_id].account.key
 
-    def keep(self) -> None:
+    def renew_leases(self) -> None:
         """Renews the leases of the person's connections, when due."""
-        self._budget.renew_connections([place.account for place in self.places() if place.broker is not None])
+        self._rate_limiter.renew_connections(
+            [session.account for session in self.account_sessions() if session.broker is not None]
+        )
 
-    def suspect(self, account_id: str) -> None:
+    def mark_suspect(self, account_id: str) -> None:
         """Marks a session whose last call had no clear answer: it is pinged before it is used again."""
         self._account_sessions[account_id].suspect = True
 
@@ -150,50 +154,50 @@ class BrokerSessions:
         """Closes a session that the broker has ended: the next need rebuilds it (requirement C2)."""
         self._drop(self._account_sessions[account_id], reason)
 
-    def notice(self, place: AccountSession) -> None:
+    def drop_if_ended(self, session: AccountSession) -> None:
         """Drops a session of which its adapter knows already that it has ended."""
-        if place.broker is not None and not place.broker.alive():
-            self._drop(place, "the broker ended the session")
+        if session.broker is not None and not session.broker.alive():
+            self._drop(session, "the broker ended the session")
 
-    def ping(self, place: AccountSession, timeout: float) -> None:
+    def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
-        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+        if session.broker is None or min(timeout, self._lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        self._budget.spend(place.account, CallKind.QUERY, self._patience(timeout))
+        self._rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout))
         limit = min(until - time.monotonic(), PING_TIMEOUT, self._lease.usable())
         if limit <= 0:
             return
         try:
             with self._shared_state.busy(limit):
-                place.broker.ping(limit)
+                session.broker.ping(limit)
         except Exception as error:  # whatever it is: the session is not to be trusted
-            self._drop(place, type(error).__name__)
+            self._drop(session, type(error).__name__)
             return
-        place.suspect = False
-        place.used_at = time.monotonic()
+        session.suspect = False
+        session.used_at = time.monotonic()
 
-    def rebuild(self, place: AccountSession, timeout: float, at_most: float = math.inf) -> None:
+    def rebuild(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
         """One login of at most `at_most` seconds, after the wait for its budget. Raises its error, or at once
         the last one where another try would do harm."""
-        if place.refused is not None:
-            raise place.refused
-        if place.limited and place.error is not None:
-            raise LoginLimited(place.error.detail, retry_after=place.wait())
+        if session.refused is not None:
+            raise session.refused
+        if session.limited and session.error is not None:
+            raise LoginLimited(session.error.detail, retry_after=session.wait())
         until = time.monotonic() + timeout
         try:
-            place.opened(self._login(place.account, timeout, at_most))
-            self._list(place, min(until - time.monotonic(), at_most))
+            session.opened(self._login(session.account, timeout, at_most))
+            self._list(session, min(until - time.monotonic(), at_most))
         except BerthError as error:
-            place.failed(error)
+            session.failed(error)
             raise
         finally:
-            self._health.look(self.places(), place.name)
+            self._health.update(self.account_sessions(), session.name)
 
     def state(self) -> WorkerActivity:
         """`Active` unless an account that could have a session is without one."""
-        missing = [place for place in self.places() if place.broker is None]
-        whole = all(place.refused for place in missing) and len(missing) < len(self._account_sessions)
+        missing = [session for session in self.account_sessions() if session.broker is None]
+        whole = all(session.refused for session in missing) and len(missing) < len(self._account_sessions)
         return WorkerActivity.Active if whole else WorkerActivity.Reconnecting
 
     def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:
@@ -218,37 +222,37 @@ class BrokerSessions:
                 self._renew(account, until - time.monotonic())
             except BerthError as error:
                 errors.append(error)
-        for place in self.places():
-            if place.broker is None and place.name not in tried:
+        for session in self.account_sessions():
+            if session.broker is None and session.name not in tried:
                 try:
-                    self.rebuild(place, until - time.monotonic())
+                    self.rebuild(session, until - time.monotonic())
                 except BerthError as error:
                     errors.append(error)
-        self._health.look(self.places(), "new credentials")
+        self._health.update(self.account_sessions(), "new credentials")
         if fresh:
             passing = [error for error in errors if error.retryable]
-            some = any(place.broker for place in self.places())
+            some = any(session.broker for session in self.account_sessions())
             errors = passing or ([] if some else errors)
         if errors:
             raise errors[0]
 
     def close_all(self) -> None:
-        """Closes every session; the board says so when none is left open.
+        """Closes every session; the shared state says so when none is left open.
 
         All at once: a broker that does not answer costs a second, and the lease's margin is the same for
         one account and for ten.
         """
         closing: list[Thread] = []
         closed: list[OpenedAccount] = []
-        for place in self._account_sessions.values():
-            if (broker := place.lost("closed")) is not None:
-                closed.append(place.account)
+        for session in self._account_sessions.values():
+            if (broker := session.lost("closed")) is not None:
+                closed.append(session.account)
                 closing.append(Thread(target=self._close, args=(broker,), daemon=True))
                 closing[-1].start()
         for thread in closing:
             thread.join()
         self._shared_state.broker_open = 0
-        self._budget.release_connections(closed)
+        self._rate_limiter.release_connections(closed)
 
     def _renew(self, account: OpenedAccount, timeout: float) -> None:
         name = account.key.account_id
@@ -277,10 +281,10 @@ class BrokerSessions:
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
         until = time.monotonic() + timeout
-        self._budget.connect(account, self._patience(timeout))
+        self._rate_limiter.connect(account, self._patience(timeout))
         limit = min(until - time.monotonic(), self._lease.usable(), at_most)
         if limit <= 0:
-            self._budget.release_connections([account])
+            self._rate_limiter.release_connections([account])
             raise LoginLimited("no time was left to connect after the wait for the budget")
         key = account.key
         broker: Broker | None = None
@@ -298,58 +302,60 @@ class BrokerSessions:
             raise BrokerError(f"the adapter failed with {type(error).__name__}") from None
         return broker
 
-    def _await_listing(self, place: AccountSession, until: float, at_most: float) -> None:
+    def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
         """Tries for `at_most` seconds, besides the wait for room, until the orders are listed; raises
         `BrokerUnreachable` then, `RateLimited` at once if there is no room in time: another question would
         only make it worse."""
         last_try = min(until, time.monotonic() + at_most)
-        while place.broker is not None and not place.listed:
+        while session.broker is not None and not session.listed:
             left = last_try - time.monotonic()
             if left <= 0:
-                raise BrokerUnreachable(f"the orders at the broker are not known yet: {place.listing_error}")
-            wait = min(left, place.listing_wait())
+                raise BrokerUnreachable(
+                    f"the orders at the broker are not known yet: {session.listing_error}"
+                )
+            wait = min(left, session.listing_wait())
             if wait > 0:
                 with self._shared_state.busy(wait):
                     time.sleep(wait)
-            if place.suspect:
-                self.ping(place, until - time.monotonic())
-            error = self.relist(place, until - time.monotonic())
+            if session.suspect:
+                self.ping(session, until - time.monotonic())
+            error = self.relist(session, until - time.monotonic())
             if isinstance(error, RateLimited):
                 raise error
 
-    def _list(self, place: AccountSession, timeout: float) -> BerthError | None:
+    def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
         """One listing; what it fails with is kept, logged and returned. Only a ping says that a session is
         dead."""
-        if place.broker is None or min(timeout, self._lease.usable()) <= 0:
+        if session.broker is None or min(timeout, self._lease.usable()) <= 0:
             return None
         until = time.monotonic() + timeout
         try:
-            self._budget.spend(place.account, CallKind.QUERY, self._patience(timeout), cost=2)
+            self._rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout), cost=2)
         except BerthError as error:
-            self._log.warning("listing_postponed", account=place.name, code=error.code)
-            place.listing_failed(error.code)
+            self._log.warning("listing_postponed", account=session.name, code=error.code)
+            session.listing_failed(error.code)
             return error
         limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
         if limit <= 0:  # the budget took it all
             return None
         try:
             with self._shared_state.busy(limit):
-                self._reconcile(place.account.key, place.broker, limit)
+                self._reconcile(session.account.key, session.broker, limit)
         except Exception as error:  # an adapter's surprise must not end the session
             code = error.code if isinstance(error, BerthError) else type(error).__name__
-            self._log.warning("listing_failed", account=place.name, code=code)
-            place.listing_failed(code)
-            place.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
+            self._log.warning("listing_failed", account=session.name, code=code)
+            session.listing_failed(code)
+            session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
             return error if isinstance(error, BerthError) else None
-        place.listing_succeeded()
+        session.listing_succeeded()
         return None
 
-    def _drop(self, place: AccountSession, reason: str) -> None:
-        broker = place.lost(reason)
+    def _drop(self, session: AccountSession, reason: str) -> None:
+        broker = session.lost(reason)
         if broker is not None:
-            self._end(broker, place.account)
-            self._log.warning("broker_session_lost", account=place.name, reason=reason)
-            self._health.look(self.places())
+            self._end(broker, session.account)
+            self._log.warning("broker_session_lost", account=session.name, reason=reason)
+            self._health.update(self.account_sessions())
 
     def _patience(self, seconds: float) -> WaitLimit:
         """How long a call may wait for its budget, from now on, as long as the lease is being renewed."""
@@ -358,7 +364,7 @@ class BrokerSessions:
 
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
         self._close(broker)
-        self._budget.release_connections([account])
+        self._rate_limiter.release_connections([account])
 
     def _close(self, broker: Broker | None) -> None:
         if broker is None:

@@ -24,7 +24,7 @@ class HealthCondition(IntEnum):
     DEGRADED = 3
 
 
-#: Codes by their number on the board; the first stands for all others.
+#: Codes by their number in the shared state; the first stands for all others.
 _ERROR_CODES = (
     errors.BrokerError.code,
     errors.BrokerUnreachable.code,
@@ -41,22 +41,26 @@ _NO_ERROR = -1
 class HealthMonitor:
     """Looks at all connections after each change of one, and tells what that means for the worker."""
 
-    def __init__(self, board: SharedState, tell: Callable[[WorkerEventKind, str], None]) -> None:
-        self._shared_state = board
+    def __init__(self, shared_state: SharedState, tell: Callable[[WorkerEventKind, str], None]) -> None:
+        self._shared_state = shared_state
         self._tell = tell
         self._show(HealthCondition.NEW)
-        board.accounts = board.accounts_connected = 0
+        shared_state.accounts = shared_state.accounts_connected = 0
 
-    def look(self, places: Collection[AccountSession], detail: str = "") -> None:
+    def update(self, sessions: Collection[AccountSession], detail: str = "") -> None:
         """Tells the change that follows from how the connections stand. `detail` goes with CONNECTED."""
-        missing = [place for place in places if place.broker is None]
-        waiting = [place for place in missing if place.refused is None]
-        unlisted = [place for place in places if place.broker is not None and not place.listed]
-        self._shared_state.accounts = len(places)
-        self._shared_state.accounts_connected = len(places) - len(missing)
-        some = len(missing) < len(places)
+        missing = [session for session in sessions if session.broker is None]
+        waiting = [session for session in missing if session.refused is None]
+        unlisted = [session for session in sessions if session.broker is not None and not session.listed]
+        self._shared_state.accounts = len(sessions)
+        self._shared_state.accounts_connected = len(sessions) - len(missing)
+        some = len(missing) < len(sessions)
         # Beside others that are well, one that never was (in this process) is tried again like one away.
-        away = [place for place in waiting if place.away or (some and place.error and not place.was_open)]
+        away = [
+            session
+            for session in waiting
+            if session.away or (some and session.error and not session.was_open)
+        ]
         if away:
             code = away[0].error.code if away[0].error else ""
             self._degraded(f"{away[0].name}: {code}", code)
@@ -65,7 +69,7 @@ class HealthMonitor:
         elif unlisted:
             self._degraded(f"{unlisted[0].name}: its orders cannot be listed", unlisted[0].listing_error)
         elif some:
-            refused = ", ".join(place.name for place in missing)
+            refused = ", ".join(session.name for session in missing)
             detail = f"without {refused}: {errors.LoginRejected.code}" if refused else detail
             self._well(detail, refused=bool(refused))
 
@@ -105,11 +109,11 @@ class HealthMonitor:
         self._shared_state.condition = condition
 
 
-def health_text(board: SharedState) -> str:
+def health_text(shared_state: SharedState) -> str:
     """For the metadata: `well`, `connecting`, `reconnecting` or `degraded: CODE`."""
-    condition, trouble = HealthCondition(board.condition), board.trouble
+    condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
     if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(_ERROR_CODES):
         return f"degraded: {_ERROR_CODES[trouble]}"
     if condition is HealthCondition.NEW:
-        return "waiting for credentials" if board.connected else "connecting"
+        return "waiting for credentials" if shared_state.connected else "connecting"
     return condition.name.lower()

@@ -19,33 +19,33 @@ from worker_runtime.trading.rate_limiter import CallKind
 class OrderChanger:
     """Carries out `CancelOrder` and `ReplaceOrder`."""
 
-    def __init__(self, calls: BrokerCalls, ledger: OrderTracker) -> None:
-        self._calls = calls
-        self._ledger = ledger
+    def __init__(self, broker_calls: BrokerCalls, tracker: OrderTracker) -> None:
+        self._broker_calls = broker_calls
+        self._tracker = tracker
 
-    def execute(
-        self, request: CancelOrder | ReplaceOrder, piece: QueueItem
+    def change_order(
+        self, request: CancelOrder | ReplaceOrder, item: QueueItem
     ) -> tuple[OrderOutcome | None, Failure | None]:
         """The order after the call, or what is known of it, with the failure of the call."""
         try:
-            told = self._change(request, piece)
+            told = self._change(request, item)
         except BerthError as error:
-            known = self._ledger.known_outcome(request.order_id)
+            known = self._tracker.known_outcome(request.order_id)
             return known[0] if known else None, Failure.of(error)
-        key = self._calls.key_of(request.account_id)
-        self._ledger.changed(key, OrderChanged(event_id="", order=told))
+        key = self._broker_calls.key_of(request.account_id)
+        self._tracker.apply_change(key, OrderChanged(event_id="", order=told))
         return order_outcome_of(request.order_id, told), None
 
-    def _change(self, request: CancelOrder | ReplaceOrder, piece: QueueItem) -> ExchangeOrder:
+    def _change(self, request: CancelOrder | ReplaceOrder, item: QueueItem) -> ExchangeOrder:
         # With another generation Valkey has lost data, and the first copy of this may have been executed. An
         # order can be taken back twice without harm.
-        if isinstance(request, ReplaceOrder) and request.generation != piece.generation:
+        if isinstance(request, ReplaceOrder) and request.generation != item.generation:
             raise OutcomeUnknown("the change was queued under another generation of Valkey")
-        broker = self._calls.ready(request.account_id, piece, listed=False)
-        order_id = self._broker_order_id(request, broker, piece)
+        broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
+        order_id = self._broker_order_id(request, broker, item)
         looks = broker.queries_before_change(order_id)
-        self._calls.spend_budget(
-            request.account_id, CallKind.QUERY_AND_CHANGE if looks else CallKind.ORDER, piece
+        self._broker_calls.spend_budget(
+            request.account_id, CallKind.QUERY_AND_CHANGE if looks else CallKind.ORDER, item
         )
 
         def call(timeout: float) -> ExchangeOrder:
@@ -53,16 +53,16 @@ class OrderChanger:
                 return broker.cancel(order_id, timeout)
             return broker.replace(order_id, request.quantity, request.price, timeout)
 
-        return self._calls.change(request.account_id, piece, call)
+        return self._broker_calls.call_once(request.account_id, item, call)
 
-    def _broker_order_id(self, request: CancelOrder | ReplaceOrder, broker: Broker, piece: QueueItem) -> str:
+    def _broker_order_id(self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem) -> str:
         """The broker's id of the order, from its list if nobody knows it; raises `OrderRejected`."""
-        known = request.broker_order_id or self._ledger.broker_id_of(request.order_id)
+        known = request.broker_order_id or self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known
-        listed = self._calls.ask(request.account_id, piece, broker.orders).orders
-        self._ledger.listed(self._calls.key_of(request.account_id), listed)
-        known = self._ledger.broker_id_of(request.order_id)
+        listed = self._broker_calls.query(request.account_id, item, broker.orders).orders
+        self._tracker.reconcile_list(self._broker_calls.key_of(request.account_id), listed)
+        known = self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known
         working = [order for order in listed if order.state not in FINAL_ORDER_STATES]

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import NamedTuple
 
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.clock import wall_ms
@@ -33,6 +34,13 @@ _REMEMBERED = 20_000
 _UNMATCHED = 200
 #: Average prices are told to six decimals when they do not come out even.
 _PRECISION = Decimal("0.000001")
+
+
+class OrderResult(NamedTuple):
+    """What is known of an order, and why it is not as asked for."""
+
+    outcome: OrderOutcome
+    failure: Failure | None = None
 
 
 @dataclass(slots=True)
@@ -58,9 +66,9 @@ class _TrackedOrder:
 class OrderTracker:
     """Orders by our id, by the broker's id and by their tag."""
 
-    def __init__(self, epoch: int, tell: Callable[[OrderEvent], None], log: Log) -> None:
+    def __init__(self, epoch: int, add_event: Callable[[OrderEvent], None], log: Log) -> None:
         self._epoch = epoch
-        self._tell = tell
+        self._add_event = add_event
         self._log = log
         self._entries: OrderedDict[str, _TrackedOrder] = OrderedDict()
         self._by_broker_id: dict[tuple[str, str], str] = {}
@@ -68,11 +76,11 @@ class OrderTracker:
         self._told: OrderedDict[str, None] = OrderedDict()
         self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_UNMATCHED)
 
-    def known_outcome(self, order_id: str) -> tuple[OrderOutcome, Failure | None] | None:
+    def known_outcome(self, order_id: str) -> OrderResult | None:
         """What is known of an order that was taken before, by this session or a former one; None if nothing
         says that it was."""
         entry = self._entries.get(order_id)
-        return (entry.outcome, entry.failure) if entry and entry.taken else None
+        return OrderResult(entry.outcome, entry.failure) if entry and entry.taken else None
 
     def broker_id_of(self, order_id: str) -> str | None:
         entry = self._entries.get(order_id)
@@ -95,26 +103,26 @@ class OrderTracker:
             else:
                 self._by_tag.setdefault((order.account_id, order.tag), order.order_id)
 
-    def listed(self, key: ConnectionKey, orders: Iterable[ExchangeOrder]) -> list[ExchangeOrder]:
+    def reconcile_list(self, key: ConnectionKey, orders: Iterable[ExchangeOrder]) -> list[ExchangeOrder]:
         """Takes in a list of the broker's: what was missed becomes events. Returns those that are not ours,
         as far as this session knows."""
-        strange = [order for order in orders if not self._take(key.account_id, order)]
-        self._try_again()
-        return strange
+        unmatched = [order for order in orders if not self._apply(key.account_id, order)]
+        self._apply_unmatched()
+        return unmatched
 
-    def submitting(self, order: PlaceOrder) -> None:
+    def mark_submitting(self, order: PlaceOrder) -> None:
         """To be called right before the submission: from here on the id is never submitted again."""
         unknown = OrderOutcome(order_id=order.order_id, state=OrderState.UNKNOWN)
         self._remember(order, unknown, Failure.of(OutcomeUnknown()))
         self._by_tag[order.account_id, order.tag] = order.order_id
 
-    def settled(self, order: PlaceOrder, outcome: OrderOutcome, failure: Failure) -> None:
+    def record_outcome(self, order: PlaceOrder, outcome: OrderOutcome, failure: Failure) -> None:
         """Notes an outcome that did not come from the broker's answer."""
         self._remember(order, outcome, failure)
         if outcome.state is OrderState.UNKNOWN:  # a list may tell of it
             self._by_tag.setdefault((order.account_id, order.tag), order.order_id)
 
-    def placed(self, order: PlaceOrder, placed: ExchangeOrder) -> OrderOutcome:
+    def record_placement(self, order: PlaceOrder, placed: ExchangeOrder) -> OrderOutcome:
         """Notes the broker's answer to a submission and tells its events; returns the outcome."""
         entry = self._entries.get(order.order_id)
         if entry is None:
@@ -124,22 +132,22 @@ class OrderTracker:
         if placed.state not in (OrderState.REJECTED, OrderState.UNKNOWN):
             self._emit(entry, "submitted", state=OrderState.SUBMITTED)
         self._advance(entry, placed)
-        self._try_again()
+        self._apply_unmatched()
         return entry.outcome
 
-    def changed(self, key: ConnectionKey, change: OrderChanged) -> None:
+    def apply_change(self, key: ConnectionKey, change: OrderChanged) -> None:
         """Takes in what the broker reports of an order."""
-        if not self._take(key.account_id, change.order, change.fill):
+        if not self._apply(key.account_id, change.order, change.fill):
             self._log.info("order_change_unmatched", broker_order_id=change.order.broker_order_id)
             self._unmatched.append((key, change))
 
-    def _try_again(self) -> None:
+    def _apply_unmatched(self) -> None:
         """More is known now: what came too early may have its order."""
         waiting, self._unmatched = self._unmatched, deque(maxlen=_UNMATCHED)
         for key, change in waiting:
-            self.changed(key, change)
+            self.apply_change(key, change)
 
-    def _take(self, account_id: str, told: ExchangeOrder, fill: Fill | None = None) -> bool:
+    def _apply(self, account_id: str, told: ExchangeOrder, fill: Fill | None = None) -> bool:
         order_id = self._order_id_of(account_id, told)
         if order_id is None:
             return False
@@ -161,7 +169,7 @@ class OrderTracker:
         if not smaller and not other:
             return
         entry.terms = (told.quantity, told.price)
-        self._tell(
+        self._add_event(
             OrderEvent(
                 event_id=f"{order.order_id}:terms:{told.quantity}:{told.price}:{wall_ms()}",
                 order_id=order.order_id,
@@ -241,7 +249,7 @@ class OrderTracker:
         entry.told_filled = entry.told_filled or state is OrderState.FILLED
         if len(self._told) > _REMEMBERED:
             self._told.popitem(last=False)
-        self._tell(
+        self._add_event(
             OrderEvent(
                 event_id=event_id,
                 order_id=entry.order.order_id,

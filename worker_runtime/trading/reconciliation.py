@@ -1,6 +1,6 @@
-"""After each login: what the broker lists is taken into the ledger, and the rest is told (requirement O5).
+"""After each login: what the broker lists is taken into the tracker, and the rest is told (requirement O5).
 
-The ledger knows our orders that are not final, also those of former sessions. What it missed of them becomes
+The tracker knows our orders that are not final, also those of former sessions. What it missed of them becomes
 events. What it cannot match, and the positions, go to the orchestrator, which has all our books.
 
 What the broker knows of one account now, for whoever asks; our own orders learn from it, too.
@@ -34,26 +34,26 @@ class AccountReconciler:
 
     def __init__(
         self,
-        ledger: OrderTracker,
+        tracker: OrderTracker,
         *,
         worker_id: str,
-        board: SharedState,
+        shared_state: SharedState,
         tell: Callable[[AccountReported], None],
         log: Log,
     ) -> None:
-        self._ledger = ledger
+        self._tracker = tracker
         self._worker_id = worker_id
-        self._shared_state = board
+        self._shared_state = shared_state
         self._tell = tell
         self._log = log
 
-    def look(self, key: ConnectionKey, broker: Broker, timeout: float) -> None:
+    def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> None:
         """One listing within `timeout` seconds. Raises the broker's error if the orders cannot be had;
         without the positions the report is not complete."""
         until = time.monotonic() + timeout
         taken_at = wall_ms()
         listing = broker.orders(timeout)
-        strange = self._ledger.listed(key, listing.orders)
+        unmatched = self._tracker.reconcile_list(key, listing.orders)
         positions: list[Position] = []
         complete = True
         try:
@@ -61,16 +61,16 @@ class AccountReconciler:
         except BerthError as error:
             self._log.warning("positions_unknown", account=key.account_id, code=error.code)
             complete = False
-        kept = newest_within(strange)
+        kept = newest_within(unmatched)
         report = build_report(
             key.account_id,
             listing,
             taken_at_ms=taken_at,
-            complete=complete and len(kept) == len(strange),
+            complete=complete and len(kept) == len(unmatched),
             orders=kept,
             positions=positions,
         )
-        self._log.info("account_listed", account=key.account_id, unmatched=len(strange))
+        self._log.info("account_listed", account=key.account_id, unmatched=len(unmatched))
         self._tell(
             AccountReported(
                 worker_id=self._worker_id,
@@ -111,16 +111,16 @@ def newest_within(orders: list[ExchangeOrder], limit: int = MAX_ORDER_BYTES) -> 
 class AccountReader:
     """Carries out `QueryAccount`."""
 
-    def __init__(self, calls: BrokerCalls, ledger: OrderTracker) -> None:
-        self._calls = calls
-        self._ledger = ledger
+    def __init__(self, broker_calls: BrokerCalls, tracker: OrderTracker) -> None:
+        self._broker_calls = broker_calls
+        self._tracker = tracker
 
-    def execute(self, query: QueryAccount, piece: QueueItem) -> AccountReport:
+    def read_account(self, query: QueryAccount, item: QueueItem) -> AccountReport:
         """Raises a `BerthError` if any part of it cannot be had."""
-        broker = self._calls.ready(query.account_id, piece, listed=False)
+        broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
         taken_at = wall_ms()
-        ask = self._calls.ask
-        listing = self._listing(query, broker, piece) if query.orders else None
+        query_broker = self._broker_calls.query
+        listing = self._listing(query, broker, item) if query.orders else None
         orders = [one for one in listing.orders if _is_wanted(query, one)] if listing else []
         kept = newest_within(orders)
         return build_report(
@@ -129,13 +129,13 @@ class AccountReader:
             taken_at_ms=taken_at,
             complete=len(kept) == len(orders),
             orders=kept,
-            positions=ask(query.account_id, piece, broker.positions) if query.positions else [],
-            balance=ask(query.account_id, piece, broker.balance) if query.balance else None,
+            positions=query_broker(query.account_id, item, broker.positions) if query.positions else [],
+            balance=query_broker(query.account_id, item, broker.balance) if query.balance else None,
         )
 
-    def _listing(self, query: QueryAccount, broker: Broker, piece: QueueItem) -> Listing:
-        listing = self._calls.ask(query.account_id, piece, broker.orders)
-        self._ledger.listed(self._calls.key_of(query.account_id), listing.orders)
+    def _listing(self, query: QueryAccount, broker: Broker, item: QueueItem) -> Listing:
+        listing = self._broker_calls.query(query.account_id, item, broker.orders)
+        self._tracker.reconcile_list(self._broker_calls.key_of(query.account_id), listing.orders)
         return listing
 
 

@@ -35,15 +35,15 @@ class SessionRecovery:
 
     def __init__(
         self,
-        connections: BrokerSessions,
+        broker_sessions: BrokerSessions,
         *,
-        board: SharedState,
+        shared_state: SharedState,
         tell: Callable[[WorkerEventKind, str], None],
         log: Log,
         away_limit: float = AWAY_LIMIT,
     ) -> None:
-        self._connections = connections
-        self._shared_state = board
+        self._broker_sessions = broker_sessions
+        self._shared_state = shared_state
         self._tell = tell
         self._log = log
         self._away_limit = away_limit
@@ -51,88 +51,90 @@ class SessionRecovery:
     def run_due(self, period: float) -> None:
         """Pings sessions that were idle for `period` seconds, rebuilds dead ones. One account a call, so
         that an order waits for one ping at the most. Raises `WorkerExit` when all of it is in vain."""
-        self.judge()
+        self.raise_if_hopeless()
         now = time.monotonic()
-        for place in self._connections.places():
-            self._connections.notice(place)  # all first: what ended together is told as one change
-        for place in self._connections.places():
-            if place.broker is None:
-                if place.refused is None and place.wait() <= 0:
-                    self._recover(place)
+        for session in self._broker_sessions.account_sessions():
+            self._broker_sessions.drop_if_ended(
+                session
+            )  # all first: what ended together is told as one change
+        for session in self._broker_sessions.account_sessions():
+            if session.broker is None:
+                if session.refused is None and session.wait() <= 0:
+                    self._recover(session)
                     return
-            elif (place.suspect or now - place.used_at >= period) and place.ping_wait() <= 0:
+            elif (session.suspect or now - session.used_at >= period) and session.ping_wait() <= 0:
                 self._shared_state.state = WorkerActivity.HealthCheck
-                self._ping(place)
-                if place.broker is None:
-                    self._recover(place)
-                self._shared_state.state = self._connections.state()
+                self._ping(session)
+                if session.broker is None:
+                    self._recover(session)
+                self._shared_state.state = self._broker_sessions.state()
                 return
-            elif not place.listed and place.listing_wait() <= 0:
-                self._connections.relist(place, LISTING_TIMEOUT)
+            elif not session.listed and session.listing_wait() <= 0:
+                self._broker_sessions.relist(session, LISTING_TIMEOUT)
                 return
 
     def left(self, period: float) -> float | None:
         """Seconds until `run_due` has something to do; None if never."""
         now = time.monotonic()
         waits = []
-        for place in self._connections.places():
-            if place.broker is None:
-                if place.refused is None:
-                    waits.append(place.wait())
-            elif place.suspect:
-                waits.append(place.ping_wait())
-            elif not place.listed:
-                waits.append(place.listing_wait())
+        for session in self._broker_sessions.account_sessions():
+            if session.broker is None:
+                if session.refused is None:
+                    waits.append(session.wait())
+            elif session.suspect:
+                waits.append(session.ping_wait())
+            elif not session.listed:
+                waits.append(session.listing_wait())
             else:
-                waits.append(max(place.ping_wait(), place.used_at + period - now))
+                waits.append(max(session.ping_wait(), session.used_at + period - now))
         return min(waits, default=None)
 
-    def judge(self) -> None:
+    def raise_if_hopeless(self) -> None:
         """Raises `WorkerExit` if this process will have no broker session any more."""
-        places = self._connections.places()
-        missing = [place for place in places if place.broker is None]
+        sessions = self._broker_sessions.account_sessions()
+        missing = [session for session in sessions if session.broker is None]
         if not missing:
             return
-        spent = [place for place in missing if self._spent(place)]
-        for place in spent:
-            if place.was_open:
-                reason = f"{place.name}: {_reason(place)}"
+        spent = [session for session in missing if self._spent(session)]
+        for session in spent:
+            if session.was_open:
+                reason = f"{session.name}: {_reason(session)}"
                 raise WorkerExit(ExitCode.SESSION_REPLACE, reason)
-        lost = [place for place in missing if place.refused is not None or place in spent]
-        if len(lost) == len(places):
+        lost = [session for session in missing if session.refused is not None or session in spent]
+        if len(lost) == len(sessions):
             self._fail(_reason(lost[0]))
 
-    def _spent(self, place: AccountSession) -> bool:
+    def _spent(self, session: AccountSession) -> bool:
         """Whether further tries of this process make no sense. One that never had a session is fresh: it
         either logs in at once or not at all."""
-        if place.refused is not None:
+        if session.refused is not None:
             return False
-        if not place.was_open:
-            return place.failures > 0
-        return place.failures >= MAX_LOGIN_FAILURES or place.failing_for() > self._away_limit
+        if not session.was_open:
+            return session.failures > 0
+        return session.failures >= MAX_LOGIN_FAILURES or session.failing_for() > self._away_limit
 
     def _fail(self, reason: str) -> None:
         self._tell(WorkerEventKind.FAILED, reason)
         raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
-    def _ping(self, place: AccountSession) -> None:
+    def _ping(self, session: AccountSession) -> None:
         try:
-            self._connections.ping(place, PING_TIMEOUT)
+            self._broker_sessions.ping(session, PING_TIMEOUT)
         except RateLimited:
-            place.ping_postponed()
+            session.ping_postponed()
         else:
-            place.pinged()
+            session.pinged()
 
-    def _recover(self, place: AccountSession) -> None:
+    def _recover(self, session: AccountSession) -> None:
         """Rebuilds without anyone waiting for it: an unreachable broker is logged and tried again (W6)."""
         self._shared_state.state = WorkerActivity.Reconnecting
         try:
-            self._connections.rebuild(place, _REBUILD_TIMEOUT)
+            self._broker_sessions.rebuild(session, _REBUILD_TIMEOUT)
         except BerthError as error:
-            self._log.warning("reconnect_failed", code=error.code, account=place.name)
-        self._shared_state.state = self._connections.state()
+            self._log.warning("reconnect_failed", code=error.code, account=session.name)
+        self._shared_state.state = self._broker_sessions.state()
 
 
-def _reason(place: AccountSession) -> str:
-    error = place.refused or place.error or BrokerError()
+def _reason(session: AccountSession) -> str:
+    error = session.refused or session.error or BrokerError()
     return f"{error.code}: {error.detail}"

@@ -33,7 +33,7 @@ from worker_runtime.protocol.switches import SwitchState
 
 #: Orders of unknown outcome that block another one. One of them is the order whose submission was begun by a
 #: worker that has ended: nobody will tell how it went, and perhaps nobody has called it unknown yet. (What is
-#: in a queue by then the worker refuses: `worker_runtime/trading/order_checks.py`.)
+#: in a queue by then the worker refuses: `worker_runtime/trading/order_submitter.py`.)
 #: `offset 0` keeps the two questions apart: the inner one is that of the index `orders_unsettled`. As one,
 #: they brought `orders_by_state` in, with every order that was submitting since the last vacuum. The second
 #: one keeps PostgreSQL from reading all events at once for it, which it prefers while its tables are new.

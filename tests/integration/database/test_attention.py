@@ -24,7 +24,7 @@ from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-from worker_runtime.trading.order_checks import may_be_same_contract
+from worker_runtime.trading.order_submitter import may_be_same_contract
 
 __all__ = ["database"]  # the fixture, shared with the room's first file
 

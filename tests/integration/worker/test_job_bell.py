@@ -21,10 +21,10 @@ _BLIND = "blind"
 
 
 @pytest.fixture
-def board(stage: WorkerStage) -> SharedState:
-    board = SharedState()
-    board.assign(stage.user, "c1", 1)
-    return board
+def shared_state(stage: WorkerStage) -> SharedState:
+    shared_state = SharedState()
+    shared_state.assign(stage.user, "c1", 1)
+    return shared_state
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def blind_url(stage: WorkerStage) -> Iterator[str]:
     stage.client.execute("ACL", "DELUSER", _BLIND)
 
 
-def listening(url: str, board: SharedState) -> tuple[JobDoorbell, Valkey]:
+def listening(url: str, shared_state: SharedState) -> tuple[JobDoorbell, Valkey]:
     main = Valkey(url)
     main.connect()
-    return JobDoorbell(url, main, board, Log(), lambda: 1.0), main
+    return JobDoorbell(url, main, shared_state, Log(), lambda: 1.0), main
 
 
 def connections(stage: WorkerStage) -> int:
@@ -48,9 +48,9 @@ def connections(stage: WorkerStage) -> int:
 
 
 def test_a_question_that_is_refused_is_not_asked_again_at_once(
-    stage: WorkerStage, board: SharedState, blind_url: str
+    stage: WorkerStage, shared_state: SharedState, blind_url: str
 ) -> None:
-    bell, main = listening(blind_url, board)
+    bell, main = listening(blind_url, shared_state)
     before, begin = connections(stage), time.monotonic()
     for _ in range(20):
         bell.run_due(reachable=True)
@@ -62,9 +62,9 @@ def test_a_question_that_is_refused_is_not_asked_again_at_once(
 
 
 def test_no_name_server_is_asked_while_the_main_connection_is_open(
-    stage: WorkerStage, board: SharedState, monkeypatch: pytest.MonkeyPatch
+    stage: WorkerStage, shared_state: SharedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bell, main = listening(stage.url.replace("127.0.0.1", "localhost"), board)
+    bell, main = listening(stage.url.replace("127.0.0.1", "localhost"), shared_state)
     lookup, asked = socket.getaddrinfo, []
 
     def noted(host: str, *rest: Any, **options: Any) -> Any:
@@ -82,13 +82,13 @@ def test_no_name_server_is_asked_while_the_main_connection_is_open(
 
 
 def test_it_listens_again_when_the_pause_after_dead_runners_is_over(
-    stage: WorkerStage, board: SharedState
+    stage: WorkerStage, shared_state: SharedState
 ) -> None:
-    bell, main = listening(stage.url, board)
-    board.jobs_not_before = time.monotonic_ns() + 60 * SECOND
+    bell, main = listening(stage.url, shared_state)
+    shared_state.jobs_not_before = time.monotonic_ns() + 60 * SECOND
     bell.run_due(reachable=True)
     assert bell.left() == 3600.0
-    board.jobs_not_before = time.monotonic_ns() - 1
+    shared_state.jobs_not_before = time.monotonic_ns() - 1
     bell.run_due(reachable=True)
     assert 15.0 < bell.left() <= 25.0  # it waits in BLPOP
     main.close()

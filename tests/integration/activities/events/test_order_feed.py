@@ -181,7 +181,7 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
 
 async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
     user = f"relay-{os.getpid()}"
-    board = SharedState()  # numbers the events, as it does in a worker
+    shared_state = SharedState()  # numbers the events, as it does in a worker
     kinds = [
         WorkerEventKind.CONNECTED,
         WorkerEventKind.RECONNECTING,
@@ -200,7 +200,9 @@ async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, tempo
             worker_id="w1",
             user_id=user,
             epoch=1,
-            sequence=board.next_supervisor_event() if kind in by_supervisor else board.next_session_event(),
+            sequence=shared_state.next_supervisor_event()
+            if kind in by_supervisor
+            else shared_state.next_session_event(),
             kind=kind,
             at_ms=1000,
             detail="why",

@@ -192,7 +192,7 @@ def test_a_fill_during_an_outage_is_told_afterwards(own_stage: WorkerStage, own_
     own_server.stop()
     stage.client.close()
     worker.tell_broker("gate")
-    eventually(lambda: worker.logged("outbox_stuck"), "the answer could not be sent")
+    eventually(lambda: worker.logged("send_buffer_stuck"), "the answer could not be sent")
     own_server.start()
     answer = stage.answer(order.request_id)
     assert answer.failure is None

@@ -15,8 +15,7 @@ from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PlaceOrder
 from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.order_checks import UnknownOutcomes
-from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_submitter import OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
 
 #: Milliseconds; as the API tells it.
@@ -65,28 +64,28 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
 
 
 class RefusingCalls:
-    """Stands for `Calls`; an order that comes as far as this would be submitted."""
+    """Stands for `BrokerCalls`; an order that comes as far as this would be submitted."""
 
-    def ready(self, account_id: str, piece: QueueItem) -> object:
+    def ensure_session(self, account_id: str, item: QueueItem) -> object:
         raise OrderRejected("it would have been submitted")
 
 
 def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
     """Whether a worker of this epoch carries out an order that was accepted so long after its claim."""
-    board, log = SharedState(), Log("ERROR")
-    board.session_number = 1
+    shared_state, log = SharedState(), Log("ERROR")
+    shared_state.session_number = 1
     stage.own("w1", epoch)
-    board.assign(stage.user, "c1", epoch)
+    shared_state.assign(stage.user, "c1", epoch)
     order = queued(stage, accepted_in_ms=accepted_in_ms)
-    outbox = SendBuffer(stage.client, stage.config(worker_id="w1"), board, log)
-    ledger = OrderTracker(epoch, outbox.event, log)
+    send_buffer = SendBuffer(stage.client, stage.config(worker_id="w1"), shared_state, log)
+    tracker = OrderTracker(epoch, send_buffer.add_event, log)
     calls: Any = RefusingCalls()
-    placing = OrderSubmitter(calls, ledger, UnknownOutcomes(ledger), outbox=outbox, board=board, log=log)
-    inlet = RequestQueueReader(stage.client, board, "w1")
-    assert inlet.bound()
-    done = placing.execute(order, inlet.pop())
-    assert done is not None
-    outcome, failure = done
+    submitter = OrderSubmitter(
+        calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=shared_state, log=log
+    )
+    queue_reader = RequestQueueReader(stage.client, shared_state, "w1")
+    assert queue_reader.is_switch_current()
+    outcome, failure = submitter.submit_order(order, queue_reader.pop())
     assert failure is not None
     assert (outcome.state, failure.code) in {
         (OrderState.REJECTED, "ORDER_REJECTED"),

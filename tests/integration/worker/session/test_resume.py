@@ -38,25 +38,25 @@ def factory() -> BrokerFactory:
 
 
 class Fresh:
-    """A fresh session's parts, on a board that a predecessor left."""
+    """A fresh session's parts, in a shared state that a predecessor left."""
 
     def __init__(self, stage: WorkerStage, tell_again: float = TELL_AGAIN) -> None:
         config = stage.config(worker_id="w-fresh")
         log = Log("ERROR")
-        self.board = SharedState()
-        self.board.session_number, self.board.session_end = 2, -signal.SIGKILL
-        self.board.assign(stage.user, "c1", 1)
-        self.board.connected = 1
+        self.shared_state = SharedState()
+        self.shared_state.session_number, self.shared_state.session_end = 2, -signal.SIGKILL
+        self.shared_state.assign(stage.user, "c1", 1)
+        self.shared_state.connected = 1
         key = new_worker_key()
-        self.board.publish_key(key.public_key().public_bytes_raw())
+        self.shared_state.publish_key(key.public_key().public_bytes_raw())
         self.client = Valkey(stage.url, timeout=PATIENCE)
-        outbox = SendBuffer(self.client, config, self.board, log)
-        self.serving = RequestLoop(
+        send_buffer = SendBuffer(self.client, config, self.shared_state, log)
+        self.request_loop = RequestLoop(
             config,
-            self.board,
+            self.shared_state,
             client=self.client,
-            outbox=outbox,
-            opener=CredentialOpener(key, self.board, config.worker_id),
+            send_buffer=send_buffer,
+            opener=CredentialOpener(key, self.shared_state, config.worker_id),
             load_factory=factory,
             stopping=lambda: False,
             wake=lambda: None,
@@ -64,11 +64,11 @@ class Fresh:
         )
         self.resuming = ResumeHandler(
             config,
-            self.board,
+            self.shared_state,
             client=self.client,
-            mark=WorkerMark(config, self.board),
-            outbox=outbox,
-            open_request_loop=lambda: self.serving,
+            mark=WorkerMark(config, self.shared_state),
+            send_buffer=send_buffer,
+            open_request_loop=lambda: self.request_loop,
             log=log,
             tell_again=tell_again,
         )
@@ -95,8 +95,8 @@ def test_it_takes_the_lease_shows_its_key_and_tells_once(
     for _ in range(3):
         fresh.resuming.run_due()
     assert fresh.resuming.active
-    assert fresh.board.lease_session > boot_ns()
-    assert bytes.fromhex(stage.metadata()["public_key"]) == fresh.board.public_key()
+    assert fresh.shared_state.lease_session > boot_ns()
+    assert bytes.fromhex(stage.metadata()["public_key"]) == fresh.shared_state.public_key()
     assert stage.metadata()["state"] == WorkerActivity.Reconnecting.name
     assert stage.kinds() == ["session_replaced"]
     assert 0 < fresh.resuming.left() <= TELL_AGAIN
@@ -111,7 +111,7 @@ def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
     fresh.resuming.run_due()
     assert stage.kinds() == ["session_replaced"] * 2
     key = ConnectionKey("fake", "stock", True, "a1")
-    fresh.serving.connections.load([OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"))])
+    fresh.request_loop.broker_sessions.load([OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"))])
     fresh.resuming.run_due()
     assert stage.kinds() == ["session_replaced"] * 2
     assert fresh.resuming.left() == math.inf
@@ -135,4 +135,4 @@ def test_under_a_later_owner_it_ends_fenced(stage: WorkerStage, make: Callable[.
     with pytest.raises(WorkerExit) as ends:
         fresh.resuming.run_due()
     assert ends.value.code is ExitCode.FENCED
-    assert fresh.board.fenced == 1
+    assert fresh.shared_state.fenced == 1

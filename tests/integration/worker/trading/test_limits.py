@@ -165,11 +165,14 @@ def test_a_call_counts_in_all_windows_that_it_falls_into(
     config = WorkerConfig(
         worker_id="w", pool="p", valkey_url="", launch_token=b"", orchestrator_key=b"secret"
     )
-    board = SharedState()
-    board.epoch, board.claimed_session = 1, board.session_number  # a user's first worker: no count was lost
+    shared_state = SharedState()
+    shared_state.epoch, shared_state.claimed_session = (
+        1,
+        shared_state.session_number,
+    )  # a user's first worker: no count was lost
     credentials = Credentials(api_key="k", secret_key="s")
     account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials)
-    SharedRateLimiter(stage.client, config, board, Log("ERROR")).spend(account, what, lambda: 1.0)
+    SharedRateLimiter(stage.client, config, shared_state, Log("ERROR")).spend(account, what, lambda: 1.0)
     counted = {
         key.rsplit(b":", 1)[1]: stage.client.execute("ZCARD", key)
         for key in stage.client.execute("KEYS", "broker:budget:*")

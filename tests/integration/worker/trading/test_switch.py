@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +21,7 @@ from worker_runtime.protocol.scripts import WRITE_SWITCH
 from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
 from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.order_checks import UnknownOutcomes
-from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
 from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
 
@@ -157,7 +158,7 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
 
 
 class Granting:
-    """Stands for `Calls`: the wait for the budget ends when the server has become another one."""
+    """Stands for `BrokerCalls`: the wait for the budget ends when the server has become another one."""
 
     grant_is_fresh = True
 
@@ -166,17 +167,17 @@ class Granting:
         self._paused = paused
         self.changed = 0
 
-    def ready(self, account_id: str, piece: QueueItem) -> object:
+    def ensure_session(self, account_id: str, item: QueueItem) -> object:
         return self
 
-    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         self._granted()
 
-    def pause(self, piece: QueueItem) -> None:
+    def pause(self, item: QueueItem) -> None:
         self._paused()
 
-    def change(
-        self, account_id: str, piece: QueueItem, call: Callable[[float], ExchangeOrder]
+    def call_once(
+        self, account_id: str, item: QueueItem, call: Callable[[float], ExchangeOrder]
     ) -> ExchangeOrder:
         self.changed += 1
         raise OrderRejected("by the broker")
@@ -185,32 +186,35 @@ class Granting:
 class Hand:
     """One order in the hand of a worker whose way to the broker is `calls`."""
 
-    def __init__(self, stage: WorkerStage, calls: Any, patience: float = 60.0) -> None:
+    def __init__(self, stage: WorkerStage, calls: Any, switch_wait: float = 60.0) -> None:
         stage.own("w1", 1)
         self.order = stage.order()
         self.item = stage.enqueue(self.order)
-        board, log = SharedState(), Log("ERROR")
-        board.session_number = 1
-        board.assign(stage.user, "c1", 1)
-        self.inlet = RequestQueueReader(stage.client, board, "w1")
-        self.outbox = SendBuffer(stage.client, stage.config(worker_id="w1"), board, log)
-        ledger = OrderTracker(1, self.outbox.event, log)
-        self._placing = OrderSubmitter(
+        shared_state, log = SharedState(), Log("ERROR")
+        shared_state.session_number = 1
+        shared_state.assign(stage.user, "c1", 1)
+        self.queue_reader = RequestQueueReader(stage.client, shared_state, "w1")
+        self.send_buffer = SendBuffer(stage.client, stage.config(worker_id="w1"), shared_state, log)
+        tracker = OrderTracker(1, self.send_buffer.add_event, log)
+        self._submitter = OrderSubmitter(
             calls,
-            ledger,
-            UnknownOutcomes(ledger),
-            outbox=self.outbox,
-            board=board,
+            tracker,
+            UnknownOutcomes(tracker),
+            send_buffer=self.send_buffer,
+            shared_state=shared_state,
             log=log,
-            switch_patience=patience,
+            switch_wait=switch_wait,
         )
 
-    def executed(self) -> tuple[OrderState, str, str] | None:
+    def submitted(self, *, late: bool = False) -> tuple[OrderState, str, str] | None:
         """State, code and detail of what the next pop brings; None if it goes back to its queue."""
-        done = self._placing.execute(self.order, self.inlet.pop())
-        if done is None:
+        item = self.queue_reader.pop()
+        if late:
+            item = replace(item, deadline_ns=time.monotonic_ns())
+        try:
+            outcome, failure = self._submitter.submit_order(self.order, item)
+        except OrderPostponed:
             return None
-        outcome, failure = done
         assert failure is not None
         return outcome.state, failure.code, failure.detail
 
@@ -222,7 +226,7 @@ def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_in_hand
         switch(stage, UserSwitch(version=4, server=stage.client.server()))
 
     calls = Granting(lambda: of_another_server(stage), told)
-    assert Hand(stage, calls).executed() == (OrderState.REJECTED, "ORDER_REJECTED", "by the broker")
+    assert Hand(stage, calls).submitted() == (OrderState.REJECTED, "ORDER_REJECTED", "by the broker")
     assert calls.changed == 1
 
 
@@ -231,7 +235,7 @@ def test_an_order_in_hand_is_halted_by_what_the_server_is_told_at_last(stage: Wo
         switch(stage, UserSwitch(version=4, every=SwitchState.HALTED, server=stage.client.server()))
 
     calls = Granting(lambda: of_another_server(stage), told)
-    done = Hand(stage, calls).executed()
+    done = Hand(stage, calls).submitted()
     assert done is not None
     assert done[:2] == (OrderState.REJECTED, "TRADING_HALTED")
     assert calls.changed == 0
@@ -242,7 +246,7 @@ def test_an_order_in_hand_whose_deadline_passes_before_the_server_is_told_expire
         raise DeadlineExceeded
 
     calls = Granting(lambda: of_another_server(stage), late)
-    done = Hand(stage, calls).executed()
+    done = Hand(stage, calls).submitted()
     assert done is not None
     assert done[:2] == (OrderState.EXPIRED, "DEADLINE_EXCEEDED")
     assert calls.changed == 0
@@ -252,7 +256,7 @@ def test_an_order_in_hand_does_not_wait_for_ever_for_the_switch_and_is_not_calle
     stage: WorkerStage,
 ) -> None:
     calls = Granting(lambda: of_another_server(stage), lambda: None)
-    done = Hand(stage, calls, patience=0.0).executed()
+    done = Hand(stage, calls, switch_wait=0.0).submitted()
     assert done is not None
     assert done[:2] == (OrderState.REJECTED, "WORKER_UNAVAILABLE")
     assert calls.changed == 0
@@ -263,24 +267,19 @@ class Uncounting(Granting):
 
     def __init__(self) -> None:
         super().__init__(lambda: None, lambda: None)
-        self.left = 10.0
 
-    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         raise CountUnavailable("away")
-
-    def remaining(self, piece: QueueItem) -> float:
-        return self.left
 
 
 def test_an_order_that_cannot_be_counted_is_not_begun_and_goes_back_to_its_queue(stage: WorkerStage) -> None:
     calls = Uncounting()
     hand = Hand(stage, calls)
-    assert hand.executed() is None
-    assert len(hand.outbox) == 0
-    assert hand.inlet.put_back(hand.item, hand.order.order_id) == "queued"
+    assert hand.submitted() is None
+    assert len(hand.send_buffer) == 0
+    assert hand.queue_reader.put_back(hand.item, hand.order.order_id) == "queued"
     # Its time is up before Valkey counts again: it is answered.
-    calls.left = 0.0
-    done = hand.executed()
+    done = hand.submitted(late=True)
     assert done is not None
     assert done[:2] == (OrderState.EXPIRED, "DEADLINE_EXCEEDED")
     assert "RATE_LIMITED" in done[2]

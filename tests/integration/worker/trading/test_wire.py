@@ -38,10 +38,10 @@ def client(wire: ValkeyWire) -> Iterator[Valkey]:
 
 
 def _shared_state(stage: WorkerStage) -> SharedState:
-    board = SharedState()
-    board.session_number = 1
-    board.assign(stage.user, "c1", 1)
-    return board
+    shared_state = SharedState()
+    shared_state.session_number = 1
+    shared_state.assign(stage.user, "c1", 1)
+    return shared_state
 
 
 def test_a_pop_whose_reply_was_lost_returns_the_same_item(
@@ -50,36 +50,36 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(
     stage.own("w1", 1)
     items = [stage.enqueue(stage.order()) for _ in range(2)]
     client.execute("SCRIPT", "LOAD", POP.source)
-    inlet = RequestQueueReader(client, _shared_state(stage), "w1")
-    assert inlet.bound()
+    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1")
+    assert queue_reader.is_switch_current()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
-        inlet.pop()
+        queue_reader.pop()
     assert stage.processing() == 1
-    piece = inlet.pop()
-    assert (piece.kind, piece.item) == ("request", items[0])
+    item = queue_reader.pop()
+    assert (item.kind, item.raw) == ("request", items[0])
     assert stage.processing() == 1
-    assert inlet.pop().item == items[1]
-    assert inlet.pop().kind == "empty"
+    assert queue_reader.pop().raw == items[1]
+    assert queue_reader.pop().kind == "empty"
 
 
-def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_not_bound(
+def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_stale(
     stage: WorkerStage, wire: ValkeyWire, client: Valkey
 ) -> None:
     stage.own("w1", 1)
     order = stage.order()
-    item = stage.enqueue(order)
+    raw = stage.enqueue(order)
     client.execute("SCRIPT", "LOAD", POP.source)
-    inlet = RequestQueueReader(client, _shared_state(stage), "w1")
-    assert inlet.bound()
+    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1")
+    assert queue_reader.is_switch_current()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
-        inlet.pop()
+        queue_reader.pop()
     stage.client.execute("HSET", keys.switch(stage.user), SERVER, "another one")
-    piece = inlet.pop(control_only=True)
-    assert (piece.kind, piece.item, piece.unbound) == ("request", item, True)
-    assert inlet.put_back(item, order.order_id) == "queued"
-    assert not inlet.bound()
+    item = queue_reader.pop(control_only=True)
+    assert (item.kind, item.raw, item.switch_is_stale) == ("request", raw, True)
+    assert queue_reader.put_back(raw, order.order_id) == "queued"
+    assert not queue_reader.is_switch_current()
 
 
 def test_a_client_waits_no_longer_than_its_limit(wire: ValkeyWire) -> None:
@@ -96,13 +96,13 @@ def test_a_client_waits_no_longer_than_its_limit(wire: ValkeyWire) -> None:
 def test_a_lost_reply_costs_no_answer_and_no_event(
     stage: WorkerStage, wire: ValkeyWire, client: Valkey
 ) -> None:
-    board = _shared_state(stage)
-    outbox = SendBuffer(client, stage.config(worker_id="w1"), board, Log("ERROR"))
+    shared_state = _shared_state(stage)
+    send_buffer = SendBuffer(client, stage.config(worker_id="w1"), shared_state, Log("ERROR"))
     stage.client.execute("LPUSH", keys.processing(stage.user), "item")
-    outbox.tell(WorkerEventKind.CONNECTED)
-    outbox.answer(b"item", Answer(request_id="r1"), "")
+    send_buffer.add_worker_event(WorkerEventKind.CONNECTED)
+    send_buffer.add_answer(b"item", Answer(request_id="r1"), "")
     wire.lose = 1
-    assert outbox.flush()
+    assert send_buffer.flush()
     assert stage.answer("r1") == Answer(request_id="r1")
     assert stage.processing() == 0
     sequences = {event.sequence for event in stage.events() if hasattr(event, "sequence")}
@@ -110,30 +110,30 @@ def test_a_lost_reply_costs_no_answer_and_no_event(
 
 
 def test_what_cannot_be_sent_stays_in_order(stage: WorkerStage, wire: ValkeyWire, client: Valkey) -> None:
-    outbox = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
+    send_buffer = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
     for kind in (WorkerEventKind.DEGRADED, WorkerEventKind.RECONNECTING, WorkerEventKind.CONNECTED):
-        outbox.tell(kind)
+        send_buffer.add_worker_event(kind)
     wire.lose = 2
-    assert not outbox.flush()
-    assert len(outbox) == 3
-    assert outbox.flush()
+    assert not send_buffer.flush()
+    assert len(send_buffer) == 3
+    assert send_buffer.flush()
     assert stage.kinds()[-3:] == ["degraded", "reconnecting", "connected"]
 
 
 def test_a_journal_entry_without_a_reply_is_not_taken_for_written(
     stage: WorkerStage, wire: ValkeyWire, client: Valkey
 ) -> None:
-    outbox = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
-    outbox.journal("o1")
+    send_buffer = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
+    send_buffer.add_journal_entry("o1")
     wire.lose = 2
-    assert not outbox.flush()
-    assert not outbox.journaled
-    assert outbox.flush()
-    assert outbox.journaled  # the entry that stands there is our own
+    assert not send_buffer.flush()
+    assert not send_buffer.journaled
+    assert send_buffer.flush()
+    assert send_buffer.journaled  # the entry that stands there is our own
     assert stage.client.execute("EXISTS", keys.journal(stage.user, "o1")) == 1
-    outbox.journal("o1")
-    assert outbox.flush()
-    assert not outbox.journaled
+    send_buffer.add_journal_entry("o1")
+    assert send_buffer.flush()
+    assert not send_buffer.journaled
 
 
 def test_the_lease_runs_from_before_the_renewal_was_sent(

@@ -36,40 +36,40 @@ class SlowToClose(FakeBroker):
 
 
 def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> None:
-    market, board, together = FakeMarket(), SharedState(), Barrier(len(NAMES))
-    board.lease_session = boot_ns() + 30 * SECOND
+    market, shared_state, together = FakeMarket(), SharedState(), Barrier(len(NAMES))
+    shared_state.lease_session = boot_ns() + 30 * SECOND
 
     def factory(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> SlowToClose:
         return SlowToClose(market, key, client, on_order, together)
 
-    connections = BrokerSessions(
+    broker_sessions = BrokerSessions(
         lambda: factory,
         client="w1/1",
-        lease=Lease(board),
-        board=board,
+        lease=Lease(shared_state),
+        shared_state=shared_state,
         reconcile=lambda key, broker, timeout: None,
         on_order=lambda key, change: None,
-        health=HealthMonitor(board, lambda kind, detail: None),
-        budget=UnlimitedRateLimiter(),
+        health=HealthMonitor(shared_state, lambda kind, detail: None),
+        rate_limiter=UnlimitedRateLimiter(),
         log=Log("ERROR"),
     )
     for name in NAMES:
         market.register(name, "key", "secret")
     credentials = Credentials(api_key="key", secret_key="secret")
     keys = [ConnectionKey("fake", "stock", True, name) for name in NAMES]
-    connections.load(OpenedAccount(key, 1, credentials) for key in keys)
-    connections.connect_all(5.0)
-    assert (len(market.sessions), board.broker_open) == (3, 1)
-    connections.close_all()
-    assert (together.broken, len(market.sessions), board.broker_open) == (False, 0, 0)
+    broker_sessions.load(OpenedAccount(key, 1, credentials) for key in keys)
+    broker_sessions.connect_all(5.0)
+    assert (len(market.sessions), shared_state.broker_open) == (3, 1)
+    broker_sessions.close_all()
+    assert (together.broken, len(market.sessions), shared_state.broker_open) == (False, 0, 0)
 
 
 def test_a_wait_for_valkey_ends_with_the_usable_lease_while_a_broker_session_is_open() -> None:
-    board = SharedState()
-    lease = Lease(board)
-    board.lease_session = boot_ns() + 60 * SECOND
+    shared_state = SharedState()
+    lease = Lease(shared_state)
+    shared_state.lease_session = boot_ns() + 60 * SECOND
     assert lease.wait_limit() > 1_000_000
-    board.broker_open = 1
+    shared_state.broker_open = 1
     assert 60.0 - LEASE_MARGIN - 30.0 < lease.wait_limit() <= 60.0 - LEASE_MARGIN
-    board.lease_session = boot_ns() + 3 * SECOND
+    shared_state.lease_session = boot_ns() + 3 * SECOND
     assert lease.wait_limit() == 0.1

@@ -41,7 +41,7 @@ class Replaced(SharedState):
 
 
 class Numbers:
-    """A board's numbers; `at_read` is called when the session's is read for the second time."""
+    """The shared state's numbers; `at_read` is called when the session's is read for the second time."""
 
     def __init__(self, numbers: Any, index: int, at_read: Callable[[], None]) -> None:
         self._numbers = numbers
@@ -60,23 +60,23 @@ class Numbers:
 
 
 def test_the_key_of_a_session_that_was_replaced_meanwhile_is_not_shown_as_its_successors() -> None:
-    board, client = Replaced(), RecordingValkey()
-    board.session_number = 1
-    board.publish_key(OLD)
-    board.assign("u", "c", 1)
-    WorkerMark(CONFIG, board).renew(client)
+    shared_state, client = Replaced(), RecordingValkey()
+    shared_state.session_number = 1
+    shared_state.publish_key(OLD)
+    shared_state.assign("u", "c", 1)
+    WorkerMark(CONFIG, shared_state).renew(client)
     assert (client.fields["session"], client.fields["public_key"]) == (1, OLD.hex())
 
 
 def test_a_key_that_may_have_been_written_over_while_it_was_read_is_none() -> None:
-    board = SharedState()
-    board.session_number = 1
-    board.publish_key(OLD)
-    numbers: Any = board.numbers
+    shared_state = SharedState()
+    shared_state.session_number = 1
+    shared_state.publish_key(OLD)
+    numbers: Any = shared_state.numbers
 
     def replace() -> None:
         numbers[1] = 2
 
-    board.numbers = Numbers(numbers, 1, replace)  # type: ignore[assignment]
-    assert board.public_key() == b""
-    board.numbers = numbers
+    shared_state.numbers = Numbers(numbers, 1, replace)  # type: ignore[assignment]
+    assert shared_state.public_key() == b""
+    shared_state.numbers = numbers

@@ -21,23 +21,23 @@ from worker_runtime.protocol.launch import ExitCode
     ],
 )
 def test_the_end_of_the_predecessor_is_told_in_words(status: int, text: str) -> None:
-    board = SharedState()
-    board.session_number, board.session_end = 2, status
-    assert replacement_reason(board) == text
+    shared_state = SharedState()
+    shared_state.session_number, shared_state.session_end = 2, status
+    assert replacement_reason(shared_state) == text
 
 
 def test_a_kill_by_the_supervisor_is_told_as_its_reason_and_for_that_session_only() -> None:
-    board = SharedState()
-    board.session_number = 1
-    record_kill(board, KillReason.NO_PULSE)
-    board.session_number, board.session_end = 2, -signal.SIGKILL
-    assert replacement_reason(board) == "no pulse"
-    board.session_number = 3
-    assert replacement_reason(board) == "ended by SIGKILL"
+    shared_state = SharedState()
+    shared_state.session_number = 1
+    record_kill(shared_state, KillReason.NO_PULSE)
+    shared_state.session_number, shared_state.session_end = 2, -signal.SIGKILL
+    assert replacement_reason(shared_state) == "no pulse"
+    shared_state.session_number = 3
+    assert replacement_reason(shared_state) == "ended by SIGKILL"
 
 
 def test_a_tally_counts_what_happened_of_late() -> None:
     tally = CrashCounter(3, 600.0)
-    assert [tally.too_many() for _ in range(5)] == [False, False, False, True, True]
+    assert [tally.add_and_check() for _ in range(5)] == [False, False, False, True, True]
     forgetful = CrashCounter(0, 0.0)
-    assert [forgetful.too_many() for _ in range(3)] == [True, True, True]
+    assert [forgetful.add_and_check() for _ in range(3)] == [True, True, True]

@@ -67,13 +67,18 @@ def resting() -> PlaceOrder:
 )
 def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnections], what: CallKind) -> None:
     setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
-    board = setting.board
+    shared_state = setting.shared_state
     calls = BrokerCalls(
-        setting.connections, spent, lease=Lease(board), board=board, broker_timeout=5.0, log=log
+        setting.broker_sessions,
+        spent,
+        lease=Lease(shared_state),
+        shared_state=shared_state,
+        broker_timeout=5.0,
+        log=log,
     )
     changing = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
     taken = setting.market.take("a1", resting())
-    piece = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
+    item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {
         "request_id": "r",
         "order_id": "o",
@@ -89,7 +94,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnectio
         ReplaceOrder(**words, quantity=1, price=None),
         CancelOrder(**words),
     ]
-    outcomes = [changing.execute(change, piece) for change in changes]
+    outcomes = [changing.change_order(change, item) for change in changes]
     assert [failure for _, failure in outcomes] == [None, None]
     assert [outcome and outcome.state for outcome, _ in outcomes] == [
         OrderState.SUBMITTED,

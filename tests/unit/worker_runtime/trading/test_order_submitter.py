@@ -11,8 +11,7 @@ from worker_runtime.protocol.errors import DeadlineExceeded
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 from worker_runtime.protocol.switches import OPEN
 from worker_runtime.session.queue_reader import QueueItem
-from worker_runtime.trading.order_checks import UnknownOutcomes
-from worker_runtime.trading.order_submitter import OrderSubmitter
+from worker_runtime.trading.order_submitter import OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
 from worker_runtime.trading.rate_limiter import CallKind
 
@@ -25,30 +24,30 @@ class Late:
     def __init__(self) -> None:
         self.grants = 0
 
-    def ready(self, account_id: str, piece: QueueItem) -> object:
+    def ensure_session(self, account_id: str, item: QueueItem) -> object:
         return object()
 
-    def spend_budget(self, account_id: str, what: CallKind, piece: QueueItem) -> None:
+    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         self.grants += 1
 
-    def time_left(self, piece: QueueItem) -> float:
+    def call_timeout(self, item: QueueItem) -> float:
         if self.grants >= 3:
             raise DeadlineExceeded
         return 1.0
 
 
 class Taking:
-    """Stands for the outbox, of which Valkey takes everything."""
+    """Stands for the send buffer, of which Valkey takes everything."""
 
     journaled = True
-    unbound = False
+    switch_is_stale = False
     switch = OPEN
 
-    def journal(self, order_id: str) -> None: ...
+    def add_journal_entry(self, order_id: str) -> None: ...
 
     def read_switch(self) -> None: ...
 
-    def event(self, event: OrderEvent) -> None: ...
+    def add_event(self, event: OrderEvent) -> None: ...
 
     def flush(self) -> bool:
         return True
@@ -56,13 +55,12 @@ class Taking:
 
 def test_an_order_whose_grant_is_always_too_old_expires() -> None:
     calls: Any = Late()
-    outbox: Any = Taking()
+    send_buffer: Any = Taking()
     log = Log("CRITICAL")
-    ledger = OrderTracker(1, outbox.event, log)
-    placing = OrderSubmitter(
-        calls, ledger, UnknownOutcomes(ledger), outbox=outbox, board=SharedState(), log=log
+    tracker = OrderTracker(1, send_buffer.add_event, log)
+    submitter = OrderSubmitter(
+        calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=SharedState(), log=log
     )
-    done = placing.execute(ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN))
-    assert done is not None
-    assert done[0].state is OrderState.EXPIRED
+    done = submitter.submit_order(ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN))
+    assert done.outcome.state is OrderState.EXPIRED
     assert calls.grants == 3

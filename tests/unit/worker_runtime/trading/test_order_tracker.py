@@ -63,75 +63,75 @@ def change(filled: int) -> OrderChanged:
     return OrderChanged(event_id=f"e{filled}", order=told(state, FILLS[:filled]), fill=FILLS[filled - 1])
 
 
-def ledger() -> tuple[OrderTracker, list[OrderEvent]]:
+def new_tracker() -> tuple[OrderTracker, list[OrderEvent]]:
     events: list[OrderEvent] = []
     return OrderTracker(1, events.append, Log("ERROR")), events
 
 
-def outcome(book: OrderTracker) -> OrderOutcome:
-    known = book.known_outcome("o1")
+def outcome(tracker: OrderTracker) -> OrderOutcome:
+    known = tracker.known_outcome("o1")
     assert known is not None
     return known[0]
 
 
 @given(st.lists(st.integers(1, 3), max_size=8), st.lists(st.integers(1, 3), max_size=8))
 def test_each_fill_is_told_once_in_whatever_order_it_comes(before: list[int], after: list[int]) -> None:
-    book, events = ledger()
-    book.submitting(ORDER)
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
     for filled in before:  # a callback may overtake the answer to `place`
-        book.changed(KEY, change(filled))
-    book.placed(ORDER, told(OrderState.SUBMITTED, []))
+        tracker.apply_change(KEY, change(filled))
+    tracker.record_placement(ORDER, told(OrderState.SUBMITTED, []))
     for filled in [*after, 3]:
-        book.changed(KEY, change(filled))
+        tracker.apply_change(KEY, change(filled))
     assert sorted(event.fill.fill_id for event in events if event.fill) == ["f0", "f1", "f2"]
     assert len({event.event_id for event in events}) == len(events)
     assert [event.state for event in events].count(OrderState.FILLED) == 1
-    assert outcome(book).state is OrderState.FILLED
-    assert outcome(book).filled_quantity == 3
+    assert outcome(tracker).state is OrderState.FILLED
+    assert outcome(tracker).filled_quantity == 3
 
 
 def test_fills_in_the_answer_are_told_after_the_submission() -> None:
-    book, events = ledger()
-    book.submitting(ORDER)
-    answer = book.placed(ORDER, told(OrderState.FILLED, FILLS))
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
+    answer = tracker.record_placement(ORDER, told(OrderState.FILLED, FILLS))
     assert [event.event_id for event in events] == ["o1:submitted", "o1:fill:f0", "o1:fill:f1", "o1:fill:f2"]
     assert [event.filled_quantity for event in events] == [0, 1, 2, 3]
     assert (answer.filled_quantity, answer.average_price) == (3, Decimal(11))
 
 
 def test_an_order_of_unknown_outcome_is_found_again_by_its_tag() -> None:
-    book, events = ledger()
-    book.submitting(ORDER)
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
     unknown = OrderOutcome(order_id="o1", state=OrderState.UNKNOWN)
-    book.settled(ORDER, unknown, Failure(code="OUTCOME_UNKNOWN", detail=""))
-    book.changed(KEY, change(3))
-    assert outcome(book).state is OrderState.FILLED
+    tracker.record_outcome(ORDER, unknown, Failure(code="OUTCOME_UNKNOWN", detail=""))
+    tracker.apply_change(KEY, change(3))
+    assert outcome(tracker).state is OrderState.FILLED
     assert events[-1].broker_order_id == "b1"
 
 
 def test_a_change_of_an_order_that_is_not_ours_is_not_told() -> None:
-    book, events = ledger()
-    book.changed(KEY, change(1))
+    tracker, events = new_tracker()
+    tracker.apply_change(KEY, change(1))
     assert events == []
-    assert book.known_outcome("o1") is None
+    assert tracker.known_outcome("o1") is None
 
 
 def test_a_late_change_does_not_take_back_what_is_known() -> None:
-    book, _ = ledger()
-    book.submitting(ORDER)
-    book.placed(ORDER, told(OrderState.FILLED, FILLS))
-    book.changed(KEY, change(1))
-    assert outcome(book).state is OrderState.FILLED
-    assert outcome(book).filled_quantity == 3
+    tracker, _ = new_tracker()
+    tracker.mark_submitting(ORDER)
+    tracker.record_placement(ORDER, told(OrderState.FILLED, FILLS))
+    tracker.apply_change(KEY, change(1))
+    assert outcome(tracker).state is OrderState.FILLED
+    assert outcome(tracker).filled_quantity == 3
 
 
 def test_a_cancelled_order_keeps_what_was_filled() -> None:
-    book, events = ledger()
-    book.submitting(ORDER)
-    book.placed(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
+    tracker.record_placement(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
     cancelled = OrderChanged(event_id="e9", order=told(OrderState.CANCELLED, FILLS[:1]))
-    book.changed(KEY, cancelled)
-    book.changed(KEY, cancelled)
+    tracker.apply_change(KEY, cancelled)
+    tracker.apply_change(KEY, cancelled)
     assert [event.state.value for event in events] == ["submitted", "part_filled", "cancelled"]
     assert events[-1].filled_quantity == 1
 
@@ -152,82 +152,82 @@ def test_without_fills_there_is_no_average() -> None:
 
 
 def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
-    book, events = ledger()
-    book.load_open_orders([ORDER])
-    assert book.known_outcome("o1") is None  # nothing says that it was ever submitted
+    tracker, events = new_tracker()
+    tracker.load_open_orders([ORDER])
+    assert tracker.known_outcome("o1") is None  # nothing says that it was ever submitted
     stranger = msgspec.structs.replace(told(OrderState.FILLED, FILLS, "b2"), tag="other")
-    assert book.listed(KEY, [told(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
+    assert tracker.reconcile_list(KEY, [told(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
     assert [event.event_id for event in events] == ["o1:fill:f0", "o1:fill:f1"]
-    assert outcome(book).state is OrderState.PART_FILLED
-    book.changed(KEY, change(3))
+    assert outcome(tracker).state is OrderState.PART_FILLED
+    tracker.apply_change(KEY, change(3))
     assert events[-1].state is OrderState.FILLED
 
 
 def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_it_is_listed() -> None:
-    book, _ = ledger()
-    book.load_open_orders([ORDER])  # with the claim; a reload tells more
-    book.load_open_orders([msgspec.structs.replace(ORDER, begun=True)])
-    known = book.known_outcome("o1")
+    tracker, _ = new_tracker()
+    tracker.load_open_orders([ORDER])  # with the claim; a reload tells more
+    tracker.load_open_orders([msgspec.structs.replace(ORDER, begun=True)])
+    known = tracker.known_outcome("o1")
     assert known is not None
     assert known[1] is not None
     assert (known[0].state, known[1].code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
-    assert book.listed(KEY, [told(OrderState.PART_FILLED, FILLS[:2])]) == []
-    assert outcome(book).state is OrderState.PART_FILLED
+    assert tracker.reconcile_list(KEY, [told(OrderState.PART_FILLED, FILLS[:2])]) == []
+    assert outcome(tracker).state is OrderState.PART_FILLED
 
 
 def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
-    book, events = ledger()
-    book.load_open_orders([ORDER])
+    tracker, events = new_tracker()
+    tracker.load_open_orders([ORDER])
     sold = msgspec.structs.replace(told(OrderState.FILLED, FILLS), side=Side.SELL)
     larger = msgspec.structs.replace(told(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
-    assert book.listed(KEY, [sold, larger]) == [sold, larger]
+    assert tracker.reconcile_list(KEY, [sold, larger]) == [sold, larger]
     assert events == []
 
 
 def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> None:
-    book, events = ledger()
-    book.load_open_orders([ORDER])
-    book.submitting(ORDER)
-    book.load_open_orders([ORDER])
-    assert book.placed(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
-    assert book.broker_id_of("o1") == "b1"
+    tracker, events = new_tracker()
+    tracker.load_open_orders([ORDER])
+    tracker.mark_submitting(ORDER)
+    tracker.load_open_orders([ORDER])
+    assert tracker.record_placement(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
+    assert tracker.broker_id_of("o1") == "b1"
     assert [event.event_id for event in events] == ["o1:submitted"]
 
 
 def test_an_order_that_was_reduced_to_its_fills_is_told_as_filled() -> None:
-    book, events = ledger()
-    book.submitting(ORDER)
-    book.placed(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
+    tracker.record_placement(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
     reduced = msgspec.structs.replace(told(OrderState.FILLED, FILLS[:1]), quantity=1)
     for _ in range(2):
-        book.changed(KEY, OrderChanged(event_id="e9", order=reduced))
+        tracker.apply_change(KEY, OrderChanged(event_id="e9", order=reduced))
     states = [event.state.value for event in events if event.quantity is None]
     assert states == ["submitted", "part_filled", "filled"]
     assert [event.quantity for event in events if event.quantity is not None] == [1]
 
 
 def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
-    book, _ = ledger()
-    book.submitting(ORDER)
-    book.changed(KEY, change(3))
-    assert book.placed(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.FILLED
+    tracker, _ = new_tracker()
+    tracker.mark_submitting(ORDER)
+    tracker.apply_change(KEY, change(3))
+    assert tracker.record_placement(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.FILLED
 
 
 def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
-    known, events = ledger()
+    known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     smaller = msgspec.structs.replace(told(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
     for _ in range(2):
-        known.listed(KEY, [smaller])
-        known.changed(KEY, OrderChanged(event_id="e", order=smaller))
+        known.reconcile_list(KEY, [smaller])
+        known.apply_change(KEY, OrderChanged(event_id="e", order=smaller))
     terms = [(event.state, event.quantity, event.price) for event in events if event.quantity is not None]
     assert terms == [(OrderState.SUBMITTED, 2, Decimal(11))]
-    known.listed(KEY, [msgspec.structs.replace(smaller, price=Decimal(12))])
+    known.reconcile_list(KEY, [msgspec.structs.replace(smaller, price=Decimal(12))])
     assert (events[-1].quantity, events[-1].price) == (2, Decimal(12))
 
 
 def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
-    known, events = ledger()
+    known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
-    known.listed(KEY, [told(OrderState.SUBMITTED, [])])
+    known.reconcile_list(KEY, [told(OrderState.SUBMITTED, [])])
     assert [event.quantity for event in events] == [None]

@@ -32,24 +32,24 @@ CREDENTIALS = Credentials(api_key="key", secret_key="secret")
 
 
 class CountingBudget(UnlimitedRateLimiter):
-    """A budget that writes down how long its callers would wait, and may be used up."""
+    """A rate limiter that writes down how long its callers would wait, and may be used up."""
 
     def __init__(self) -> None:
-        self.patience: list[float] = []
+        self.waits: list[float] = []
         self.asked: list[WaitLimit] = []
         self.full = False
 
-    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
-        self._note(patience)
+    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+        self._note(wait_limit)
         if self.full:
             raise RateLimited(retry_after=7.0)
 
-    def connect(self, account: OpenedAccount, patience: WaitLimit) -> None:
-        self._note(patience)
+    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
+        self._note(wait_limit)
 
-    def _note(self, patience: WaitLimit) -> None:
-        self.asked.append(patience)
-        self.patience.append(patience())
+    def _note(self, wait_limit: WaitLimit) -> None:
+        self.asked.append(wait_limit)
+        self.waits.append(wait_limit())
 
 
 class MarketConnections:
@@ -57,8 +57,8 @@ class MarketConnections:
 
     def __init__(self, *names: str, away_limit: float = 300.0) -> None:
         self.market = FakeMarket()
-        self.board = SharedState()
-        self.board.lease_session = boot_ns() + 60 * SECOND
+        self.shared_state = SharedState()
+        self.shared_state.lease_session = boot_ns() + 60 * SECOND
         self.told: list[tuple[str, str]] = []
         #: Error of the next logins, by account.
         self.faults: dict[str, BerthError] = {}
@@ -66,20 +66,24 @@ class MarketConnections:
         #: Seconds that the logins were given.
         self.timeouts: list[float] = []
         self.budget = CountingBudget()
-        self.health = HealthMonitor(self.board, self._tell)
-        self.connections = BrokerSessions(
+        self.health = HealthMonitor(self.shared_state, self._tell)
+        self.broker_sessions = BrokerSessions(
             lambda: self._broker,
             client="w1/1",
-            lease=Lease(self.board),
-            board=self.board,
+            lease=Lease(self.shared_state),
+            shared_state=self.shared_state,
             health=self.health,
-            budget=self.budget,
+            rate_limiter=self.budget,
             reconcile=lambda key, broker, timeout: None,
             on_order=lambda key, change: None,
             log=Log("ERROR"),
         )
         self.recovery = SessionRecovery(
-            self.connections, board=self.board, tell=self._tell, log=Log("ERROR"), away_limit=away_limit
+            self.broker_sessions,
+            shared_state=self.shared_state,
+            tell=self._tell,
+            log=Log("ERROR"),
+            away_limit=away_limit,
         )
         self.accounts = [self.account(name) for name in names]
 
@@ -88,9 +92,9 @@ class MarketConnections:
         return OpenedAccount(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS)
 
     def connected(self) -> MarketConnections:
-        self.connections.load(self.accounts)
-        self.connections.connect_all(5.0)
-        self.health.look(self.connections.places(), "attempt 1")
+        self.broker_sessions.load(self.accounts)
+        self.broker_sessions.connect_all(5.0)
+        self.health.update(self.broker_sessions.account_sessions(), "attempt 1")
         return self
 
     def end_sessions(self) -> None:
@@ -126,13 +130,13 @@ def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
         ("reconnecting", "a1: the broker ended the session"),
         ("connected", "a2"),
     ]
-    assert (health_text(setting.board), setting.board.accounts_connected) == ("well", 2)
+    assert (health_text(setting.shared_state), setting.shared_state.accounts_connected) == ("well", 2)
 
 
 def test_a_known_end_is_repaired_for_the_order_that_needs_the_session() -> None:
     setting = MarketConnections("a1").connected()
     setting.end_sessions()
-    assert setting.connections.ready("a1", 5.0).alive()
+    assert setting.broker_sessions.ensure_session("a1", 5.0).alive()
     assert setting.kinds() == ["connected", "reconnecting", "connected"]
 
 
@@ -144,9 +148,9 @@ def test_a_broker_that_is_away_is_told_once_however_often_it_is_tried(fault: Ber
     for _ in range(5):
         setting.recovery.run_due(60.0)
         with pytest.raises(type(fault)):
-            setting.connections.ready("a1", 5.0)
+            setting.broker_sessions.ensure_session("a1", 5.0)
     assert setting.kinds() == ["connected", "reconnecting", "degraded"]
-    assert health_text(setting.board) == f"degraded: {fault.code}"
+    assert health_text(setting.shared_state) == f"degraded: {fault.code}"
 
 
 def test_an_order_does_not_count_against_a_login_limit() -> None:
@@ -155,12 +159,12 @@ def test_an_order_does_not_count_against_a_login_limit() -> None:
     setting.faults["a1"] = BrokerUnreachable()
     for _ in range(5):  # then the next login's time is half a minute away
         with pytest.raises(BrokerUnreachable):
-            setting.connections.ready("a1", 5.0)
+            setting.broker_sessions.ensure_session("a1", 5.0)
     setting.faults["a1"] = LoginLimited()
     before = len(setting.logins)
     for _ in range(5):
         with pytest.raises(LoginLimited):
-            setting.connections.ready("a1", 5.0)
+            setting.broker_sessions.ensure_session("a1", 5.0)
     assert len(setting.logins) == before + 1
 
 
@@ -170,7 +174,7 @@ def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
     setting.end_sessions()
     for _ in range(3):
         with pytest.raises(BrokerError):
-            setting.connections.ready("a1", 5.0)
+            setting.broker_sessions.ensure_session("a1", 5.0)
     with pytest.raises(WorkerExit) as ends:
         setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.SESSION_REPLACE
@@ -183,7 +187,7 @@ def test_a_broker_that_seems_away_for_too_long_costs_the_process() -> None:
     setting.end_sessions()
     setting.recovery.run_due(60.0)
     with pytest.raises(WorkerExit) as ends:
-        setting.recovery.judge()
+        setting.recovery.raise_if_hopeless()
     assert ends.value.code is ExitCode.SESSION_REPLACE
 
 
@@ -193,7 +197,7 @@ def test_a_limit_or_a_lost_lease_says_nothing_against_the_process(fault: BerthEr
     setting.faults["a1"] = fault
     setting.end_sessions()
     setting.recovery.run_due(60.0)
-    setting.recovery.judge()
+    setting.recovery.raise_if_hopeless()
     assert setting.kinds() == ["connected", "reconnecting", "degraded"]
 
 
@@ -202,9 +206,9 @@ def test_tries_before_a_lost_lease_do_not_count_after_its_return() -> None:
     setting.faults["a1"] = BrokerUnreachable()
     setting.end_sessions()
     setting.recovery.run_due(60.0)
-    setting.connections.close_all()
+    setting.broker_sessions.close_all()
     setting.health.parked()
-    setting.recovery.judge()
+    setting.recovery.raise_if_hopeless()
     assert setting.kinds() == ["connected", "reconnecting", "degraded"]
 
 
@@ -212,9 +216,9 @@ def test_a_fresh_process_waits_for_a_broker_that_is_away_however_long() -> None:
     setting = MarketConnections("a1", away_limit=0.0)
     setting.faults["a1"] = BrokerUnreachable()
     with pytest.raises(BrokerUnreachable):
-        setting.connections.replace(setting.accounts, 5.0)
-    setting.recovery.judge()
-    assert setting.connections.loaded
+        setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.recovery.raise_if_hopeless()
+    assert setting.broker_sessions.loaded
     assert setting.kinds() == ["degraded"]
 
 
@@ -222,9 +226,9 @@ def test_a_fresh_process_whose_sdk_fails_too_ends_the_worker() -> None:
     setting = MarketConnections("a1")
     setting.faults["a1"] = BrokerError("broken")
     with pytest.raises(BrokerError):
-        setting.connections.replace(setting.accounts, 5.0)
+        setting.broker_sessions.replace(setting.accounts, 5.0)
     with pytest.raises(WorkerExit) as ends:
-        setting.recovery.judge()
+        setting.recovery.raise_if_hopeless()
     assert ends.value.code is ExitCode.BROKER_FAILED
     assert setting.told == [("failed", "BROKER_ERROR: broken")]
 
@@ -232,10 +236,10 @@ def test_a_fresh_process_whose_sdk_fails_too_ends_the_worker() -> None:
 def test_beside_an_account_that_is_well_a_failing_one_is_tried_again() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a2"] = BrokerError("broken")
-    setting.connections.replace(setting.accounts, 5.0)
-    setting.recovery.judge()
+    setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.recovery.raise_if_hopeless()
     assert setting.kinds() == ["degraded"]
-    assert setting.connections.ready("a1", 5.0).alive()
+    assert setting.broker_sessions.ensure_session("a1", 5.0).alive()
 
 
 def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> None:
@@ -246,14 +250,14 @@ def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> No
         setting.recovery.run_due(60.0)
     assert setting.logins == ["a1", "a2", "a1", "a2"]
     assert setting.told[-1] == ("connected", "without a2: LOGIN_REJECTED")
-    assert health_text(setting.board) == "degraded: LOGIN_REJECTED"
+    assert health_text(setting.shared_state) == "degraded: LOGIN_REJECTED"
 
 
 def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a1"] = LoginRejected()
-    setting.connections.replace(setting.accounts, 5.0)
-    setting.recovery.judge()
+    setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.recovery.raise_if_hopeless()
     assert setting.told == [("connected", "without a1: LOGIN_REJECTED")]
 
 
@@ -261,8 +265,8 @@ def test_a_fresh_process_with_one_refused_and_one_away_goes_on_trying() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults = {"a1": LoginRejected(), "a2": BrokerUnreachable()}
     with pytest.raises(BrokerUnreachable):
-        setting.connections.replace(setting.accounts, 5.0)
-    setting.recovery.judge()
+        setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.recovery.raise_if_hopeless()
     assert setting.kinds() == ["degraded"]
 
 
@@ -285,27 +289,27 @@ def test_newer_credentials_replace_a_refused_account_even_while_the_broker_is_aw
         setting.recovery.run_due(60.0)
     setting.faults["a1"] = BrokerUnreachable()
     with pytest.raises(BrokerUnreachable):
-        setting.connections.replace([setting.account("a1", version=2)], 5.0)
-    assert setting.connections.versions() == {"a1": 2, "a2": 1}
+        setting.broker_sessions.replace([setting.account("a1", version=2)], 5.0)
+    assert setting.broker_sessions.versions() == {"a1": 2, "a2": 1}
     assert setting.kinds()[-1] == "degraded"
 
 
 def test_wrong_new_credentials_leave_a_good_session_as_it_is() -> None:
     setting = MarketConnections("a1").connected()
-    before = setting.connections.ready("a1", 5.0)
+    before = setting.broker_sessions.ensure_session("a1", 5.0)
     setting.faults["a1"] = LoginRejected()
     with pytest.raises(LoginRejected):
-        setting.connections.replace([setting.account("a1", version=2)], 5.0)
-    setting.recovery.judge()
-    assert setting.connections.ready("a1", 5.0) is before
+        setting.broker_sessions.replace([setting.account("a1", version=2)], 5.0)
+    setting.recovery.raise_if_hopeless()
+    assert setting.broker_sessions.ensure_session("a1", 5.0) is before
     assert setting.kinds() == ["connected"]
 
 
 def test_a_lost_lease_is_told_and_its_return_heals() -> None:
     setting = MarketConnections("a1").connected()
-    setting.connections.close_all()
+    setting.broker_sessions.close_all()
     setting.health.parked()
-    assert health_text(setting.board) == "degraded: LEASE_LOST"
+    assert health_text(setting.shared_state) == "degraded: LEASE_LOST"
     setting.recovery.run_due(60.0)
     assert setting.kinds() == ["connected", "degraded", "connected"]
 
@@ -313,17 +317,17 @@ def test_a_lost_lease_is_told_and_its_return_heals() -> None:
 def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_takes_no_longer_than_before() -> None:
     setting = MarketConnections("a1").connected()
     setting.end_sessions()
-    setting.connections.ready("a1", 90.0, at_most=2.0)
-    assert setting.budget.patience[-2] > 80
+    setting.broker_sessions.ensure_session("a1", 90.0, at_most=2.0)
+    assert setting.budget.waits[-2] > 80
     assert 1.0 < setting.timeouts[-1] <= 2.0
 
 
 def test_where_there_is_no_room_in_time_the_caller_hears_when_there_will_be() -> None:
     setting = MarketConnections("a1").connected()
-    setting.connections.suspect("a1")
+    setting.broker_sessions.mark_suspect("a1")
     setting.budget.full = True
     with pytest.raises(RateLimited) as refused:
-        setting.connections.ready("a1", 5.0)
+        setting.broker_sessions.ensure_session("a1", 5.0)
     assert refused.value.retry_after == 7.0
     failure = Failure.of(refused.value)
     assert (failure.retry_after_ms, failure.error().retry_after) == (7000, 7.0)
@@ -331,9 +335,9 @@ def test_where_there_is_no_room_in_time_the_caller_hears_when_there_will_be() ->
 
 def test_without_the_lease_nobody_waits_for_a_budget() -> None:
     setting = MarketConnections("a1").connected()
-    setting.connections.suspect("a1")
-    setting.connections.ready("a1", 90.0)
+    setting.broker_sessions.mark_suspect("a1")
+    setting.broker_sessions.ensure_session("a1", 90.0)
     patience = setting.budget.asked[-1]
     assert patience() > 80
-    setting.board.lease_session = 0
+    setting.shared_state.lease_session = 0
     assert patience() == 0

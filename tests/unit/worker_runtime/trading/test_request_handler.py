@@ -1,4 +1,4 @@
-"""The desk's log does not stand between an order and its answer."""
+"""The request handler's log does not stand between an order and its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.messages import (
     Answer,
-    Failure,
     OrderOutcome,
     OrderState,
     PlaceOrder,
@@ -21,6 +20,7 @@ from worker_runtime.protocol.messages import (
 )
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.request_handler import RequestHandler
+from worker_runtime.trading.order_tracker import OrderResult
 
 ORDER = PlaceOrder(
     request_id="r1",
@@ -40,24 +40,24 @@ ORDER = PlaceOrder(
 
 
 class Filling:
-    """Stands for `Placing`."""
+    """Stands for `OrderSubmitter`."""
 
-    def execute(self, order: PlaceOrder, piece: QueueItem) -> tuple[OrderOutcome, Failure | None]:
-        return OrderOutcome(order_id=order.order_id, state=OrderState.FILLED), None
+    def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
+        return OrderResult(OrderOutcome(order_id=order.order_id, state=OrderState.FILLED))
 
 
 class Answers:
-    """Stands for the outbox."""
+    """Stands for the send buffer."""
 
     def __init__(self) -> None:
         self.waiting: list[Answer] = []
 
-    def answer(self, item: bytes, answer: Answer, channel: str) -> None:
+    def add_answer(self, item: bytes, answer: Answer, channel: str) -> None:
         self.waiting.append(answer)
 
 
 class ConnectedSession:
-    """Stands for the connections."""
+    """Stands for `BrokerSessions`."""
 
     def state(self) -> WorkerActivity:
         return WorkerActivity.Active
@@ -65,17 +65,19 @@ class ConnectedSession:
 
 def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
-    board, outbox = SharedState(), Answers()
-    board.assign("u1", "c1", 1)
-    others: dict[str, Any] = {"connections": ConnectedSession(), "outbox": outbox}
-    placing: Any = Filling()
+    shared_state, send_buffer = SharedState(), Answers()
+    shared_state.assign("u1", "c1", 1)
+    others: dict[str, Any] = {"broker_sessions": ConnectedSession(), "send_buffer": send_buffer}
+    submitter: Any = Filling()
     nothing: Any = None
-    desk = RequestHandler(placing, nothing, nothing, **others, board=board, log=Log(output=writer))
-    desk.handle(QueueItem("request", b"1|r1|" + encode(ORDER), 0, "g1"))
-    assert [answer.request_id for answer in outbox.waiting] == ["r1"]
-    os.write(writer, b"sent\n")  # here the outbox is flushed
-    desk.note()
-    desk.note()
+    request_handler = RequestHandler(
+        submitter, nothing, nothing, **others, shared_state=shared_state, log=Log(output=writer)
+    )
+    request_handler.handle(QueueItem("request", b"1|r1|" + encode(ORDER), 0, "g1"))
+    assert [answer.request_id for answer in send_buffer.waiting] == ["r1"]
+    os.write(writer, b"sent\n")  # here the send buffer is flushed
+    request_handler.log_answer()
+    request_handler.log_answer()
     first, second = os.read(reader, 4096).splitlines()
     assert first == b"sent"
     assert b'"order_answered"' in second

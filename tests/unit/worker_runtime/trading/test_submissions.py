@@ -14,12 +14,12 @@ def test_what_a_dead_process_had_begun_is_known_to_the_next() -> None:
     submissions = Submissions()
     pid = os.fork()
     if pid == 0:
-        submissions.note("o1")
+        submissions.add("o1")
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     assert "o1" in submissions
     assert "o2" not in submissions
-    submissions.note("o2")
+    submissions.add("o2")
     assert "o2" in submissions
 
 
@@ -27,7 +27,7 @@ def test_what_a_dead_process_had_begun_is_known_to_the_next() -> None:
 def test_the_last_ids_are_remembered_and_no_other_is_made_up(numbers: list[int]) -> None:
     submissions, reader = Submissions(limit=16), Submissions(limit=16)
     for number in numbers:
-        submissions.note(f"o{number}")
+        submissions.add(f"o{number}")
     for number in range(31):
         assert f"o{number}" not in reader
         if number in numbers[-16:]:
@@ -40,5 +40,5 @@ def test_a_full_list_forgets_the_oldest() -> None:
     submissions = Submissions(limit=3)
     for number in range(5):
         assert f"o{number}" not in submissions
-        submissions.note(f"o{number}")
+        submissions.add(f"o{number}")
     assert [f"o{number}" in submissions for number in range(5)] == [False, False, True, True, True]
