@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from sqlalchemy import bindparam, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.workers import maintenance
+from infra.database.workers import passes
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -101,7 +101,7 @@ async def _write_claims(page: MetricsPage, session: AsyncSession, pool: str) -> 
 
 
 async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
-    last = await maintenance.pass_summary(session)
+    last = await passes.pass_summary(session)
     if last is None:
         return
     age = float(await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0)

@@ -20,7 +20,7 @@ from temporalio.exceptions import ApplicationError
 from activities.events.stream import LogDeduplicator
 from activities.orders import reconciliation
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers import timeline
 from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent, WorkerEvent, WorkerEventKind
@@ -66,11 +66,11 @@ class Recorder:
     async def _record(self, events: Sequence[Event]) -> None:
         told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
         if told and len(told) == len(events) and all(event.quantity is None for event in told):
-            _log_unknown(await orders.record_events_alone(self._database, told))
+            _log_unknown(await recording.record_events_alone(self._database, told))
             return
         async with self._database.session() as session:
             if told:
-                _log_unknown(await orders.record_events(session, told))
+                _log_unknown(await recording.record_events(session, told))
             for event in events:
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
@@ -98,7 +98,7 @@ def _for_its_values(error: Exception) -> bool:
     return str(state).startswith(_OF_THE_VALUES)
 
 
-def _log_unknown(recorded: orders.RecordedEvents) -> None:
+def _log_unknown(recorded: recording.RecordedEvents) -> None:
     for order_id in recorded.unknown:
         log.error("events_of_unknown_order", order_id=order_id)
 

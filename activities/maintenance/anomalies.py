@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from infra.database.workers.maintenance import AssignmentRow, PassBasis, PassRecord, Suspect
+from infra.database.workers.assignments import AssignmentRow
+from infra.database.workers.passes import PassBasis, PassRecord, Suspect
 from infra.worker_task import Task
 
 

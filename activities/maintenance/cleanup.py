@@ -22,8 +22,8 @@ from activities.maintenance.anomalies import AnomalyKind
 from activities.maintenance.scan import FleetScan
 from activities.pool import entries
 from infra.database.engine import Database
-from infra.database.workers import maintenance
-from infra.database.workers.maintenance import Suspect
+from infra.database.workers import assignments
+from infra.database.workers.passes import Suspect
 from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
 from infra.worker_task import StopFailed
@@ -109,7 +109,7 @@ class AnomalyCleaner:
         reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
         if reasons:
             async with self._database.session(autocommit=True) as session:
-                await maintenance.close_assignments(session, reasons)
+                await assignments.close_assignments(session, reasons)
 
     async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
         """Those whose worker has an order in hand, or one whose submission may be under way."""
@@ -117,7 +117,7 @@ class AnomalyCleaner:
         if not asked:
             return set()
         async with self._database.session(autocommit=True) as session:
-            orders = await maintenance.orders_before_their_answer(session, asked)
+            orders = await assignments.unanswered_orders(session, asked)
         async with self._client.pipeline(transaction=False) as pipe:
             for user in asked:
                 pipe.llen(keys.processing(user))

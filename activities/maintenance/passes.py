@@ -23,8 +23,8 @@ from activities.maintenance.anomalies import (
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScan, FleetScanner
 from infra.database.engine import Database
-from infra.database.workers import maintenance
-from infra.database.workers.maintenance import PassBasis, PassRecord, Suspect
+from infra.database.workers import passes
+from infra.database.workers.passes import PassBasis, PassRecord, Suspect
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
@@ -60,7 +60,7 @@ class MaintenanceActivities:
         """
         began = time.monotonic()
         async with self._database.session() as session:
-            before = await maintenance.last_pass(session)
+            before = await passes.last_pass(session)
         apart = self._apart(before)
         if before is not None and apart < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
@@ -104,7 +104,7 @@ class MaintenanceActivities:
         confirmed: list[Suspect],
     ) -> int:
         async with self._database.session() as session:
-            return await maintenance.begin_pass(
+            return await passes.begin_pass(
                 session,
                 place=place,
                 boot=self._boot,
@@ -127,8 +127,8 @@ class MaintenanceActivities:
 
     async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:
         async with self._database.session() as session:
-            passed = await maintenance.pass_of(session, batch.number)
-            suspects = await maintenance.confirmed_batch(session, batch.number, batch.first, batch.count)
+            passed = await passes.find_pass(session, batch.number)
+            suspects = await passes.confirmed_batch(session, batch.number, batch.first, batch.count)
         if passed is None or not suspects:
             return mm.Cleaned()
         try:
@@ -149,8 +149,8 @@ class MaintenanceActivities:
     async def finish_pass(self, request: mm.FinishPass) -> float:
         """Writes down what came of a pass, and tells it once; returns its seconds."""
         async with self._database.session() as session:
-            seconds = await maintenance.finish_pass(session, request.number, request.outcomes)
-            shown = await maintenance.pass_summary(session)
+            seconds = await passes.finish_pass(session, request.number, request.outcomes)
+            shown = await passes.pass_summary(session)
         if shown is not None:
             tell = log.warning if shown.guarded else log.info
             tell(

@@ -16,8 +16,9 @@ from redis.exceptions import RedisError
 
 from activities.maintenance.anomalies import EntryState, FleetSnapshot, ReportedState
 from infra.database.engine import Database
-from infra.database.workers import maintenance
-from infra.database.workers.maintenance import AssignmentRow, PassBasis, Suspect
+from infra.database.workers import assignments
+from infra.database.workers.assignments import AssignmentRow
+from infra.database.workers.passes import PassBasis, Suspect
 from infra.launchers.port import Launcher
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
@@ -56,7 +57,7 @@ class FleetScanner:
         place, now = await self._where()
         tasks = await self._launcher.list()
         async with self._database.session() as session:
-            rows = await maintenance.open_assignments(session)
+            rows = await assignments.open_assignments(session)
         marked = await self._marked_users()
         users = sorted({*marked, *(one.user_id for one in rows)})
         pools = {self._pool, *(one.pool for one in rows), *(task.pool for task in tasks)}
@@ -71,7 +72,7 @@ class FleetScanner:
         workers = {one.worker_id for one in suspects if one.worker_id}
         async with self._database.session() as session:
             claims = {one.claim_id for one in suspects if one.claim_id}
-            rows = await maintenance.open_assignments_of(session, users, workers, claims)
+            rows = await assignments.open_assignments_of(session, users, workers, claims)
         users |= {one.user_id for one in rows}
         workers |= {one.worker_id for one in rows if one.worker_id}
         tasks = [task for task in listed if task.worker_id in workers]
@@ -96,7 +97,7 @@ class FleetScanner:
         homeless = {task.worker_id for task in tasks} - assigned
         homeless -= {worker for worker, entry in entries.items() if entry.state == "ready"}
         async with self._database.session() as session:
-            last = await maintenance.last_assignments(session, homeless)
+            last = await assignments.last_assignments(session, homeless)
         users = sorted({*users, *(one.user_id for one in last.values())})
         marks, told = await self._marks(users)
         picture = FleetSnapshot(

@@ -22,7 +22,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import FILL_MARGIN, EarlierComparisons
 from worker_runtime.protocol.exchange import ExchangeOrder
@@ -131,7 +131,7 @@ async def _orders(
         if (row := ours.get(listed.broker_order_id)) is not None
     ]
     if missed:
-        await orders.record_events(session, missed)
+        await recording.record_events(session, missed)
     found: Differences = {"states": [], "fills": []}
     settled: set[str] = set()
     for listed in report.orders:

@@ -31,7 +31,7 @@ from temporalio.service import RPCError
 from infra import tasks
 from infra.database.engine import Database
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
@@ -189,7 +189,7 @@ class OrderSweeper:
 
     async def _settle(self, outcome: OrderOutcome, code: str | None) -> None:
         async with self._database.session() as session:
-            await orders.apply_outcome(session, outcome, code)
+            await recording.apply_outcome(session, outcome, code)
 
     async def _unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
@@ -203,7 +203,7 @@ class OrderSweeper:
             reason=f"{OutcomeUnknown.code}: {why}",
         )
         async with self._database.session() as session:
-            await orders.record_events(session, [event])
+            await recording.record_events(session, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._follow(due)
 

@@ -17,10 +17,8 @@ from activities.orders.account_query import AccountQueryClient
 from activities.orders.reconciliation import listed_event, may_be_listed_as
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
-from infra.database.orders import acceptance as orders
-from infra.database.orders import attention
-from infra.database.orders.acceptance import OrderNotFound
-from infra.database.orders.states import rank
+from infra.database.orders import attention, recording
+from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.request_queue import RequestQueue, outcome_of
@@ -83,7 +81,7 @@ class OrderActivities:
                 state=OrderState.REJECTED,
                 reason=f"{WorkerLost.code}: {request.reason}",
             )
-            await orders.apply_outcome(session, outcome, WorkerLost.code)
+            await recording.apply_outcome(session, outcome, WorkerLost.code)
         log.warning("order_never_reached_broker", order_id=request.order_id)
         return True
 
@@ -99,7 +97,7 @@ class OrderActivities:
     async def _known(self, order_id: uuid.UUID) -> Order:
         """The order, after whatever a worker has answered and the recorder has not written. Events first."""
         async with self._database.session() as session:
-            order = await orders.get_order(session, order_id)
+            order = await recording.get_order(session, order_id)
         if order.state in FINAL_ORDER_STATES:
             return order
         try:
@@ -109,19 +107,19 @@ class OrderActivities:
         if answer is None:
             return order
         async with self._database.session() as session:
-            await orders.apply_outcome(session, *outcome_of(answer, str(order_id)))
+            await recording.apply_outcome(session, *outcome_of(answer, str(order_id)))
         async with self._database.session() as session:
-            return await orders.get_order(session, order_id)
+            return await recording.get_order(session, order_id)
 
     async def _compared(self, order: Order, report: AccountReport) -> om.Verified:
         listed, doubtful = await self._find(order, report)
         if listed is not None:
             async with self._database.session() as session:
-                await orders.record_events(
+                await recording.record_events(
                     session, [listed_event(order, listed, report.taken_at_ms or _now_ms())]
                 )
             async with self._database.session() as session:
-                order = await orders.get_order(session, order.id)
+                order = await recording.get_order(session, order.id)
             final = order.state in FINAL_ORDER_STATES
             standing = om.OrderStanding.FINAL if final else om.OrderStanding.LISTED
             return om.Verified(standing=standing, state=order.state)

@@ -27,10 +27,9 @@ from api.orders.reader import view_of
 from api.orders.schemas import OrderView, cursor_of, position_of
 from api.workers.router import require_known_user
 from infra.database import models
-from infra.database.orders import acceptance as orders
-from infra.database.orders import attention
-from infra.database.orders.acceptance import OrderNotFound
+from infra.database.orders import attention, recording
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
+from infra.database.orders.states import OrderNotFound
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import ReconciliationNotFound
 
@@ -74,7 +73,7 @@ async def recheck_order(order_id: UUID, caller: Caller, services: InServices) ->
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
     async with services.database.session() as session:
-        row = await orders.get_order(session, order_id)
+        row = await recording.get_order(session, order_id)
         if not caller.may_see(row.user_id):
             raise OrderNotFound(f"there is no order {order_id}")
         row = await attention.recheck_order(session, order_id, actor=f"key:{caller.key_id}")

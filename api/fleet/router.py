@@ -36,7 +36,7 @@ from infra import metrics
 from infra import metrics as prometheus
 from infra.database import audit
 from infra.database.engine import DatabaseUnavailable
-from infra.database.workers import maintenance
+from infra.database.workers import passes
 from infra.jobs import metrics as job_metrics
 from workflows.maintenance.messages import Maintained, Scanned
 from workflows.user_worker.messages import WorkerState
@@ -53,7 +53,7 @@ async def show_fleet(caller: Caller, services: InServices) -> FleetView:
     """When maintenance last looked at all workers, what it found, and what it did. For operators."""
     require_staff(caller)
     async with services.database.session(autocommit=True) as session:
-        last = await maintenance.pass_summary(session)
+        last = await passes.pass_summary(session)
     if last is None:
         return FleetView(maintenance=None)
     shown = MaintenancePassView(

@@ -15,8 +15,8 @@ from starlette.types import Scope
 
 from api.http import errors
 from infra.database.engine import DatabaseUnavailable
-from infra.database.orders.acceptance import OrderNotFound
 from infra.database.orders.attention import OrderSettled, ResolutionInvalid
+from infra.database.orders.states import OrderNotFound
 from infra.database.trading.reconciliations import ReconciliationNotFound
 from infra.database.users import UserExists, UserNotFound
 from infra.jobs.client import JobIdReused

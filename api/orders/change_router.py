@@ -13,9 +13,9 @@ from api.orders.changes import ChangeResult
 from api.orders.router import Wait
 from api.orders.schemas import CancelRequest, OrderView, ReplaceRequest
 from infra.database import models
-from infra.database.orders import acceptance as orders
-from infra.database.orders.acceptance import OrderNotFound
+from infra.database.orders import recording
 from infra.database.orders.attention import OrderSettled
+from infra.database.orders.states import OrderNotFound
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.messages import OrderState
 
@@ -46,7 +46,7 @@ _LATER = {
 async def _own_order(services: Services, caller: Principal, order_id: UUID) -> models.Order:
     """Raises `OrderNotFound`, also for another user's order."""
     async with services.database.session() as session:
-        row = await orders.get_order(session, order_id)
+        row = await recording.get_order(session, order_id)
     if not caller.may_see(row.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
     return row

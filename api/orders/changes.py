@@ -21,8 +21,8 @@ from api.workers.requests import WorkerRequests
 from infra.database import audit
 from infra.database.engine import Database
 from infra.database.models import Order as Row
-from infra.database.orders import acceptance as orders
 from infra.database.orders import changes as order_requests
+from infra.database.orders import recording
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.changes import OrderChange
 from infra.database.orders.states import IN_QUEUE
@@ -128,10 +128,10 @@ class OrderChangeService:
             reason=CANCELLED_IN_QUEUE,
         )
         async with self._database.session() as session:
-            await orders.apply_outcome(session, outcome)
-            now = await orders.get_order(session, row.id)  # a worker may have taken or refused it before
+            await recording.apply_outcome(session, outcome)
+            now = await recording.get_order(session, row.id)  # a worker may have taken or refused it before
             if now.state == OrderState.CANCELLED:
-                await orders.record_event(session, event)
+                await recording.record_event(session, event)
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
             with suppress(RedisError):  # whoever was about to queue it waits for this, or for its deadline
                 await self._queue.leave(order.user_id, answer)

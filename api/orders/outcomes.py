@@ -1,7 +1,7 @@
 """Writes to PostgreSQL what workers answered, in case the recorder is away.
 
 The recorder writes the same from the event stream, usually before us. An answer can also be read from its
-response key for 60 s (`orders.py`); this makes sure that it is still known after that. Both writers only
+response key for 60 s (`placer.py`); this makes sure that it is still known after that. Both writers only
 move an order forward, so their order does not matter.
 """
 
@@ -18,7 +18,7 @@ from api.http import log
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.orders.states import rank
 from worker_runtime.protocol.messages import OrderOutcome
 
@@ -72,8 +72,8 @@ class OutcomeWriter:
         """
         try:
             async with self._database.session() as session:
-                await orders.apply_outcome(session, settlement.outcome, settlement.code)
-                return await orders.get_order(session, UUID(settlement.outcome.order_id))
+                await recording.apply_outcome(session, settlement.outcome, settlement.code)
+                return await recording.get_order(session, UUID(settlement.outcome.order_id))
         except DatabaseUnavailable as error:
             self._log.warning("settle_later", order=settlement.outcome.order_id, reason=error.detail)
             self.note(settlement)
@@ -100,7 +100,7 @@ class OutcomeWriter:
             async with self._database.session() as session:
                 for order_id in await self._behind(session, batch):
                     settlement = batch[order_id]
-                    await orders.apply_outcome(session, settlement.outcome, settlement.code)
+                    await recording.apply_outcome(session, settlement.outcome, settlement.code)
             for order_id, settlement in batch.items():
                 if self._waiting.get(order_id) is settlement:
                     del self._waiting[order_id]

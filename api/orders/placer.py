@@ -18,7 +18,7 @@ from api.orders.reader import OrderReader, failure_of, view_of
 from api.workers.answers import AnswerListener
 from infra.database.engine import Database
 from infra.database.models import Order as Row
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance
 from infra.database.trading import limits as trading_limits
 from infra.market.calendar import TAIPEI
 from infra.valkey.request_queue import place_request
@@ -81,7 +81,7 @@ class OrderPlacer:
         self._book = book
         self._checks = checks
         self._deadline = deadline
-        #: What an order of unknown outcome blocks (`orders.NewOrder`).
+        #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
         self._unknown_blocks = unknown_blocks
 
     async def place(
@@ -106,7 +106,7 @@ class OrderPlacer:
         lasts = self._deadline
         if not_after is not None:
             lasts = max(0.0, min(lasts, not_after - began))
-        new = orders.NewOrder(
+        new = acceptance.NewOrder(
             user_id=user_id,
             account_id=body.account_id,
             client_order_id=body.client_order_id,
@@ -141,7 +141,7 @@ class OrderPlacer:
             return PlacementResult(order, new=False, failure=failure_of(order))
         return await self._fly(PendingOrder(row, self._request(row, lasts), began + left, seen=order), wait)
 
-    async def _accept(self, new: orders.NewOrder) -> orders.AcceptedOrder:
+    async def _accept(self, new: acceptance.NewOrder) -> acceptance.AcceptedOrder:
         """Checks and writes. A repeat is answered whatever the checks would say of it now."""
         try:
             window = await self._checks.check(new)
@@ -151,14 +151,14 @@ class OrderPlacer:
                     raise
             window = 0.0
         if not window:
-            return await orders.accept_order_alone(self._database, new)
+            return await acceptance.accept_order_alone(self._database, new)
         async with self._database.session() as session:
             try:
                 await self._checks.refuse_duplicate(session, new, window)
             except DuplicateOrder:
                 if not await trading_limits.client_id_used(session, new.user_id, new.client_order_id):
                     raise
-            return await orders.accept_order(session, new)
+            return await acceptance.accept_order(session, new)
 
     def _request(self, row: Row, lasts: float) -> PlaceOrder:
         """`lasts`: seconds from its acceptance to its deadline."""

@@ -10,7 +10,7 @@ from api.orders.schemas import OrderDetailView, OrderStepView, OrderView
 from api.workers.answers import AnswerListener
 from infra.database import models
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.orders.states import IN_QUEUE, rank
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.request_queue import outcome_of
@@ -125,13 +125,13 @@ class OrderReader:
     async def get(self, order_id: UUID) -> OrderView:
         """Raises `OrderNotFound`."""
         async with self._database.session() as session:
-            row = await orders.get_order(session, order_id)
+            row = await recording.get_order(session, order_id)
         return await self.with_latest_answer(view_of(row))
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
         """The order with all steps that are recorded. The recorder may be a moment behind the state."""
         async with self._database.session() as session:
-            events = await orders.events_of_order(session, UUID(order.id))
+            events = await recording.events_of_order(session, UUID(order.id))
             serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)
         steps = [(event.at, event.state, event.data.get("reason")) for event in events]
         if serving is not None:

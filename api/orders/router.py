@@ -41,7 +41,7 @@ from api.orders.schemas import (
 )
 from api.workers.router import After, LastEventId, require_known_user
 from infra.database.orders import listing as order_list
-from infra.database.orders.acceptance import OrderNotFound
+from infra.database.orders.states import OrderNotFound
 from worker_runtime.protocol import errors
 
 router = APIRouter(tags=["orders"])

@@ -273,6 +273,13 @@ class MaintenancePass(Base):
     outcomes: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     finished_at: Mapped[datetime | None]
 
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds of the scan and of what followed; None while the pass runs."""
+        if self.finished_at is None:
+            return None
+        return (self.finished_at - self.began_at).total_seconds() + self.scan_seconds
+
 
 class AuditEntry(Base):
     """Append-only: a trigger refuses UPDATE and DELETE. No secret in it."""

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FillMode
 from infra.lab.chaos.orders import books
 from infra.lab.chaos.orders.client import ClientOrder
@@ -228,7 +228,7 @@ class Play:
             generation = client.get("berth:generation")
         assert isinstance(generation, bytes)
         now = datetime.now(UTC)
-        new = orders.NewOrder(
+        new = acceptance.NewOrder(
             user_id=trader.user_id,
             account_id=trader.account_id,
             client_order_id=uuid.uuid4().hex,
@@ -246,7 +246,7 @@ class Play:
 
         async def accepted(database: Database) -> tuple[KillTrap, uuid.UUID]:
             async with database.session() as session:
-                order_id = (await orders.accept_order(session, new)).order.id
+                order_id = (await acceptance.accept_order(session, new)).order.id
                 if step.way is Way.JOURNALED:
                     with self._house.valkey() as client:
                         client.set(keys.journal(trader.user_id, str(order_id)), "1")

@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.local.stack import LocalStack
 from infra.market.calendar import TAIPEI
@@ -91,7 +91,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(quick_house
         generation = client.get("berth:generation")
     assert isinstance(generation, bytes)
     now = datetime.now(UTC)
-    new = orders.NewOrder(
+    new = acceptance.NewOrder(
         user_id=trader.user_id,
         account_id=trader.account_id,
         client_order_id=uuid4().hex,
@@ -110,7 +110,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(quick_house
     async def accepted() -> str:
         database = Database(house.stack.settings.database_url)
         async with database.session() as session:
-            order_id = (await orders.accept_order(session, new)).order.id
+            order_id = (await acceptance.accept_order(session, new)).order.id
         await database.close()
         return str(order_id)
 

@@ -11,8 +11,8 @@ from uuid import UUID
 import httpx
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
 from infra.database.orders import changes as order_requests
+from infra.database.orders import recording
 from infra.database.orders.changes import OrderChange
 from infra.exchange.behaviour import Behaviour, FillMode
 from infra.valkey import client as valkey
@@ -72,7 +72,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
     async def noted() -> str | None:
         database = Database(house.stack.settings.database_url, pool_size=1)
         async with database.session() as session:
-            found = (await orders.get_order(session, order_id)).broker_order_id
+            found = (await recording.get_order(session, order_id)).broker_order_id
         await database.close()
         return found
 
@@ -82,7 +82,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
         """What the API does, until it dies."""
         database = Database(house.stack.settings.database_url)
         async with database.session() as session:
-            row = await orders.get_order(session, order_id)
+            row = await recording.get_order(session, order_id)
             wanted = OrderChange(
                 quantity=2,
                 price=Decimal(101),

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.models import Order, OrderEventRow
-from infra.database.orders.acceptance import get_order
+from infra.database.orders.recording import get_order
 from infra.database.orders.states import OPEN_STATES
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: How far an order has come. A late or repeated event never moves it back.
@@ -42,6 +43,12 @@ FINAL_RANK = 7
 IN_QUEUE = frozenset({OrderState.ACCEPTED, OrderState.QUEUED})
 #: States that may still change.
 OPEN_STATES = tuple(state.value for state in OrderState if state not in FINAL_ORDER_STATES)
+
+
+class OrderNotFound(BerthError):
+    """There is no such order."""
+
+    code = "ORDER_NOT_FOUND"
 
 
 def rank(state: str) -> int:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from infra.database.models import Order, WorkerSession
-from infra.database.workers import maintenance
+from infra.database.workers import passes
 from tests.integration.api.conftest import ServedApi
 from worker_runtime.protocol import keys
 
@@ -66,7 +66,7 @@ async def test_claims_are_told_apart_by_warm_and_cold(api: ServedApi) -> None:
 
 async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(api: ServedApi) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
-    odd = maintenance.Suspect(kind="orphan_task", why="w", worker_id="w9")
+    odd = passes.Suspect(kind="orphan_task", why="w", worker_id="w9")
     async with api.services.database.session() as session:
         session.add(
             Order(
@@ -88,9 +88,9 @@ async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(a
                 origin="api",
             )
         )
-        number = await maintenance.begin_pass(
+        number = await passes.begin_pass(
             session,
-            place=maintenance.PassBasis(),
+            place=passes.PassBasis(),
             boot="b",
             boottime=1.0,
             scanned=7,
@@ -99,7 +99,7 @@ async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(a
             suspects=[odd],
             confirmed=[odd],
         )
-        await maintenance.finish_pass(session, number, {"stopped": 1})
+        await passes.finish_pass(session, number, {"stopped": 1})
     told = await samples(api)
     assert told['berth_pool_ready{pool="default"}'] == 2
     assert told['berth_orders_unsettled{state="unknown"}'] == 1

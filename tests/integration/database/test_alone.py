@@ -16,7 +16,7 @@ from sqlalchemy import Float, String, bindparam, text
 from infra.database import users
 from infra.database.engine import Database, DatabaseUnavailable, SingleStatement
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from tests.integration.database.test_database import new_order, put_account
 from worker_runtime.protocol.errors import UnknownAccount
 
@@ -56,8 +56,8 @@ async def end_connections(url: str) -> int:
 
 async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(database: Database) -> None:
     async with database.session() as session:
-        one = (await orders.accept_order(session, new_order("one"))).order
-    other = (await orders.accept_order_alone(database, new_order("other"))).order
+        one = (await acceptance.accept_order(session, new_order("one"))).order
+    other = (await acceptance.accept_order_alone(database, new_order("other"))).order
     differ = {
         "id",
         "client_order_id",
@@ -74,23 +74,23 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(databas
     for name in names:
         assert type(getattr(one, name)) is type(getattr(other, name)), name
     async with database.session() as session:
-        found = await orders.get_order(session, other.id)
+        found = await recording.get_order(session, other.id)
         assert {name: getattr(found, name) for name in names} == {
             name: getattr(other, name) for name in names
         }
-        assert [event.state for event in await orders.events_of_order(session, other.id)] == ["accepted"]
+        assert [event.state for event in await recording.events_of_order(session, other.id)] == ["accepted"]
 
 
 async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
     deadline = datetime.now(UTC) + timedelta(seconds=7)
     wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), deadline_at=deadline)
-    accepted = await orders.accept_order_alone(database, wanted)
+    accepted = await acceptance.accept_order_alone(database, wanted)
     assert (accepted.order.price, accepted.order.deadline_at) == (Decimal("580.25"), deadline)
 
 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
     async def accept() -> tuple[uuid.UUID, bool]:
-        accepted = await orders.accept_order_alone(database, new_order())
+        accepted = await acceptance.accept_order_alone(database, new_order())
         return accepted.order.id, accepted.new
 
     results = await asyncio.gather(*(accept() for _ in range(20)))
@@ -99,11 +99,11 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
 
 
 async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused(database: Database) -> None:
-    await orders.accept_order_alone(database, new_order(fingerprint="one"))
-    repeated = await orders.accept_order_alone(database, new_order(fingerprint="two"))
+    await acceptance.accept_order_alone(database, new_order(fingerprint="one"))
+    repeated = await acceptance.accept_order_alone(database, new_order(fingerprint="two"))
     assert (repeated.new, repeated.same_request) == (False, False)
     with pytest.raises(UnknownAccount):
-        await orders.accept_order_alone(database, new_order("c-2", account_id="other"))
+        await acceptance.accept_order_alone(database, new_order("c-2", account_id="other"))
 
 
 async def test_connections_that_ended_while_nobody_used_them_are_replaced(

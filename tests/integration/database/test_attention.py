@@ -14,12 +14,10 @@ from sqlalchemy import select, text
 
 from infra.database.engine import Database
 from infra.database.models import AuditEntry, Order, WorkerSession
-from infra.database.orders import acceptance as orders
-from infra.database.orders import attention
+from infra.database.orders import acceptance, attention, recording
 from infra.database.orders import checks as blocking
-from infra.database.orders.acceptance import OrderNotFound
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
-from infra.database.orders.states import OrderProgress
+from infra.database.orders.states import OrderNotFound, OrderProgress
 from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
@@ -36,17 +34,17 @@ CANCELLED = Resolution(
 async def placed(database: Database, client_order_id: str = "c-1", symbol: str = "2330") -> uuid.UUID:
     async with database.session() as session:
         wanted = replace(new_order(client_order_id), symbol=symbol)
-        return (await orders.accept_order(session, wanted)).order.id
+        return (await acceptance.accept_order(session, wanted)).order.id
 
 
 async def tell(database: Database, order_id: uuid.UUID, state: OrderState, filled: int = 0) -> None:
     async with database.session() as session:
-        await orders.record_event(session, event(str(order_id), f"{order_id}:{state}", state, filled))
+        await recording.record_event(session, event(str(order_id), f"{order_id}:{state}", state, filled))
 
 
 async def row(database: Database, order_id: uuid.UUID) -> Order:
     async with database.session() as session:
-        return await orders.get_order(session, order_id)
+        return await recording.get_order(session, order_id)
 
 
 @pytest.mark.parametrize("by_answer", [True, False])
@@ -58,7 +56,7 @@ async def test_a_final_order_is_looked_at_by_nobody(database: Database, by_answe
     if by_answer:
         async with database.session() as session:
             outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
-            await orders.apply_outcome(session, outcome)
+            await recording.apply_outcome(session, outcome)
     else:
         await tell(database, order_id, OrderState.FILLED, 2)
     found = await row(database, order_id)
@@ -77,7 +75,8 @@ async def test_a_demand_takes_the_order_from_the_sweeper_and_is_noted_once(datab
     assert (found.verify_at, found.attention) == (None, "the broker does not list it")
     async with database.session() as session:
         steps = [
-            (step.state, step.data.get("reason")) for step in await orders.events_of_order(session, order_id)
+            (step.state, step.data.get("reason"))
+            for step in await recording.events_of_order(session, order_id)
         ]
     assert steps == [("accepted", None), ("needs_attention", "the broker does not list it")]
 
@@ -228,17 +227,17 @@ async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
     async with database.session() as session:
         if blocked:
             with pytest.raises(SymbolBlocked, match=str(order_id)):
-                await orders.accept_order(session, other)
+                await acceptance.accept_order(session, other)
         else:
-            assert (await orders.accept_order(session, other)).new
+            assert (await acceptance.accept_order(session, other)).new
 
 
 async def test_with_the_block_off_the_same_symbol_passes(database: Database) -> None:
     await tell(database, await placed(database), OrderState.UNKNOWN)
     async with database.session() as session:
-        assert (await orders.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))).new
+        assert (await acceptance.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))).new
         with pytest.raises(UnknownAccount):
-            await orders.accept_order(
+            await acceptance.accept_order(
                 session, replace(new_order("c-3", account_id="no"), unknown_blocks="off")
             )
 
@@ -261,11 +260,11 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
     if ended and unknown_blocks == "symbol":
         with pytest.raises(SymbolBlocked, match=str(order_id)):
             async with database.session() as session:
-                await orders.accept_order(session, second)
+                await acceptance.accept_order(session, second)
         await placed(database, "c-3", symbol="2317")
         await tell(database, order_id, OrderState.SUBMITTED)
     async with database.session() as session:
-        assert (await orders.accept_order(session, second)).new
+        assert (await acceptance.accept_order(session, second)).new
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -305,7 +304,7 @@ async def test_the_statements_do_what_the_state_machine_says(
         for one in told:
             expected = expected.told(one.state, one.filled_quantity)
         async with database.session() as session:
-            await orders.record_events(session, told)
+            await recording.record_events(session, told)
         found = await row(database, order_id)
         assert found.state == expected.state
         assert found.filled_quantity == expected.filled_quantity

@@ -23,9 +23,9 @@ from infra.database import users as api_keys
 from infra.database.engine import IDLE_IN_TRANSACTION, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
-from infra.database.orders import acceptance as orders
-from infra.database.orders.acceptance import NewOrder, OrderNotFound
-from infra.database.orders.states import rank
+from infra.database.orders import acceptance, recording
+from infra.database.orders.acceptance import NewOrder
+from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import models as trading_models
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import PostgresServer, free_port
@@ -101,7 +101,7 @@ async def test_eight_processes_that_start_together_migrate_once(empty_database: 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
     async def accept() -> tuple[uuid.UUID, bool]:
         async with database.session() as session:
-            accepted = await orders.accept_order(session, new_order())
+            accepted = await acceptance.accept_order(session, new_order())
             return accepted.order.id, accepted.new
 
     results = await asyncio.gather(*(accept() for _ in range(20)))
@@ -110,14 +110,16 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
     async with database.session() as session:
         count = await session.scalar(text("select count(*) from audit_trail where action = 'order.accepted'"))
         assert count == 1
-        assert [event.state for event in await orders.events_of_order(session, results[0][0])] == ["accepted"]
+        assert [event.state for event in await recording.events_of_order(session, results[0][0])] == [
+            "accepted"
+        ]
 
 
 async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
     async with database.session() as session:
-        await orders.accept_order(session, new_order(fingerprint="one"))
+        await acceptance.accept_order(session, new_order(fingerprint="one"))
     async with database.session() as session:
-        repeated = await orders.accept_order(session, new_order(fingerprint="two"))
+        repeated = await acceptance.accept_order(session, new_order(fingerprint="two"))
     assert not repeated.new
     assert not repeated.same_request
 
@@ -125,13 +127,13 @@ async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
 async def test_an_order_for_an_account_that_is_not_there_is_refused(database: Database) -> None:
     with pytest.raises(UnknownAccount):
         async with database.session() as session:
-            await orders.accept_order(session, new_order(account_id="other"))
+            await acceptance.accept_order(session, new_order(account_id="other"))
 
 
 async def test_tags_are_unique_and_six_characters(database: Database) -> None:
     async def accept(number: int) -> str:
         async with database.session() as session:
-            return (await orders.accept_order(session, new_order(f"c-{number}"))).order.tag
+            return (await acceptance.accept_order(session, new_order(f"c-{number}"))).order.tag
 
     tags = await asyncio.gather(*(accept(number) for number in range(60)))
     assert len(set(tags)) == 60
@@ -144,7 +146,7 @@ async def test_a_tag_does_not_come_again_on_another_day(database: Database) -> N
     async with database.session() as session:
         for number, day in enumerate([*days, days[-1]]):
             new = replace(new_order(f"day-{number}"), trading_day=day)
-            tags.append((await orders.accept_order(session, new)).order.tag)
+            tags.append((await acceptance.accept_order(session, new)).order.tag)
     assert tags == ["000001", "8Z0001", "900001", "LX0001", "LX0002"]
 
 
@@ -316,7 +318,7 @@ async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_r
 async def test_an_event_of_an_unknown_order_is_refused(database: Database) -> None:
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
-            await orders.record_event(session, event(str(uuid.uuid4()), "e", OrderState.SUBMITTED))
+            await recording.record_event(session, event(str(uuid.uuid4()), "e", OrderState.SUBMITTED))
 
 
 def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> OrderEvent:
@@ -345,7 +347,7 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
     async with database.session() as session:
         # A symbol of its own: an unknown order of an earlier example would block it.
         wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order = (await orders.accept_order(session, wanted)).order
+        order = (await acceptance.accept_order(session, wanted)).order
     told = [
         event(str(order.id), f"{order.id}:{number}", state, filled)
         for number, (state, filled) in enumerate(happened)
@@ -355,27 +357,27 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
     best = OrderState.ACCEPTED
     for one in told:
         async with database.session() as session:
-            await orders.record_event(session, one)
+            await recording.record_event(session, one)
         if rank(one.state) > rank(best):
             best = one.state
         async with database.session() as session:
-            now = await orders.get_order(session, order.id)
+            now = await recording.get_order(session, order.id)
         assert now.state == best.value
     assert now.filled_quantity == max(filled for _, filled in happened)
     async with database.session() as session:
-        assert len(await orders.events_of_order(session, order.id)) == len(happened) + 1
+        assert len(await recording.events_of_order(session, order.id)) == len(happened) + 1
 
 
 async def test_the_answer_and_its_events_agree_in_any_order(database: Database) -> None:
     async with database.session() as session:
-        order = (await orders.accept_order(session, new_order())).order
+        order = (await acceptance.accept_order(session, new_order())).order
         outcome = OrderOutcome(
             order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
         )
-        await orders.apply_outcome(session, outcome)
-        await orders.record_event(session, event(str(order.id), "late", OrderState.SUBMITTED))
+        await recording.apply_outcome(session, outcome)
+        await recording.record_event(session, event(str(order.id), "late", OrderState.SUBMITTED))
     async with database.session() as session:
-        now = await orders.get_order(session, order.id)
+        now = await recording.get_order(session, order.id)
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
 
 

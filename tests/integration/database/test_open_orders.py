@@ -9,7 +9,7 @@ from decimal import Decimal
 from sqlalchemy import text
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.database.orders import listing as open_orders
 from infra.database.orders.acceptance import NewOrder
 from tests.integration.database.test_database import database, event, new_order
@@ -22,9 +22,9 @@ TODAY = datetime.now(UTC).date() + timedelta(days=1)  # Taipei may be a day ahea
 
 async def accept(database: Database, new: NewOrder, *states: OrderState) -> str:
     async with database.session() as session:
-        order_id = str((await orders.accept_order(session, new)).order.id)
+        order_id = str((await acceptance.accept_order(session, new)).order.id)
         for state in states:
-            await orders.record_event(session, event(order_id, f"{order_id}-{state.value}", state))
+            await recording.record_event(session, event(order_id, f"{order_id}-{state.value}", state))
     return order_id
 
 
@@ -37,7 +37,7 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(datab
     )
     async with database.session() as session:
         accounts, found = await open_orders.open_orders_with_accounts(session, "42")
-        stored = await orders.get_order(session, found[0].order_id)  # type: ignore[arg-type]
+        stored = await recording.get_order(session, found[0].order_id)  # type: ignore[arg-type]
     assert [account.account_id for account in accounts] == ["main"]
     assert [order.order_id for order in found] == [resting, unknown]
     assert (found[0].price, found[0].price_type, found[0].quantity) == (

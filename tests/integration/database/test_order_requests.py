@@ -12,7 +12,7 @@ from msgspec import structs
 
 from infra.database.engine import Database
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.database.orders import changes as order_requests
 from infra.database.orders.changes import OrderChange
 from tests.integration.database.test_database import database, event, new_order
@@ -25,8 +25,8 @@ async def resting(database: Database) -> uuid.UUID:
     """An order of 5 lots at 100, at the broker."""
     limit = replace(new_order(uuid.uuid4().hex), price_type="LMT", price=Decimal(100), quantity=5)
     async with database.session() as session:
-        order = (await orders.accept_order(session, limit)).order
-        await orders.record_event(session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED))
+        order = (await acceptance.accept_order(session, limit)).order
+        await recording.record_event(session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED))
     return order.id
 
 
@@ -41,7 +41,7 @@ async def ask(
         deadline_at=datetime.now(UTC) + timedelta(seconds=30),
     )
     async with database.session() as session:
-        order = await orders.get_order(session, order_id)
+        order = await recording.get_order(session, order_id)
         assert await order_requests.note_change(session, order, request_id, change, actor="test") is None
 
 
@@ -57,9 +57,9 @@ async def shown(
         event(str(order_id), uuid.uuid4().hex, state), quantity=quantity, price=Decimal(price)
     )
     async with database.session() as session:
-        await orders.record_events(session, [told])
+        await recording.record_events(session, [told])
     async with database.session() as session:
-        return await orders.get_order(session, order_id)
+        return await recording.get_order(session, order_id)
 
 
 async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(database: Database) -> None:
@@ -69,7 +69,7 @@ async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(
         order = await shown(database, order_id, 2, "101.00")
         assert (order.quantity, order.price, order.state) == (2, Decimal(101), "submitted")
     async with database.session() as session:
-        events = [row.event_id for row in await orders.events_of_order(session, order_id)]
+        events = [row.event_id for row in await recording.events_of_order(session, order_id)]
     assert events.count(f"{order_id}:replace:r#confirmed") == 1
 
 
@@ -105,7 +105,7 @@ async def test_two_changes_under_way_together_are_both_in_the_books(
         order = await shown(database, order_id, quantity, price)
     assert (order.quantity, order.price) == (3, Decimal(101))
     async with database.session() as session:
-        ids = [row.event_id for row in await orders.events_of_order(session, order_id)]
+        ids = [row.event_id for row in await recording.events_of_order(session, order_id)]
     assert sum(event_id.endswith("#confirmed") for event_id in ids) == 2
 
 

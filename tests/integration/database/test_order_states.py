@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from tests.integration.database.test_database import database, event, new_order
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
@@ -24,51 +24,51 @@ async def test_a_rejected_order_keeps_its_code_whoever_reports_first(
     event_first: bool,
 ) -> None:
     async with database.session() as session:
-        order_id = (await orders.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
     told = event(str(order_id), "rejected", OrderState.REJECTED)
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED, reason="no margin")
     async with database.session() as session:
         if event_first:
-            await orders.record_event(session, told)
-        await orders.apply_outcome(session, outcome, "ORDER_REJECTED")
-        await orders.record_event(session, told)
+            await recording.record_event(session, told)
+        await recording.apply_outcome(session, outcome, "ORDER_REJECTED")
+        await recording.record_event(session, told)
     async with database.session() as session:
-        assert (await orders.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
+        assert (await recording.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
 
 
 async def test_the_first_code_of_a_rejected_order_stays(database: Database) -> None:
     async with database.session() as session:
-        order_id = (await orders.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED)
     for code in ("ORDER_REJECTED", "LATER"):
         async with database.session() as session:
-            await orders.apply_outcome(session, outcome, code)
+            await recording.apply_outcome(session, outcome, code)
     async with database.session() as session:
-        assert (await orders.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
+        assert (await recording.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
 
 
 async def test_an_unknown_order_can_be_put_on_a_persons_list_and_still_be_settled(
     database: Database,
 ) -> None:
     async with database.session() as session:
-        order_id = (await orders.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
     numbers = itertools.count()
     for state in (OrderState.UNKNOWN, OrderState.NEEDS_ATTENTION, OrderState.FILLED):
         async with database.session() as session:
-            await orders.record_event(session, event(str(order_id), f"e{next(numbers)}", state))
+            await recording.record_event(session, event(str(order_id), f"e{next(numbers)}", state))
         async with database.session() as session:
-            assert (await orders.get_order(session, order_id)).state == state.value
+            assert (await recording.get_order(session, order_id)).state == state.value
 
 
 async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(database: Database) -> None:
     async with database.session() as session:
-        order_id = (await orders.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
     life = [OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.PART_FILLED, OrderState.FILLED]
     together = [event(str(order_id), f"{9 - place}", state) for place, state in enumerate(life)]
     async with database.session() as session:
-        await orders.record_events(session, together)
+        await recording.record_events(session, together)
     async with database.session() as session:
-        told = [row.state for row in await orders.events_of_order(session, order_id)]
+        told = [row.state for row in await recording.events_of_order(session, order_id)]
     assert [state for state in told if state != OrderState.ACCEPTED] == life
 
 
@@ -77,14 +77,14 @@ async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_cou
 ) -> None:
     """Both are told by different processes, and the first one is slow with its commit."""
     async with database.session() as session:
-        order_id = (await orders.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
 
     async def fill() -> None:
         async with database.session() as session:
-            await orders.record_event(session, event(str(order_id), "e2", OrderState.FILLED, 1))
+            await recording.record_event(session, event(str(order_id), "e2", OrderState.FILLED, 1))
 
     async with database.session() as slow:
-        await orders.record_event(slow, event(str(order_id), "e1", OrderState.SUBMITTED))
+        await recording.record_event(slow, event(str(order_id), "e1", OrderState.SUBMITTED))
         filling = asyncio.create_task(fill())
         waits = text(
             "select count(*) from pg_stat_activity where datname = current_database() and"
@@ -96,7 +96,7 @@ async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_cou
                     assert not filling.done()
     await filling
     async with database.session() as session:
-        order = await orders.get_order(session, order_id)
+        order = await recording.get_order(session, order_id)
     assert (order.state, order.filled_quantity) == (OrderState.FILLED, 1)
 
 
@@ -104,12 +104,12 @@ async def _withdrawn_at(database: Database, state: OrderState, final: OrderState
     """An order in this state that was found in its queue, and taken back."""
     async with database.session() as session:
         wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order_id = (await orders.accept_order(session, wanted)).order.id
-        await orders.record_event(session, event(str(order_id), f"{order_id}:{state}", state))
+        order_id = (await acceptance.accept_order(session, wanted)).order.id
+        await recording.record_event(session, event(str(order_id), f"{order_id}:{state}", state))
     outcome = OrderOutcome(order_id=str(order_id), state=final, reason="taken back", withdrawn=True)
     for _ in range(2):
         async with database.session() as session:
-            await orders.apply_outcome(session, outcome, "DEADLINE_EXCEEDED")
+            await recording.apply_outcome(session, outcome, "DEADLINE_EXCEEDED")
     return order_id
 
 
@@ -120,7 +120,7 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
 ) -> None:
     order_id = await _withdrawn_at(database, state, final)
     async with database.session() as session:
-        order = await orders.get_order(session, order_id)
+        order = await recording.get_order(session, order_id)
     assert (order.state, order.reason_code, order.reason) == (final, "DEADLINE_EXCEEDED", "taken back")
     assert order.verify_at is None
 
@@ -141,10 +141,10 @@ async def test_an_order_that_a_worker_took_is_never_final_by_being_found_in_a_qu
     """A copy of Valkey that lagged behind holds it there again."""
     order_id = await _withdrawn_at(database, state, final)
     async with database.session() as session:
-        order = await orders.get_order(session, order_id)
+        order = await recording.get_order(session, order_id)
     assert (order.state, order.reason_code) == (left, None)
     assert order.verify_at is not None
     async with database.session() as session:
-        await orders.record_event(session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2))
+        await recording.record_event(session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2))
     async with database.session() as session:
-        assert (await orders.get_order(session, order_id)).state == OrderState.FILLED
+        assert (await recording.get_order(session, order_id)).state == OrderState.FILLED

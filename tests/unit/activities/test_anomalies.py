@@ -16,7 +16,7 @@ from activities.maintenance.anomalies import (
     ReportedState,
     find_anomalies,
 )
-from infra.database.workers.maintenance import AssignmentRow
+from infra.database.workers.assignments import AssignmentRow
 from infra.worker_task import Task
 
 LIMITS = OverdueLimits(connect=300.0, idle=3600.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from activities.maintenance.anomalies import FEW, OLD, ScanSummary, guard_reason
-from infra.database.workers.maintenance import PassBasis, PassRecord
+from infra.database.workers.passes import PassBasis, PassRecord
 
 PLACE = PassBasis(generation="g", server="s", tasks=100)
 LOOK = ScanSummary(place=PLACE, size=100, anomalies=5, in_service=80, unmarked=0, unlisted=0)

@@ -8,11 +8,11 @@ from activities.pool.hosts import HostProvisioner
 from activities.pool.snapshot import PoolSnapshot
 from infra.cli.fleet import explain_hosts, workers_of_pool
 from infra.hosts.scaling import HostKind, HostsUnreachable
-from infra.hosts.simulated import COLD, SimulatedHosts
 from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import LaunchSpec
 from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
+from tests.unit.hosts.simulated import COLD, SimulatedHosts
 from tests.unit.hosts.test_simulated import HostClock
 from worker_runtime.protocol.launch import WorkerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infra.hosts.scaling import HostKind, HostsUnreachable, plan_hosts, warm_hosts
-from infra.hosts.simulated import COLD, SimulatedHosts
+from tests.unit.hosts.simulated import COLD, SimulatedHosts
 
 KIND = HostKind()
 

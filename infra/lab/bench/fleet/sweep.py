@@ -19,7 +19,7 @@ from redis import Redis
 from temporalio.client import Client
 
 from infra.database.engine import Database
-from infra.database.workers import maintenance
+from infra.database.workers import passes
 from infra.lab import figures
 from infra.lab.bench.fleet.planted_fleet import PlantedFleet
 from infra.lab.figures import Say, silent
@@ -98,7 +98,7 @@ async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[s
                 _WORKFLOW, {"batch": 100, "abreast": 4}, id=f"sweep-{number}", task_queue=_QUEUE
             )
             async with database.session() as session:
-                shown = await maintenance.pass_summary(session)
+                shown = await passes.pass_summary(session)
             if shown is None:
                 raise ServerFailed(f"the pass was not written down:\n{stack.orchestrator.log_tail()}")
             rounds.append((shown, time.monotonic() - began))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import NewOrder
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
@@ -38,8 +38,8 @@ async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
         trading_day=datetime.now(UTC).date() + timedelta(days=1),
     )
     async with yard.database.session() as session:
-        order_id = str((await orders.accept_order(session, new)).order.id)
-        await orders.apply_outcome(session, OrderOutcome(order_id=order_id, state=state))
+        order_id = str((await acceptance.accept_order(session, new)).order.id)
+        await recording.apply_outcome(session, OrderOutcome(order_id=order_id, state=state))
     return order_id
 
 

@@ -14,7 +14,7 @@ from activities.events.recorder import CLOSED_BY_WORKER, Recorder
 from activities.events.stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
@@ -155,9 +155,9 @@ async def new_order(yard: Yard) -> str:
     user = await yard.user()
     now = datetime.now(UTC)
     async with yard.database.session() as session:
-        accepted = await orders.accept_order(
+        accepted = await acceptance.accept_order(
             session,
-            orders.NewOrder(
+            acceptance.NewOrder(
                 user_id=user,
                 account_id="main",
                 client_order_id="o1",
@@ -195,8 +195,8 @@ async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard
     await recorder.handle(events)
     await recorder.handle([*reversed(events), *events])
     async with yard.database.session() as session:
-        order = await orders.get_order(session, UUID(order_id))
-        recorded = await orders.events_of_order(session, UUID(order_id))
+        order = await recording.get_order(session, UUID(order_id))
+        recorded = await recording.events_of_order(session, UUID(order_id))
     assert (order.state, order.filled_quantity) == ("filled", 1)
     assert [event.state for event in recorded if event.state != "accepted"] == ["submitted", "filled"]
 
@@ -208,7 +208,7 @@ async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard,
         [moved(order_id, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
     )
     async with yard.database.session() as session:
-        assert (await orders.get_order(session, UUID(known))).state == "submitted"
+        assert (await recording.get_order(session, UUID(known))).state == "submitted"
 
 
 async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:

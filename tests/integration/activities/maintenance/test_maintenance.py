@@ -10,7 +10,7 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities.maintenance.anomalies import AnomalyKind
-from infra.database.workers import maintenance
+from infra.database.workers import assignments, passes
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
@@ -203,7 +203,7 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
     assert await gone()
     assert healthy <= await fleet.running()
     async with fleet.yard.database.session() as session:
-        shown = await maintenance.pass_summary(session)
+        shown = await passes.pass_summary(session)
     assert shown is not None
     assert (shown.found, shown.outcomes) == ({kind.value: 1}, outcomes)
     if plant is not mark_of_another_worker:  # that user's worker has no mark of its own now
@@ -249,9 +249,9 @@ async def test_a_second_attempt_does_not_call_healed_what_the_first_cleaned_up(
     assert second.outcomes == {"earlier": 1}
 
 
-async def open_rows(fleet: MaintainedFleet) -> list[maintenance.AssignmentRow]:
+async def open_rows(fleet: MaintainedFleet) -> list[assignments.AssignmentRow]:
     async with fleet.yard.database.session() as session:
-        return await maintenance.open_assignments(session)
+        return await assignments.open_assignments(session)
 
 
 async def test_a_worker_that_recovers_between_two_looks_is_left_alone(fleet: MaintainedFleet) -> None:

@@ -23,7 +23,7 @@ from activities.orders.sweeper import OrderSweeper
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
@@ -78,7 +78,7 @@ class SweeperStage:
         self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
     ) -> uuid.UUID:
         """An order with so many seconds until its deadline; `due`: the sweeper has to look at it now."""
-        new = orders.NewOrder(
+        new = acceptance.NewOrder(
             user_id=self.user_id,
             account_id="main",
             client_order_id=uuid.uuid4().hex,
@@ -95,7 +95,7 @@ class SweeperStage:
             unknown_blocks="off",
         )
         async with self.database.session() as session:
-            order_id = (await orders.accept_order(session, new)).order.id
+            order_id = (await acceptance.accept_order(session, new)).order.id
             self.ordered.append(order_id)
             if due:
                 columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)
@@ -105,7 +105,7 @@ class SweeperStage:
 
     async def row(self, order_id: uuid.UUID) -> Order:
         async with self.database.session() as session:
-            return await orders.get_order(session, order_id)
+            return await recording.get_order(session, order_id)
 
     async def queued(self) -> list[bytes]:
         found: list[bytes] = await reply_of(self.client.lrange(keys.requests(self.user_id), 0, -1))

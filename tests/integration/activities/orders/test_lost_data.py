@@ -13,7 +13,7 @@ from sqlalchemy import text
 from activities.events.recorder import Recorder
 from infra.database import accounts
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
@@ -48,7 +48,7 @@ async def test_a_claim_that_valkey_lost_is_stopped_by_its_claim_id_alone(yard: Y
 
 
 async def _accepted(yard: Yard, user: str, account: str) -> Order:
-    new = orders.NewOrder(
+    new = acceptance.NewOrder(
         user_id=user,
         account_id=account,
         client_order_id=uuid.uuid4().hex,
@@ -64,7 +64,7 @@ async def _accepted(yard: Yard, user: str, account: str) -> Order:
         trading_day=date(2026, 11, 23),
     )
     async with yard.database.session() as session:
-        return (await orders.accept_order(session, new)).order
+        return (await acceptance.accept_order(session, new)).order
 
 
 def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
@@ -93,7 +93,7 @@ async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> 
         await session.execute(text("alter table order_events_away rename to order_events"))
     await Recorder(yard.database).handle([event])
     async with yard.database.session() as session:
-        assert (await orders.get_order(session, order.id)).state == "submitted"
+        assert (await recording.get_order(session, order.id)).state == "submitted"
 
 
 async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Yard) -> None:
@@ -110,9 +110,9 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Y
         ]
     )
     async with yard.database.session() as session:
-        assert (await orders.get_order(session, strange.id)).reason == "a NUL  in the broker's text"
-        assert (await orders.get_order(session, good.id)).state == "submitted"
-        assert {event.event_id for event in await orders.events_of_order(session, good.id)} == {
+        assert (await recording.get_order(session, strange.id)).reason == "a NUL  in the broker's text"
+        assert (await recording.get_order(session, good.id)).state == "submitted"
+        assert {event.event_id for event in await recording.events_of_order(session, good.id)} == {
             f"{good.id}:accepted",
             "better",
         }

@@ -19,7 +19,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.orders.account_query import AccountQueryClient
 from activities.orders.verification import OrderActivities
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
@@ -156,7 +156,7 @@ async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: Sw
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     taken = await listed(stage, order_id, OrderState.FILLED, 2)
     async with stage.database.session() as session:
-        row = await orders.get_order(session, earlier)
+        row = await recording.get_order(session, earlier)
         row.tag, row.trading_day = taken.tag, datetime(2026, 1, 5, tzinfo=UTC).date()
         row.broker_order_id = taken.broker_order_id
     async with ReportingWorker(stage.client, stage.user_id, sold, taken):
@@ -192,7 +192,7 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Sweep
         at_ms=int(time.time() * 1000),
     )
     async with stage.database.session() as session:
-        await orders.record_event(session, told)
+        await recording.record_event(session, told)
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await look(stage, order_id)
         worker.certain = False

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.database.orders import acceptance as orders
-from infra.database.orders import attention
+from infra.database.orders import attention, recording
 from infra.database.trading import reconciliations
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.scripted_worker import failed
@@ -27,7 +26,7 @@ async def an_unknown_order(
     assert placed.status_code == 202, placed.text
     order: dict[str, Any] = placed.json()
     async with api.services.database.session() as session:
-        row = await orders.get_order(session, uuid.UUID(order["id"]))
+        row = await recording.get_order(session, uuid.UUID(order["id"]))
         row.state = "unknown"  # as the recorder writes it
     return order
 
@@ -82,7 +81,7 @@ async def test_a_user_has_an_own_order_looked_at_again_and_no_other(
     again = await user.post(f"/orders/{order['id']}/recheck")
     assert (again.status_code, again.json()["state"]) == (202, "needs_attention")
     async with api.services.database.session() as session:
-        assert (await orders.get_order(session, uuid.UUID(order["id"]))).verify_at is not None
+        assert (await recording.get_order(session, uuid.UUID(order["id"]))).verify_at is not None
     async with api.client(api.admin_key) as admin:
         made = await admin.post("/users", json={"user_id": f"{api.user}-other"})
         assert (await admin.post(f"/orders/{uuid.uuid4()}/recheck")).status_code == 404

@@ -10,7 +10,7 @@ import httpx
 
 from api.orders.schemas import CancelRequest
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.valkey import client as valkey
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_order_changes import set_row
@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 async def row_of(api: ServedApi, order_id: str) -> Order:
     async with api.services.database.session() as session:
-        return await orders.get_order(session, UUID(order_id))
+        return await recording.get_order(session, UUID(order_id))
 
 
 async def queued(api: ServedApi, user: httpx.AsyncClient) -> str:
@@ -50,7 +50,7 @@ async def test_a_cancel_right_after_a_flush_leaves_an_order_alive_that_a_worker_
         event_id="e1", order_id=order_id, user_id=api.user, epoch=1, state=OrderState.SUBMITTED, at_ms=1
     )
     async with api.services.database.session() as session:
-        await orders.record_event(session, told)
+        await recording.record_event(session, told)
     assert (await row_of(api, order_id)).state == "submitted"
 
 

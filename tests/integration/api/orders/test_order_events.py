@@ -15,7 +15,7 @@ from sqlalchemy import update
 from api.orders import feed as order_events
 from api.orders.feed import OrderFeed
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from tests.integration.api.conftest import ServedApi, served
 from tests.integration.api.orders.test_order_list import write
 from tests.integration.api.workers.test_timeline import SOON, Followed
@@ -47,7 +47,7 @@ async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted") -> No
         for order_id in order_ids
     ]
     async with api.services.database.session() as session:
-        await orders.record_events(session, events)
+        await recording.record_events(session, events)
 
 
 def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]:

@@ -14,8 +14,7 @@ from sqlalchemy import update
 
 from api.orders.export import COLUMNS, PAGE
 from infra.database.models import Order
-from infra.database.orders import acceptance as orders
-from infra.database.orders import attention
+from infra.database.orders import acceptance, attention
 from tests.integration.api.conftest import ServedApi
 
 _BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
@@ -26,7 +25,7 @@ async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: An
     made = []
     async with api.services.database.session() as session:
         for number in range(first, first + count):
-            new = orders.NewOrder(
+            new = acceptance.NewOrder(
                 user_id=api.user,
                 account_id="main",
                 client_order_id=f"c-{number}",
@@ -41,7 +40,7 @@ async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: An
                 deadline_at=_BEGIN,
                 trading_day=_BEGIN.date(),
             )
-            order = (await orders.accept_order(session, new)).order
+            order = (await acceptance.accept_order(session, new)).order
             values = {"created_at": _BEGIN + timedelta(minutes=number), **changes}
             await session.execute(update(Order).where(Order.id == order.id).values(values))
             made.append(order.id)

@@ -15,7 +15,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import recording
 from infra.valkey.client import reply_of
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import failed, filled, silent, until
@@ -275,7 +275,7 @@ async def test_the_timeline_tells_each_step_with_its_time(
                 fill=fill if state == "filled" else None,
                 filled_quantity=1 if state == "filled" else 0,
             )
-            assert await orders.record_event(session, event)
+            assert await recording.record_event(session, event)
     await database.close()
     body = (await user.get(f"/orders/{order_id}")).json()
     steps = [one["step"] for one in body["timeline"]]

@@ -11,14 +11,14 @@ import pytest
 
 from api.orders.outcomes import PERIOD, NotedOutcome, OutcomeWriter
 from infra.database.engine import Database
-from infra.database.orders import acceptance as orders
+from infra.database.orders import acceptance, recording
 from tests.integration.api.conftest import ServedApi
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
 
 async def accepted(api: ServedApi) -> UUID:
     now = datetime.now(UTC)
-    new = orders.NewOrder(
+    new = acceptance.NewOrder(
         user_id=api.user,
         account_id="main",
         client_order_id=uuid4().hex,
@@ -33,12 +33,12 @@ async def accepted(api: ServedApi) -> UUID:
         deadline_at=now + timedelta(seconds=30),
         trading_day=now.date(),
     )
-    return (await orders.accept_order_alone(api.services.database, new)).order.id
+    return (await acceptance.accept_order_alone(api.services.database, new)).order.id
 
 
 async def state(database: Database, order_id: UUID) -> str:
     async with database.session() as session:
-        return (await orders.get_order(session, order_id)).state
+        return (await recording.get_order(session, order_id)).state
 
 
 def filled(order_id: UUID) -> NotedOutcome:

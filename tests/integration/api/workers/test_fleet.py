@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infra.database.workers import maintenance
+from infra.database.workers import passes
 from tests.integration.api.conftest import ServedApi, served
 from tests.integration.api.lifecycle import LifecycleStub
 
@@ -94,11 +94,11 @@ async def test_a_users_key_sees_no_list(api: ServedApi) -> None:
 async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> None:
     async with api.client(api.admin_key) as admin:
         assert (await admin.get("/fleet")).json() == {"maintenance": None}
-        odd = maintenance.Suspect(kind="orphan_task", why="it announces nothing", worker_id="w")
+        odd = passes.Suspect(kind="orphan_task", why="it announces nothing", worker_id="w")
         async with api.services.database.session() as session:
-            number = await maintenance.begin_pass(
+            number = await passes.begin_pass(
                 session,
-                place=maintenance.PassBasis(generation="g", server="s", tasks=3),
+                place=passes.PassBasis(generation="g", server="s", tasks=3),
                 boot="b",
                 boottime=1.0,
                 scanned=3,
@@ -110,7 +110,7 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         under_way = (await admin.get("/fleet")).json()["maintenance"]
         assert (under_way["found"], under_way["total_seconds"]) == ({"orphan_task": 1}, None)
         async with api.services.database.session() as session:
-            await maintenance.finish_pass(session, number, {"stopped": 1})
+            await passes.finish_pass(session, number, {"stopped": 1})
         last = (await admin.get("/fleet")).json()["maintenance"]
     assert (last["workers"], last["outcomes"], last["guarded"]) == (3, {"stopped": 1}, None)
     assert last["total_seconds"] >= last["scan_seconds"] == 0.25
@@ -137,15 +137,15 @@ async def test_the_last_pass_is_a_table_on_the_command_line(api: ServedApi, tmp_
 
         assert await status() == "no pass yet\n"
         async with api.services.database.session() as session:
-            await maintenance.begin_pass(
+            await passes.begin_pass(
                 session,
-                place=maintenance.PassBasis(),
+                place=passes.PassBasis(),
                 boot="b",
                 boottime=1.0,
                 scanned=7,
                 scan_seconds=0.1,
                 guarded="Valkey could not be read",
-                suspects=[maintenance.Suspect(kind="stale_mark", why="w", user_id="u")],
+                suspects=[passes.Suspect(kind="stale_mark", why="w", user_id="u")],
                 confirmed=[],
             )
         shown = await status()

@@ -1,0 +1,88 @@
+"""What maintenance reads of the assignments of workers, and how it closes those that are over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from sqlalchemy import ARRAY, String, bindparam, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+
+class AssignmentRow(NamedTuple):
+    """One row of `worker_sessions`, as far as maintenance needs it."""
+
+    claim_id: str
+    user_id: str
+    #: Empty: the claim never got a worker.
+    worker_id: str
+    task_id: str
+    epoch: int
+    pool: str
+    #: The user has no later assignment.
+    present: bool
+    connected: bool
+    ended: bool
+    #: Seconds since the claim, or since the end of an ended assignment, by PostgreSQL's clock.
+    age: float
+
+
+_COLUMNS = """
+select s.claim_id, s.user_id, coalesce(s.worker_id, ''), coalesce(s.task_id, ''), s.epoch, s.pool,
+       s.epoch = u.epoch, s.connected_at is not null, s.ended_at is not null,
+       extract(epoch from clock_timestamp() - coalesce(s.ended_at, s.claimed_at, s.assigned_at))::float8
+  from worker_sessions s join users u on u.id = s.user_id
+"""
+_STRINGS = ARRAY(String)
+_OPEN = text(_COLUMNS + " where s.ended_at is null")
+_OPEN_OF = text(
+    _COLUMNS + " where s.ended_at is null and "
+    "(s.user_id = any(:users) or s.worker_id = any(:workers) or s.claim_id = any(:claims))"
+).bindparams(*(bindparam(name, type_=_STRINGS) for name in ("users", "workers", "claims")))
+_LAST = text(
+    f"select distinct on (found.worker_id) found.* from ({_COLUMNS} where s.worker_id = any(:workers)) "  # noqa: S608
+    "as found(claim_id, user_id, worker_id, task_id, epoch, pool, present, connected, ended, age) "
+    "order by found.worker_id, found.epoch desc"
+).bindparams(bindparam("workers", type_=_STRINGS))
+_UNANSWERED_ORDERS = text(
+    "select user_id, cast(id as text) from orders "
+    "where user_id = any(:users) and state in ('accepted', 'queued', 'submitting') "
+    "and created_at > clock_timestamp() - interval '2 days'"
+).bindparams(bindparam("users", type_=_STRINGS))
+_CLOSE = text(
+    "update worker_sessions s "
+    "set ended_at = clock_timestamp(), end_reason = coalesce(s.end_reason, given.reason) "
+    "from unnest(cast(:claims as text[]), cast(:reasons as text[])) as given(claim_id, reason) "
+    "where s.claim_id = given.claim_id and s.ended_at is null"
+).bindparams(bindparam("claims", type_=_STRINGS), bindparam("reasons", type_=_STRINGS))
+
+
+async def open_assignments(session: AsyncSession) -> list[AssignmentRow]:
+    """Returns all open assignments with one query over a partial index."""
+    return [AssignmentRow(*row) for row in await session.execute(_OPEN)]
+
+
+async def open_assignments_of(
+    session: AsyncSession, users: Collection[str], workers: Collection[str], claims: Collection[str]
+) -> list[AssignmentRow]:
+    """Returns the open assignments of these users, workers and claims."""
+    wanted = {"users": list(users), "workers": list(workers), "claims": list(claims)}
+    return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, wanted)]
+
+
+async def last_assignments(session: AsyncSession, workers: Collection[str]) -> dict[str, AssignmentRow]:
+    """Maps each worker that ever had one to its last assignment, open or ended."""
+    if not workers:
+        return {}
+    found = await session.execute(_LAST, {"workers": list(workers)})
+    return {row[2]: AssignmentRow(*row) for row in found}
+
+
+async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> list[tuple[str, str]]:
+    """Returns `(user, order)` of orders that a worker may be handling; their journal entries tell."""
+    return [(row[0], row[1]) for row in await session.execute(_UNANSWERED_ORDERS, {"users": list(users)})]
+
+
+async def close_assignments(session: AsyncSession, reasons: Mapping[str, str]) -> None:
+    """Ends assignments; maps claim to reason. One that has ended already keeps its time and reason."""
+    await session.execute(_CLOSE, {"claims": list(reasons), "reasons": list(reasons.values())})

@@ -1,0 +1,152 @@
+"""The passes of maintenance: what each one found and what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from sqlalchemy import delete, func, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
+
+from infra.database.models import MaintenancePass
+
+#: Passes are deleted when they are older.
+KEPT = timedelta(days=2)
+
+
+class Suspect(msgspec.Struct, frozen=True):
+    """One anomaly. Two passes have seen the same one when all its fields are equal."""
+
+    kind: str
+    why: str
+    user_id: str = ""
+    worker_id: str = ""
+    #: The task to stop; empty: none is known to run.
+    task_id: str = ""
+    claim_id: str = ""
+    epoch: int = 0
+    pool: str = ""
+    #: The value found in Valkey: it is deleted only if it is still the same.
+    value: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBasis:
+    """What must be equal in two passes before their common suspects are acted on."""
+
+    #: Valkey's generation, and the id of its process.
+    generation: str = ""
+    server: str = ""
+    #: Tasks that the launcher listed.
+    tasks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """One pass over all workers, as it was recorded."""
+
+    id: int
+    place: PassBasis
+    #: Seconds since it began, by PostgreSQL's clock.
+    age: float
+    #: The host's boot, and seconds since then: a clock that nobody sets.
+    boot: str
+    boottime: float
+    guarded: str
+    suspects: tuple[Suspect, ...] = ()
+
+
+async def last_pass(session: AsyncSession) -> PassRecord | None:
+    """Returns the latest pass with its suspects."""
+    return await find_pass(session, None)
+
+
+async def find_pass(session: AsyncSession, number: int | None) -> PassRecord | None:
+    """Returns the pass with this number, or the latest one if `number` is None."""
+    age = func.extract("epoch", func.clock_timestamp() - MaintenancePass.began_at)
+    wanted = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)
+    if number is not None:
+        wanted = wanted.where(MaintenancePass.id == number)
+    found = (await session.execute(wanted)).one_or_none()
+    if found is None:
+        return None
+    row, seconds = found
+    return PassRecord(
+        id=row.id,
+        place=PassBasis(generation=row.generation, server=row.server, tasks=row.tasks),
+        boot=row.boot,
+        boottime=row.boottime,
+        guarded=row.guarded,
+        suspects=msgspec.convert(row.suspects, tuple[Suspect, ...]),
+        age=float(seconds),
+    )
+
+
+async def begin_pass(
+    session: AsyncSession,
+    *,
+    place: PassBasis,
+    boot: str,
+    boottime: float,
+    scanned: int,
+    scan_seconds: float,
+    guarded: str,
+    suspects: Iterable[Suspect],
+    confirmed: Sequence[Suspect],
+) -> int:
+    """Records a pass, deletes old ones and returns the new pass's number."""
+    suspected = list(suspects)
+    outdated = MaintenancePass.began_at < func.clock_timestamp() - KEPT
+    await session.execute(delete(MaintenancePass).where(outdated))
+    row = MaintenancePass(
+        generation=place.generation,
+        server=place.server,
+        tasks=place.tasks,
+        boot=boot,
+        boottime=boottime,
+        scanned=scanned,
+        scan_seconds=scan_seconds,
+        guarded=guarded,
+        found=dict(Counter(suspect.kind for suspect in suspected)),
+        suspects=msgspec.to_builtins(suspected),
+        confirmed=msgspec.to_builtins(confirmed),
+    )
+    session.add(row)
+    await session.flush()
+    return row.id
+
+
+async def confirmed_batch(session: AsyncSession, number: int, first: int, count: int) -> list[Suspect]:
+    """Returns `count` confirmed suspects of a pass, from number `first` on."""
+    found = await session.scalar(
+        text(
+            "select coalesce(jsonb_agg(one order by place), '[]') from maintenance_passes, "
+            "jsonb_array_elements(confirmed) with ordinality as each(one, place) "
+            "where id = :id and place > :first and place <= :last"
+        ),
+        {"id": number, "first": first, "last": first + count},
+    )
+    return msgspec.convert(found, list[Suspect])
+
+
+async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, int]) -> float:
+    """Records what came of a pass; returns the seconds that it took."""
+    row = await session.scalar(
+        update(MaintenancePass)
+        .where(MaintenancePass.id == number)
+        .values(outcomes=outcomes, finished_at=func.clock_timestamp())
+        .returning(MaintenancePass)
+        .execution_options(populate_existing=True)
+    )
+    return (row.total_seconds if row else None) or 0.0
+
+
+async def pass_summary(session: AsyncSession) -> MaintenancePass | None:
+    """Returns the latest pass for operators, without its lists of suspects."""
+    lists = defer(MaintenancePass.suspects), defer(MaintenancePass.confirmed)
+    latest = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(1)
+    return await session.scalar(latest.execution_options(populate_existing=True))
