@@ -1,4 +1,6 @@
-# The few verbs a person needs. Everything runs from .venv, which `setup` makes from requirements.lock.
+# The few verbs a person needs; `make` alone lists them. Everything runs from .venv, which `setup` makes from
+# requirements.lock.
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,7 +8,10 @@ STAMP := .venv/.installed
 #: run (no restart): pytest-xdist waits for ever at the end of a run in which it replaced one.
 JOBS ?= 2
 
-.PHONY: run test check bench setup clean lock
+.PHONY: help run test quick check bench shell setup clean lock
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ONCE=1: stop after the job)
 	@$(BIN)/berth up --main-job $(if $(ONCE),--once)
@@ -17,16 +22,25 @@ test: setup ## The whole suite, on real servers, by JOBS processes (ARGS="tests/
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 $(ARGS)
 
-check: setup ## Lint, types, arrows between the rooms
+quick: check ## What a change needs, in under 2 minutes: `check`, then the unit tests of all but the lab
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
+	  --max-worker-restart 0 --quiet tests/unit --ignore tests/unit/bench --ignore tests/unit/chaos $(ARGS)
+
+check: setup ## Lint, types, arrows between the rooms, the number of lines
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python .ci/count_lines.py
 
 bench: setup ## All benchmarks, one after the other
 	@$(BIN)/berth bench all
 
-setup: $(STAMP)
+shell: setup ## A shell that finds `berth` and the other programs of .venv (exit leaves it)
+	@echo "berth is $(CURDIR)/$(BIN)/berth; in this shell it is found by its name"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" VIRTUAL_ENV="$(CURDIR)/.venv" $${SHELL:-/bin/sh}
+
+setup: $(STAMP) ## Make or renew .venv; the other commands do it by themselves
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Berth needs Python 3.11 or later; set PYTHON=…")'

@@ -45,7 +45,7 @@ def boot_id() -> str:
 def read_process(pid: int) -> ProcessStat | None:
     """The process, or None if there is none (any more)."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     # The name in parentheses may hold anything, also blanks and parentheses.

@@ -15,7 +15,8 @@ from typing import Self
 import asyncpg
 
 from infra.database.migrate import migrate
-from infra.local.servers import HOST, PostgresServer
+from infra.local.process import HOST
+from infra.local.servers import PostgresServer
 
 #: Ends whoever is still connected, as `drop database … with (force)` would.
 _ALONE = """

@@ -30,7 +30,7 @@ from infra.exchange.records import (
     LedgerSession,
     LimitOwnerKind,
 )
-from infra.local.servers import HOST, Server, accepts, free_port
+from infra.local.process import HOST, Server, accepts, free_port
 from worker_runtime.protocol.errors import BerthError, from_code
 
 _ORDERS = TypeAdapter(list[LedgerOrder])

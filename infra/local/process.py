@@ -1,4 +1,4 @@
-"""A child process with a port: started, waited for, stopped and killed by its own pid.
+"""`Server`: a child process with a port, which is started, awaited, stopped and killed by its own pid.
 
 Each is asked to end with the process that started it (PDEATHSIG), and leads a session of its own, so that
 Ctrl-C in a terminal reaches only us and we stop it in order.
@@ -236,7 +236,7 @@ class Server:
         """Pids of all it started, also of those whose parent has ended or that left its session."""
         if self.keeps_children:
             return []
-        family = set(record.members(pid))
+        family = set(record.session_members(pid))
         with contextlib.suppress(psutil.NoSuchProcess):  # ended: its session's members are all we can know
             family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
         return sorted(family - {pid})

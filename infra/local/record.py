@@ -1,7 +1,7 @@
-"""Which processes a data folder has started: one small file each, so that a crash leaves nothing behind.
+"""Records of the processes that a data folder has started: one small file each, for the start after a crash.
 
-A process is recognised by its pid and the moment it started (in clock ticks since boot, with the boot's
-id), because pids are used again.
+A process is recognised by its pid and the moment it started (clock ticks since boot, with the boot's id),
+because pids are used again.
 """
 
 from __future__ import annotations
@@ -11,54 +11,40 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from infra import processes
+from infra.processes import boot_id
 
 #: Seconds a leftover process gets to end by itself before SIGKILL. PostgreSQL writes a checkpoint.
 GRACE = 10.0
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the program's name; None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()
-
-
 def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if it is gone or only a zombie."""
-    fields = _stat(pid)
-    if fields is None or fields[0] in "ZX":
-        return None
-    return int(fields[19])
+    found = processes.read_process(pid)
+    return found.started if found is not None and found.alive else None
 
 
-def members(session: int, since: int = 0) -> list[int]:
+def session_members(session: int, since: int = 0) -> list[int]:
     """Living processes of one session (setsid) that started at `since` ticks or later."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        fields = _stat(int(entry))
-        if fields and fields[0] not in "ZX" and int(fields[3]) == session and int(fields[19]) >= since:
-            found.append(int(entry))
-    return found
+    return [
+        one.pid
+        for one in processes.all_processes()
+        if one.alive and one.session == session and one.started >= since
+    ]
 
 
-def wait_gone(pids: Iterable[int], timeout: float) -> list[int]:
-    """Waits until these processes are gone; returns those that are not after `timeout` seconds."""
+def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
+    """Waits until these processes are gone; returns those that are not after `timeout` seconds.
+
+    A zombie counts as gone: in a container nobody may ask for its end. (`psutil.wait_procs` waits for it.)
+    """
     deadline = time.monotonic() + timeout
-    left = [pid for pid in pids if start_ticks(pid) is not None]
-    while left and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if start_ticks(pid) is not None]) and time.monotonic() < deadline:
         time.sleep(0.01)
-        left = [pid for pid in left if start_ticks(pid) is not None]
     return left
 
 
@@ -104,7 +90,7 @@ class ProcessRecord:
         now = start_ticks(self.pid)
         if now is not None and now != self.started:
             return []  # the pid belongs to somebody else by now
-        return sorted({*leader, *members(self.pid, self.started)})
+        return sorted({*leader, *session_members(self.pid, self.started)})
 
     def end(self, how: signal.Signals = signal.SIGTERM, grace: float = GRACE) -> bool:
         """Ends what is alive of it. Returns whether there was anything to end."""

@@ -21,29 +21,11 @@ from typing import Any
 from infra.local.process import (
     HOST,
     START_TIMEOUT,
-    PortInUse,
     Server,
     ServerFailed,
     accepts,
     free_port,
-    free_ports,
 )
-from infra.processes import end_with_parent
-
-__all__ = [
-    "HOST",
-    "START_TIMEOUT",
-    "PortInUse",
-    "PostgresServer",
-    "Server",
-    "ServerFailed",
-    "TemporalServer",
-    "ValkeyServer",
-    "accepts",
-    "end_with_parent",
-    "free_port",
-    "free_ports",
-]
 
 
 def _package_folder(package: str) -> Path:

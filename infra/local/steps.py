@@ -1,4 +1,4 @@
-"""Steps of a start: each begins when those it needs are done, independent ones run beside each other."""
+"""The steps of a start: each begins when the steps it needs are done; independent ones run in parallel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import StrEnum
+from graphlib import TopologicalSorter
 
 from infra.local.process import ServerFailed
 from worker_runtime.protocol.errors import BerthError
@@ -54,31 +55,28 @@ def as_berth_error(name: str, error: Exception) -> BerthError:
 
 
 def run_steps(steps: Sequence[StartStep], progress: OnProgress, give_up: Callable[[], None]) -> None:
-    """Runs all steps; raises the first failure, after `give_up()` and the end of those under way.
+    """Runs all steps. Raises the first failure as a `BerthError`, once the running steps have ended.
 
-    Whatever a step raises comes as a `BerthError` (see `as_berth_error`).
-
-    `give_up` must make running actions return soon; it is also called on Ctrl-C.
+    `give_up` must make running steps return soon; it is called on a failure and on Ctrl-C.
     """
-    done: set[str] = set()
-    waiting = list(steps)
-    running: dict[Future[None], StartStep] = {}
+    order = TopologicalSorter({step.name: step.needs for step in steps})
+    order.prepare()
+    by_name = {step.name: step for step in steps}
+    running: dict[Future[None], str] = {}
     failure: BaseException | None = None
     with ThreadPoolExecutor(max_workers=len(steps), thread_name_prefix="berth-step") as threads:
         try:
-            while waiting or running:
-                for step in [s for s in waiting if done.issuperset(s.needs)]:
-                    waiting.remove(step)
-                    running[threads.submit(_run_step, step, progress)] = step
+            while running or (failure is None and order.is_active()):
+                for name in order.get_ready() if failure is None else ():
+                    running[threads.submit(_run_step, by_name[name], progress)] = name
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    step = running.pop(future)
+                    name = running.pop(future)
                     if error := future.exception():
                         failure = failure or error
-                        waiting.clear()
                         give_up()
                     else:
-                        done.add(step.name)
+                        order.done(name)
         except BaseException:  # Ctrl-C: the pool's exit waits for the running steps
             give_up()
             raise

@@ -13,7 +13,7 @@ import pytest
 
 from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.client import ExchangeServer
-from infra.local.servers import free_port
+from infra.local.process import free_port
 from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, HeardOrders, order, until
 from tests.contract.brokers.stages import PaperStage
 from worker_runtime.brokers.paper import PaperBroker

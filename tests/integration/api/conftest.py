@@ -24,7 +24,8 @@ from api.app import create_app
 from api.container import Services
 from infra.database import users
 from infra.database.engine import Database
-from infra.local.servers import TemporalServer, ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.vault.key_pairs import create_master_key

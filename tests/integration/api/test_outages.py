@@ -20,7 +20,8 @@ from api.http.errors import ValkeyUnavailable
 from api.workers import answers
 from api.workers.answers import AnswerListener
 from infra.database.migrate import migrate
-from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink

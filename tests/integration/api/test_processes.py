@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from api.__main__ import GRACE
-from infra.local.servers import free_port
+from infra.local.process import free_port
 from infra.settings import Settings
 from tests.integration.api.conftest import StartWorker, an_order, make_key
 from tests.integration.api.scripted_worker import until

@@ -28,7 +28,8 @@ from infra.database.orders.acceptance import NewOrder
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import models as trading_models
 from infra.database.workers import sessions as worker_sessions
-from infra.local.servers import PostgresServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import PostgresServer
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
 from worker_runtime.protocol.errors import UnknownAccount

@@ -9,7 +9,8 @@ import pytest
 
 from infra.database import users
 from infra.database.engine import Database
-from infra.local.servers import HOST, PostgresServer
+from infra.local.process import HOST
+from infra.local.servers import PostgresServer
 from tests.databases import MigratedDatabases
 
 

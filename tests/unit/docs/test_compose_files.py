@@ -14,7 +14,8 @@ import pytest
 
 from infra.compose import secret_files
 from infra.compose.prepare import prepare
-from infra.local.servers import PostgresServer, ValkeyServer, accepts, free_port
+from infra.local.process import accepts, free_port
+from infra.local.servers import PostgresServer, ValkeyServer
 from infra.settings import Settings
 from worker_runtime.jobs.protocol.webhook_signing import MIN_KEY_BYTES
 

@@ -16,7 +16,8 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from infra.compose import health
 from infra.local.components import JobFleetComponent
-from infra.local.servers import TemporalServer, ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 
 

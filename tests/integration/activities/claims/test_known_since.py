@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.servers import ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from infra.database.migrate import migrate
-from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.vault import key_pairs
 from infra.vault import key_pairs as orchestrator_keys
 from workflows.names import SEARCH_ATTRIBUTES

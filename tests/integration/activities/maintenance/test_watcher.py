@@ -26,7 +26,8 @@ from infra.database.locks import lead
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
-from infra.local.servers import TemporalServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.servers import ValkeyServer, free_port
+from infra.local.process import free_port
+from infra.local.servers import ValkeyServer
 from tests.integration.jobs.fleet import eventually
 from tests.integration.jobs.stage import QueueStage, claim, die, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls

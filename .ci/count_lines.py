@@ -1,0 +1,51 @@
+"""Counts the product's lines of Python and Lua by room; fails above the budget.
+
+The lab and the paper exchange are no part of the product; `infra/aws` and `infra/client` are counted apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+#: Lines of the product: what the architecture allows, and what may not be exceeded today.
+GOAL = 48_000
+LIMIT = 51_600
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("worker_runtime", "workflows", "activities", "api", "infra")
+#: Rooms whose folders are counted one by one.
+SPLIT = ("worker_runtime", "infra")
+LEFT_OUT = ("infra/lab", "infra/exchange")
+APART = ("infra/aws", "infra/client")
+
+
+def count_lines(root: Path = ROOT) -> Counter[str]:
+    """Lines by room; a room is a top-level folder, or a folder of one in `SPLIT`."""
+    lines: Counter[str] = Counter()
+    for top in PRODUCT:
+        for path in (root / top).rglob("*"):
+            if path.suffix not in {".py", ".lua"}:
+                continue
+            parts = path.relative_to(root).parts
+            room = "/".join(parts[:2]) if top in SPLIT and len(parts) > 2 else top
+            if room not in LEFT_OUT:
+                lines[room] += path.read_bytes().count(b"\n")
+    return lines
+
+
+def main() -> int:
+    lines = count_lines()
+    product = sum(count for room, count in lines.items() if room not in APART)
+    for room, count in sorted(lines.items()):
+        print(f"{count:7,}  {room}{'  (counted apart)' if room in APART else ''}")
+    print(f"{product:7,}  in all; at most {LIMIT:,}, the goal is {GOAL:,}")
+    if product > LIMIT:
+        print(f"error: the product has {product - LIMIT:,} lines more than allowed", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
