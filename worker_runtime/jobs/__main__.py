@@ -1,4 +1,4 @@
-"""`python -m worker_runtime.jobs`: one runner of the fleet, configured on standard input."""
+"""Runs one runner of the fleet: `python -m worker_runtime.jobs`, configured on standard input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import sys
 
 from worker_runtime.jobs.config import read_config
 from worker_runtime.jobs.runner import JobRunner
-from worker_runtime.jobs.types import job_registry
-from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.launch import ExitCode
@@ -21,7 +20,7 @@ def main(registry: JobRegistry | None = None) -> ExitCode:
         Log().error("bad_config", reason=error.detail)
         return ExitCode.BAD_CONFIG
     log = Log(config.log_level, runner=config.name, process="jobs")
-    return JobRunner(config, job_registry.build_registry(config) if registry is None else registry, log).run()
+    return JobRunner(config, build_registry(config) if registry is None else registry, log).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What the end of a run means: done, failed, cancelled, or another attempt and when.
-
-The ends of runs: to be written first, then told to the log.
-"""
+"""What the end of a run means (done, failed, cancelled or retried), and writing it to the queue."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import msgspec
 
 from worker_runtime.jobs.children.child_messages import RunOutcome
 from worker_runtime.jobs.protocol.messages import (
+    MAX_CRASHES,
     NULL,
     RESULT_TTL,
     Job,
@@ -22,82 +20,78 @@ from worker_runtime.jobs.protocol.messages import (
     JobStatus,
     JobTimeout,
 )
-from worker_runtime.jobs.queue import MAX_CRASHES, ClaimedJob, FinishedRun
+from worker_runtime.jobs.queue import ClaimedJob, FinishedRun
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure, encode
 
-#: A retry comes within a quarter of its delay, before or after: many that failed at once spread out.
+#: A retry comes up to a quarter of its delay earlier or later, so that jobs which failed together spread out.
 _JITTER = 0.25
 
 
 class RunVerdict(msgspec.Struct, frozen=True):
-    """The end of one run: what the log tells, and what the queue is told."""
+    """How one run ended. `delay`: seconds until a retry."""
 
     result: JobResult
     delay: float = 0.0
     crashed: bool = False
 
     def finish(self, claimed: ClaimedJob, result_ttl: int = RESULT_TTL) -> FinishedRun:
-        result = self.result
+        status = self.result.status
+        result = encode(self.result)
         return FinishedRun(
-            claimed.job_id,
-            claimed.fence,
-            result.status,
-            encode(result),
-            result_ttl,
-            self.delay,
-            self.crashed,
+            claimed.job_id, claimed.fence, status, result, result_ttl, self.delay, self.crashed
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RunJudge:
-    """Makes verdicts for one runner."""
+    """Decides how runs have ended, for one runner."""
 
     runner: str
 
     def reported(
         self, claimed: ClaimedJob, job: Job, outcome: RunOutcome, output: str, started_ms: int
     ) -> RunVerdict:
-        """The child said how it ended."""
-        failure = outcome.failure
+        """The child has reported how the run ended."""
+        failure, delay = outcome.failure, 0.0
         if failure is None:
-            return RunVerdict(self._result(claimed, JobStatus.DONE, None, output, started_ms, outcome))
-        if failure.retryable and claimed.attempt < job.attempts:
-            result = self._result(claimed, JobStatus.RETRY, failure, output, started_ms, outcome)
-            return RunVerdict(result, jittered(job.retry_delay if outcome.delay is None else outcome.delay))
-        return RunVerdict(self._result(claimed, JobStatus.FAILED, failure, output, started_ms, outcome))
+            status = JobStatus.DONE
+        elif failure.retryable and claimed.attempt < job.attempts:
+            status = JobStatus.RETRY
+            delay = jittered(job.retry_delay if outcome.delay is None else outcome.delay)
+        else:
+            status = JobStatus.FAILED
+        return RunVerdict(self._result(claimed, status, failure, output, started_ms, outcome), delay)
 
     def died(
         self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int
     ) -> RunVerdict:
-        """The child said nothing: it crashed, or was killed (`why`: 'timeout' or 'cancelled')."""
-        if why == "cancelled":
-            failure = Failure.of(JobCancelled("killed on demand"))
-            return RunVerdict(self._result(claimed, JobStatus.CANCELLED, failure, output, started_ms))
+        """The child ended without a report: it crashed, or was killed (`why`: 'timeout' or 'cancelled')."""
         error: BerthError = JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
-        if not job.idempotent:
-            failure = Failure.of(JobOutcomeUnknown(f"{error.detail}; it must not run twice"))
-            return RunVerdict(self._result(claimed, JobStatus.FAILED, failure, output, started_ms))
-        if claimed.crashes + 1 >= MAX_CRASHES or claimed.attempt >= job.attempts:
-            result = self._result(claimed, JobStatus.FAILED, Failure.of(error), output, started_ms)
-            return RunVerdict(result, crashed=True)
-        result = self._result(claimed, JobStatus.RETRY, Failure.of(error), output, started_ms)
-        return RunVerdict(result, jittered(job.retry_delay), crashed=True)
+        status, delay, crashed = JobStatus.FAILED, 0.0, False
+        if why == "cancelled":
+            status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
+        elif not job.idempotent:
+            error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
+        else:
+            crashed = True
+            if claimed.crashes + 1 < MAX_CRASHES and claimed.attempt < job.attempts:
+                status, delay = JobStatus.RETRY, jittered(job.retry_delay)
+        result = self._result(claimed, status, Failure.of(error), output, started_ms)
+        return RunVerdict(result, delay, crashed)
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunVerdict:
-        """Nothing of the job has run here: it is unreadable (None), of a type that is unknown here, or had no
-        process."""
+        """The job has not run here: it is unreadable (None), of an unknown type, or got no process."""
+        status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
-            result = self._result(claimed, JobStatus.RETRY, Failure.of(error), "", wall_ms())
-            return RunVerdict(result, jittered(job.retry_delay))
-        return RunVerdict(self._result(claimed, JobStatus.FAILED, Failure.of(error), "", wall_ms()))
+            status, delay = JobStatus.RETRY, jittered(job.retry_delay)
+        return RunVerdict(self._result(claimed, status, Failure.of(error), "", wall_ms()), delay)
 
     def cancelled(self, claimed: ClaimedJob) -> RunVerdict:
-        """Someone cancelled it before it began."""
+        """The job was cancelled before it started."""
         failure = Failure.of(JobCancelled("cancelled before it ran"))
         return RunVerdict(self._result(claimed, JobStatus.CANCELLED, failure, "", wall_ms()))
 
@@ -132,49 +126,44 @@ def jittered(delay: float) -> float:
 
 @dataclass(slots=True)
 class RunEnd:
-    """The end of one run. `outcome` is what the queue answered."""
+    """The end of one run. `outcome` is the queue's answer."""
 
     claimed: ClaimedJob
     job: Job | None
     verdict: RunVerdict
     finish: FinishedRun
-    #: False if nothing of it has run.
+    #: False if the job has not started.
     ran: bool
     outcome: str = ""
-    #: How often it was sent: after a lost reply it is sent again.
+    #: How often it was sent: it is sent again after a lost reply.
     sent: int = 0
 
 
 class PendingRunEnds:
-    """Those of one runner, in their order."""
+    """The ends of one runner's runs, in their order: first written to the queue, then logged."""
 
-    def __init__(self, desk: RunnerRegistration, log: Log) -> None:
-        self._desk = desk
+    def __init__(self, registration: RunnerRegistration, log: Log) -> None:
+        self._registration = registration
         self._log = log
         self._open: list[RunEnd] = []
         self._written: list[RunEnd] = []
-        #: One of them is to be written at once, whatever else is in hand.
-        self.urgent = False
 
     def __len__(self) -> int:
-        """Those to be written."""
+        """The number of ends still to be written."""
         return len(self._open)
 
-    def add(
-        self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict, *, ran: bool, urgent: bool
-    ) -> None:
+    def add(self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict, *, ran: bool = True) -> None:
         ttl = RESULT_TTL if job is None else job.result_ttl
         self._open.append(RunEnd(claimed, job, verdict, verdict.finish(claimed, ttl), ran))
-        self.urgent |= urgent
 
-    def send(self) -> list[FinishedRun]:
-        """What is to be written now; again, if that was not heard."""
+    def to_write(self) -> list[FinishedRun]:
+        """All ends to send now, with those whose reply was lost."""
         for end in self._open:
             end.sent += 1
         return [end.finish for end in self._open]
 
-    def heard(self, outcomes: list[str]) -> None:
-        """What became of all that were sent."""
+    def written(self, outcomes: list[str]) -> None:
+        """Takes the queue's answers to all ends of `to_write`."""
         for end, outcome in zip(self._open, outcomes, strict=True):
             end.outcome = outcome
         self._written += self._open
@@ -185,17 +174,16 @@ class PendingRunEnds:
 
     def clear(self) -> None:
         self._open = []
-        self.urgent = False
 
-    def tell(self) -> None:
-        """The log comes last: the next job runs already."""
+    def log_written(self) -> None:
+        """Logs and counts written ends. It is called late, so that the next job starts first."""
         for end in self._written:
             result = end.verdict.result
             repeated = end.outcome == "gone" and end.sent > 1
-            if end.outcome == result.status or (repeated and self._desk.wrote(end.claimed)):
-                self._desk.events.ended(end.claimed, end.job, result)
+            if end.outcome == result.status or (repeated and self._registration.has_written(end.claimed)):
+                self._registration.events.log_end(end.claimed, end.job, result)
                 ran_ms = result.finished_at_ms - result.started_at_ms if end.ran else None
-                self._desk.tally.ended(end.job, result.status, ran_ms)
+                self._registration.counters.count_end(end.job, result.status, ran_ms)
             else:
                 self._log.warning(
                     "job_end_not_ours", job=end.claimed.job_id, wanted=result.status, became=end.outcome

@@ -1,10 +1,9 @@
-"""Sends a runner's events straight to a collector, beside the log: the input `tcp` or `unix` of Filebeat,
-Vector or Fluent Bit takes lines of JSON as they are.
+"""Sends a runner's events to a collector, beside the log.
 
-Nothing here waits, and nothing is sent twice: what the collector does not take stays in memory up to
-`MAX_BUFFERED`
-bytes, then the oldest lines are left out. The log has all of them. A connection that takes nothing any more
-is given up: the other side may be gone without a word, which TCP notices after 15 minutes (tcp_retries2).
+The inputs `tcp` and `unix` of Filebeat, Vector and Fluent Bit take JSON lines as they are. Sending never
+waits and never repeats: up to `MAX_BUFFERED` bytes wait in memory, then the oldest lines are dropped. The log
+has all of them. A connection that takes nothing is closed after a while: TCP would notice a vanished peer
+only after 15 minutes (tcp_retries2).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from worker_runtime.protocol.errors import BerthError
 MAX_BUFFERED = 1 << 20
 #: Seconds that a connection may take to be made.
 CONNECT_LIMIT = 5.0
-#: Seconds in which a connection has to take something while lines wait.
+#: Seconds in which a connection has to accept something while lines wait.
 STALL_LIMIT = 30.0
-#: Seconds until the next look while the collector takes nothing.
+#: Seconds until the next try while the collector accepts nothing.
 _POLL_INTERVAL = 0.05
-#: Seconds between two looks of a runner that is leaving, and how long it goes on.
+#: Seconds between two tries when the runner ends, and how long it goes on.
 _CLOSE_POLL_INTERVAL = 0.01
 _CLOSE_LIMIT = 1.0
 #: Lines of one write.
@@ -44,7 +43,7 @@ class BadEventSink(BerthError):
 def parse_sink_address(url: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     """`tcp://127.0.0.1:9000`, `tcp://[::1]:9000` or `unix:///run/filebeat.sock`; raises `BadEventSink`.
 
-    No names: to look one up can take longer than a lease.
+    Host names are refused: resolving one can take longer than a lease.
     """
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
@@ -71,53 +70,53 @@ class EventSink:
         #: Bytes of the first line that have gone out on this connection.
         self._sent = 0
         self._socket: socket.socket | None = None
-        #: Until when the connection has to take something (monotonic seconds), and what it did not do if it
-        #: has not by then; None: it took all that there was.
+        #: Until when the connection has to accept something (monotonic seconds), and the reason to give if it
+        #: does not; None: it has accepted everything.
         self._deadline: tuple[float, str] | None = None
         self._backoff = Backoff(0.25, 10.0)
-        #: Lines left out since the collector last took one.
-        self._left_out = 0
-        #: It was told that nothing can be sent.
-        self._away = False
+        #: Lines dropped since the collector last accepted one.
+        self._dropped = 0
+        #: The log says already that nothing can be sent.
+        self._outage_logged = False
 
-    def tell(self, lines: Sequence[bytes]) -> None:
-        """Takes whole lines and sends what can be sent at once."""
+    def send(self, lines: Sequence[bytes]) -> None:
+        """Queues whole lines and sends what can be sent at once."""
         self._lines.extend(lines)
         self._size += sum(map(len, lines))
-        oldest = 1 if self._sent else 0  # the rest of a line belongs to what went out of it
+        oldest = 1 if self._sent else 0  # a line that is partly sent stays
         while self._size > MAX_BUFFERED and len(self._lines) > oldest:
             self._size -= len(self._lines[oldest])
             del self._lines[oldest]
-            self._left_out += 1
+            self._dropped += 1
         self.run_due()
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
         if not self._lines:
             return 3600.0
         return self._backoff.left() if self._socket is None else _POLL_INTERVAL
 
     def run_due(self) -> None:
-        """Connects and sends, as far as that needs no waiting."""
+        """Connects and sends, as far as possible without waiting."""
         if not self._lines:
             return
-        if self._socket is not None and self._ended(self._socket):
+        if self._socket is not None and self._is_closed(self._socket):
             self._drop("the collector has closed the connection")
         if self._socket is None:
             if not self._backoff.due():
                 return
             self._connect()
-        self._send()
+        self._send_lines()
 
     def close(self) -> None:
-        """Sends what is left, for a second at the most."""
+        """Sends the remaining lines, for at most a second."""
         until = time.monotonic() + _CLOSE_LIMIT
         while self._lines and time.monotonic() < until:
             self.run_due()
             if self._lines:
                 time.sleep(_CLOSE_POLL_INTERVAL)
-        if self._lines or self._left_out:
-            self._log.warning("job_events_left_out", lines=len(self._lines) + self._left_out)
+        if self._lines or self._dropped:
+            self._log.warning("job_events_left_out", lines=len(self._lines) + self._dropped)
         if self._socket is not None:
             self._socket.close()
 
@@ -132,40 +131,40 @@ class EventSink:
         except OSError as error:
             self._drop(type(error).__name__)
 
-    def _send(self) -> None:
+    def _send_lines(self) -> None:
         while self._lines and self._socket is not None:
             batch = b"".join(self._lines[number] for number in range(min(_BATCH, len(self._lines))))
             try:
                 taken = self._socket.send(memoryview(batch)[self._sent :], socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                self._blocked()
+                self._check_stall()
                 return
             except OSError as error:
                 self._drop(type(error).__name__)
                 return
-            self._took(taken)
+            self._count_sent(taken)
 
-    def _blocked(self) -> None:
+    def _check_stall(self) -> None:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + STALL_LIMIT, "the collector takes nothing"
         elif now > self._deadline[0]:
             self._drop(self._deadline[1])
 
-    def _took(self, taken: int) -> None:
+    def _count_sent(self, taken: int) -> None:
         self._deadline = None
-        self._away = False
+        self._outage_logged = False
         self._backoff.reset()
         self._sent += taken
         while self._lines and self._sent >= len(self._lines[0]):
             self._sent -= len(self._lines[0])
             self._size -= len(self._lines.popleft())
-        if self._left_out:
-            self._log.warning("job_events_left_out", lines=self._left_out)
-            self._left_out = 0
+        if self._dropped:
+            self._log.warning("job_events_left_out", lines=self._dropped)
+            self._dropped = 0
 
-    def _ended(self, link: socket.socket) -> bool:
-        """Whether the collector has closed, which a first write after it would not tell."""
+    def _is_closed(self, link: socket.socket) -> bool:
+        """Whether the collector has closed the connection: the first write after it would not fail."""
         try:
             return not link.recv(4096)
         except BlockingIOError:
@@ -176,8 +175,8 @@ class EventSink:
     def _drop(self, why: str) -> None:
         if self._socket is not None:
             self._socket.close()
-        if not self._away:
+        if not self._outage_logged:
             self._log.warning("job_events_unsent", reason=why, waiting=len(self._lines))
-        self._away = True
+        self._outage_logged = True
         self._socket, self._sent = None, 0
         self._backoff.failed()

@@ -1,116 +1,110 @@
-"""How long the jobs of each type take lately: jobs are claimed ahead of brief ones only.
+"""Jobs claimed ahead: a runner with recycled children claims short jobs before a child is free for them.
 
-Jobs that were claimed ahead: in hand, and not begun.
+A recycled child runs an empty job in 50 us, while a claim takes 150 us of Valkey's time and a wait for the
+reply. So one claim brings several jobs, and their ends are written together with the next claim. Measured
+with empty jobs (`berth bench jobs`, one and two runners): 36 and 39 times RQ's rate without prefetching, 57
+and 50 times with it.
 
-A recycled child takes 50 us for an empty job, a claim 150 us of Valkey's time and a wait for it. So a claim
-brings several, and the ends of those are written together with the next one. They wait here and not in the
-child's socket: what no child has seen can be cancelled, or given back as if it had never been claimed.
+Prefetched jobs wait in the runner, not in the child's socket. So a cancelled one never starts, and the others
+can go back to the queue as if they had never been claimed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
 
-#: Seconds. With 0.4 ms of the runner's and Valkey's for each job there is little to gain on longer ones; and
-#: eight of these are over before they would have gained much by another runner.
+#: Jobs that wait at most. Sixteen gain no more than eight (measured).
+MAX_PREFETCHED = 8
+#: Seconds after which waiting jobs go back to the queue: the job before them takes longer than usual.
+MAX_PREFETCH_WAIT = 0.02
+#: Seconds. Only types that run for less than this are prefetched: a job costs the runner and Valkey 0.4 ms,
+#: so there is little to gain on longer ones, and another runner could start those sooner.
 BRIEF_RUNTIME = 0.002
-#: Seconds that one run counts at the most: a moment in which the host did something else is not the type's.
+#: Seconds that one run counts at most: one pause of the host says little about the type.
 _MAX_SAMPLE = 0.01
-#: Seconds that a type is taken to need before it has run: six quick runs, and it is brief.
+#: Seconds assumed for a type that has not run yet: it takes six quick runs to count as brief.
 _INITIAL_ESTIMATE = 0.004
 _WEIGHT = 1 / 8
 
 
 class RuntimeEstimate:
-    """A moving average for each type, of what the children measured: without the way to them and back."""
+    """A moving average of the run time of each job type, as measured by the children."""
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}
-        #: The types that are brief, comma separated, as a claim takes them.
-        self.brief = ""
-        self._brief: set[str] = set()
 
-    def ran(self, name: str, seconds: float) -> None:
-        """One run, which took so long."""
+    def add_run(self, name: str, seconds: float) -> None:
         mean = self._mean.get(name, _INITIAL_ESTIMATE)
-        mean += (min(seconds, _MAX_SAMPLE) - mean) * _WEIGHT
-        self._mean[name] = mean
-        if (mean < BRIEF_RUNTIME) != (name in self._brief):
-            self._brief ^= {name}
-            self.brief = ",".join(sorted(self._brief))
+        self._mean[name] = mean + (min(seconds, _MAX_SAMPLE) - mean) * _WEIGHT
 
-    def is_brief(self, name: str) -> bool:
-        return name in self._brief
-
-
-#: Jobs that wait in hand at the most. Eight gain as much as sixteen (measured).
-MAX_PREFETCHED = 8
-#: Seconds after which they go back to the queue: the job before them takes longer than its type does.
-MAX_PREFETCH_WAIT = 0.02
+    def brief_types(self) -> str:
+        """The types that may be prefetched, comma separated, as a claim takes them."""
+        return ",".join(sorted(name for name, mean in self._mean.items() if mean < BRIEF_RUNTIME))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedJob:
-    """One of them. `since`: monotonic, when it was claimed."""
+    """A claimed job that has not started. `since`: monotonic seconds of the claim."""
 
     claimed: ClaimedJob
     job: Job
-    since: float
+    since: float = field(default_factory=time.monotonic)
 
     def waited_ms(self) -> int:
-        """Since it was due."""
+        """Milliseconds since the job was due."""
         return self.claimed.waited_ms + round((time.monotonic() - self.since) * 1000)
 
 
 class PrefetchedJobs:
-    """In the order of their claims. Once they are to go back, none of them begins any more: nobody knows
-    whether a call that failed has given them back."""
+    """The claimed jobs that have not started, in the order of their claims.
+
+    Once they are to be released, none of them may start: when a release fails, nobody knows whether Valkey
+    has carried it out.
+    """
 
     def __init__(self) -> None:
-        self._jobs: deque[PrefetchedJob] = deque()
-        self._going_back = False
+        self._jobs: list[PrefetchedJob] = []
+        self._releasing = False
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def add(self, claimed: ClaimedJob, job: Job) -> None:
-        self._jobs.append(PrefetchedJob(claimed, job, time.monotonic()))
+        self._jobs.append(PrefetchedJob(claimed, job))
 
-    def startable(self) -> bool:
-        return bool(self._jobs) and not self._going_back
+    def may_start(self) -> bool:
+        return bool(self._jobs) and not self._releasing
 
-    def take(self) -> PrefetchedJob:
-        """The next one to begin."""
-        return self._jobs.popleft()
+    def pop_next(self) -> PrefetchedJob:
+        return self._jobs.pop(0)
 
-    def cancel(self, job_id: str, fence: int) -> PrefetchedJob | None:
-        """Takes one out; None if it is not here."""
+    def remove(self, job_id: str, fence: int) -> PrefetchedJob | None:
+        """Takes out one job, because it was cancelled; None if it is not here."""
         for waiting in self._jobs:
             if (waiting.claimed.job_id, waiting.claimed.fence) == (job_id, fence):
                 self._jobs.remove(waiting)
-                self._going_back &= bool(self._jobs)
+                self._releasing &= bool(self._jobs)
                 return waiting
         return None
 
-    def send_back(self) -> None:
-        """All that are here are to be given back."""
-        self._going_back = bool(self._jobs)
+    def mark_for_release(self) -> None:
+        """None of the jobs here starts any more: all go back to the queue."""
+        self._releasing = bool(self._jobs)
 
-    def going_back(self) -> list[PrefetchedJob]:
-        """Those to be given back now; to be cleared when that was heard."""
-        if self._jobs and time.monotonic() >= self._jobs[0].since + MAX_PREFETCH_WAIT:
-            self._going_back = True
-        return list(self._jobs) if self._going_back else []
+    def to_release(self) -> list[PrefetchedJob]:
+        """The jobs to give back now. The caller calls `clear` once Valkey has confirmed."""
+        if self.seconds_until_due() <= 0:
+            self.mark_for_release()
+        return list(self._jobs) if self._releasing else []
 
-    def left(self) -> float:
-        """Seconds until they have waited for too long."""
-        if not self._jobs or self._going_back:
+    def seconds_until_due(self) -> float:
+        """Seconds until the jobs have waited for too long."""
+        if not self.may_start():
             return math.inf
         return self._jobs[0].since + MAX_PREFETCH_WAIT - time.monotonic()
 
@@ -119,4 +113,4 @@ class PrefetchedJobs:
 
     def clear(self) -> None:
         self._jobs.clear()
-        self._going_back = False
+        self._releasing = False

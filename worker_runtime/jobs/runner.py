@@ -1,10 +1,8 @@
-"""Signals as numbers on a pipe, so that the runner meets them in its selector and nowhere else.
+"""The runner's loop: claims jobs, has child processes run them, and writes how they ended.
 
-The runner: claims jobs, has each run by a child process (`crew.py`), and writes how it ended.
-
-One thread, one selector, no job code. It is the parent of the children and the renewer of the lease in
-one: nothing that a job does, however busy its processes are, runs in here. All that is written is fenced
-and may be repeated, so an outage of Valkey only delays it.
+One thread with one selector runs no job code. It starts the children and renews the lease, so a busy job
+cannot delay a renewal. Everything it writes is fenced and may be repeated, so an outage of Valkey only
+delays it.
 """
 
 from __future__ import annotations
@@ -17,24 +15,30 @@ import signal
 import time
 from collections.abc import Callable
 
-from worker_runtime.jobs.blocking_claim import BlockingClaim
 from worker_runtime.jobs.children.runs import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
-from worker_runtime.jobs.listener import FollowUpCommand, QueueListener
+from worker_runtime.jobs.listener import QueueListener
 from worker_runtime.jobs.queue import ClaimBatch, ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
-from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.launch import ExitCode
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+#: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a quota of a
+#: quarter CPU, 64 forks beside busy children took longer than a lease (measured).
+_MAX_CLAIM = 4
+#: Seconds that a stopping runner tries to write the ends of its last jobs.
+_SHUTDOWN_LIMIT = 10.0
+#: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
+_SIGN_OFF_LIMIT = 3.0
 
 
 class SignalPipe:
-    """SIGTERM, SIGINT and SIGCHLD of this process, from now on."""
+    """Receives SIGTERM, SIGINT and SIGCHLD of this process through a pipe, for the selector."""
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -46,22 +50,13 @@ class SignalPipe:
     def fileno(self) -> int:
         return self._reader
 
-    def take(self) -> list[int]:
-        """The numbers of the signals that have come."""
+    def read_signals(self) -> list[int]:
+        """The numbers of the signals that have arrived."""
         numbers: list[int] = []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reader, 4096):
                 numbers += data
         return numbers
-
-
-#: Jobs that are claimed at once. Each may cost a fork, and the lease is renewed between two claims: 64 forks
-#: in a row, while those before spin under a quota of a quarter CPU, took longer than a lease (measured).
-_MAX_CLAIM = 4
-#: Seconds that a stopping runner tries to write the ends of its last jobs and to sign off.
-_SHUTDOWN_LIMIT = 10.0
-#: Seconds after which it signs off no more: who is stopped beside a session has four in all.
-_SIGN_OFF_LIMIT = 3.0
 
 
 class JobRunner:
@@ -72,242 +67,228 @@ class JobRunner:
         self._log = log
         self._selector = selectors.DefaultSelector()
         self._runs = RunningJobs(config.kill_grace)
-        self._desk = RunnerRegistration(config, self._runs, log, self._found, self._lost)
-        self._crew = JobExecutor(config, registry, self._selector, self._runs, self._desk, log)
-        self._bell = self._listener(self._rung, BlockingClaim(self._crew, self._desk, self._served))
-        self._mail = self._listener(self._told)
-        self._ends = self._crew.ends
-        self._ahead = self._crew.ahead
-        #: What rings bring while the jobs of another claim are taken in.
-        self._brought: list[ClaimedJob] | None = None
-        #: Something may wait for this runner.
-        self._hungry = True
+        self._registration = RunnerRegistration(config, self._runs, log, self._recover_held, self._lost)
+        self._executor = JobExecutor(config, registry, self._selector, self._runs, self._registration, log)
+        self._doorbell = self._listener(self._on_ring)
+        self._mailbox = self._listener(self._on_mail)
+        self._pending_ends = self._executor.pending_ends
+        self._prefetched = self._executor.prefetched
+        #: The queue may hold jobs for this runner.
+        self._may_have_work = True
         self._leave_by: float | None = None
         self._idle_since = time.monotonic()
-        #: It has been idle for long: one more look, with nobody waiting on the bell, then it ends.
-        self._last_look = False
+        #: The runner has been idle for long. It ends unless one more claim finds a job.
+        self._last_claim = False
 
-    def _listener(
-        self, on_element: Callable[[bytes], None], behind: FollowUpCommand | None = None
-    ) -> QueueListener:
+    def _listener(self, on_element: Callable[[bytes], None]) -> QueueListener:
         client = Valkey(self._config.valkey_url)
-        return QueueListener(client, self._selector, self._log, on_element, self._missed, behind)
+        return QueueListener(client, self._selector, self._log, on_element, self._on_reconnect)
 
     def run(self) -> ExitCode:
-        """Runs until told to stop. The first signal lets running jobs end, the second one kills them."""
+        """Runs until a signal: the first one lets running jobs end, the second one kills them."""
         kernel.rename_process("berth-jobs")
         signals = SignalPipe()
-        self._selector.register(signals, selectors.EVENT_READ, lambda: self._signalled(signals))
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
         gc.collect()
-        gc.freeze()  # the children's collectors leave these pages alone, so they stay shared
+        gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
         while not self._ended():
-            if not self._desk.up:
-                self._bell.close()  # it may lead to another server than the next claims
-            if self._desk.run_due(self._crew.stopping):
-                self._hungry = True
-            self._mail.run_due()
-            self._bell.run_due()
-            self._watch_idleness()
-            self._crew.look_ahead()
-            self._turn()
-            self._ends.tell()
-            for run in self._runs.kill_overdue():
-                self._log.warning("job_timed_out", job=run.claimed.job_id, timeout_s=run.job.timeout)
-            self._desk.events.flush()
-            forking = self._crew.needs_spare_child()
-            events = self._selector.select(0 if forking else self._pause())
-            if forking and not events:
-                self._hungry |= self._crew.fork_spare_children()
-            for key, _ in events:
-                key.data()
-        return self._farewell()
+            self._run_once()
+        return self._shut_down()
 
-    def _pause(self) -> float:
-        if self._wants_turn():
+    def _run_once(self) -> None:
+        if not self._registration.reachable:
+            self._doorbell.close()  # it may be connected to another server than the next claims
+        if self._registration.run_due(self._executor.stopping):
+            self._may_have_work = True
+        self._mailbox.run_due()
+        self._doorbell.run_due()
+        self._check_idleness()
+        self._executor.start_or_release_prefetched()
+        self._finish_and_claim()
+        self._pending_ends.log_written()
+        for run in self._runs.kill_overdue():
+            self._log.warning("job_timed_out", job=run.claimed.job_id, timeout_s=run.job.timeout)
+        self._registration.events.flush()
+        fork = self._executor.needs_spare_child()
+        events = self._selector.select(0 if fork else self._seconds_until_due())
+        if fork and not events:
+            self._may_have_work |= self._executor.fork_spare_child()
+        for key, _ in events:
+            key.data()
+
+    def _seconds_until_due(self) -> float:
+        if self._should_call_queue():
             return 0.0
-        left = [
-            self._desk.left(),
-            self._mail.left(),
-            self._bell.left(),
-            self._runs.left(),
-            self._ahead.left(),
+        due = [
+            self._registration.seconds_until_due(),
+            self._mailbox.seconds_until_due(),
+            self._doorbell.seconds_until_due(),
+            self._runs.seconds_until_due(),
+            self._prefetched.seconds_until_due(),
         ]
-        if self._desk.sink is not None:
-            left.append(self._desk.sink.left())
         if self._config.idle_exit:
-            left.append(self._idle_since + self._config.idle_exit - time.monotonic())
+            due.append(self._idle_since + self._config.idle_exit - time.monotonic())
         if self._leave_by is not None:
-            left.append(self._leave_by - time.monotonic())
-        if not self._crew.forks.due():
-            left.append(self._crew.forks.left())
-        return max(0.0, min(left))
+            due.append(self._leave_by - time.monotonic())
+        if not self._executor.fork_backoff.due():
+            due.append(self._executor.fork_backoff.left())
+        return max(0.0, min(due))
+
+    # --- ending -----------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
-        if not self._crew.stopping or self._runs:
+        if not self._executor.stopping or self._runs:
             return False
         if self._leave_by is None:
             self._leave_by = time.monotonic() + _SHUTDOWN_LIMIT
-        return not (self._ends or self._ahead) or time.monotonic() >= self._leave_by
+        return not (self._pending_ends or self._prefetched) or time.monotonic() >= self._leave_by
 
-    def _watch_idleness(self) -> None:
-        """A ring that comes after the last look stays on its list, for whoever listens next."""
-        idle = not (
-            self._runs or self._ends or self._ahead or self._desk.expects_work or self._desk.suspended
-        )
-        if not idle or not self._desk.up:
+    def _check_idleness(self) -> None:
+        """Makes the last claim after a long idle time. A later ring stays in its list for another runner."""
+        registration = self._registration
+        busy = self._runs or self._pending_ends or self._prefetched
+        if busy or registration.expects_work or registration.suspended or not registration.reachable:
             self._idle_since = time.monotonic()
         elif self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit:
             self._idle_since = time.monotonic()
-            self._bell.close()
-            self._last_look = self._hungry = True
+            self._doorbell.close()
+            self._last_claim = self._may_have_work = True
 
-    def _farewell(self) -> ExitCode:
-        self._crew.end()
-        self._bell.close()
-        self._mail.close()
+    def _shut_down(self) -> ExitCode:
+        self._executor.close()
+        self._doorbell.close()
+        self._mailbox.close()
         until = time.monotonic() + _SIGN_OFF_LIMIT
-        while not self._signed_off(last=time.monotonic() >= until):
+        while not self._sign_off(last_try=time.monotonic() >= until):
             time.sleep(0.05)
-        if self._desk.sink is not None:
-            self._desk.sink.close()
-        self._log.info("job_runner_ended", runner=self._desk.runner_id)
+        self._registration.close()
+        self._log.info("job_runner_ended", runner=self._registration.runner_id)
         return ExitCode.OK
 
-    def _signed_off(self, last: bool) -> bool:
-        """One try; true if there is to be no other."""
+    def _sign_off(self, last_try: bool) -> bool:
+        """Tries once; true if there is to be no other try."""
         try:
-            self._desk.leave()
+            self._registration.sign_off()
         except ValkeyFailed as error:
-            if last:  # others will notice, one lease later
+            if last_try:  # other runners notice one lease later
                 self._log.warning("job_runner_left_silently", code=error.code, reason=error.detail)
-            return last
+            return last_try
         return True
 
     # --- claiming ---------------------------------------------------------------------------------
 
-    def _wants_turn(self) -> bool:
-        ready = bool(self._ends) and (not self._ahead or self._ends.urgent)
-        return self._desk.up and (ready or (self._hungry and self._crew.room() > 0))
+    def _should_call_queue(self) -> bool:
+        ends = self._pending_ends and not self._prefetched  # prefetched jobs start first
+        claim = self._may_have_work and self._executor.free_slots() > 0
+        return self._registration.reachable and bool(ends or claim)
 
-    def _turn(self) -> None:
+    def _finish_and_claim(self) -> None:
         """Writes what has ended and claims what there is room for, in one step."""
-        if not self._wants_turn():
+        if not self._should_call_queue():
             return
-        self._hungry |= bool(self._ends)
-        want = min(self._crew.room(), _MAX_CLAIM) if self._hungry else 0
-        spare = self._crew.spare() if self._hungry else 0
+        self._may_have_work |= bool(self._pending_ends)
+        wanted = prefetch = 0
+        if self._may_have_work:
+            wanted = min(self._executor.free_slots(), _MAX_CLAIM)
+            prefetch = self._executor.prefetch_room()
+        brief = self._executor.runtime_estimate.brief_types() if prefetch else ""
         try:
-            outcomes, claims = self._desk.queue.turn(self._ends.send(), want, spare, self._crew.pace.brief)
+            outcomes, claims = self._registration.queue.finish_and_claim(
+                self._pending_ends.to_write(), wanted, prefetch if brief else 0, brief
+            )
         except ValkeyFailed as error:
-            self._desk.cut_off(error)
+            self._registration.drop_connection(error)
             return
-        self._ends.heard(outcomes)
+        self._pending_ends.written(outcomes)
         if claims is not None:
-            self._claimed(claims, want)
+            self._accept_claims(claims, wanted)
 
-    def _claimed(self, claims: ClaimBatch, want: int) -> None:
-        self._hungry = len(claims.jobs) >= want  # there may be more of them
+    def _accept_claims(self, claims: ClaimBatch, wanted: int) -> None:
+        registration = self._registration
+        self._may_have_work = len(claims.jobs) >= wanted
         if claims.status == "lost":
-            self._desk.lost()
+            registration.register_anew()
             return
-        if claims.status == "stale":  # an earlier reply was lost: ask what is in hand
-            self._desk.cut_off(ValkeyFailed("a claim came late"))
+        if claims.status == "stale":  # an earlier reply was lost: ask what the runner holds
+            registration.drop_connection(ValkeyFailed("a claim came late"))
             return
-        self._desk.suspended = claims.status == "suspended"
-        self._desk.note_due(claims.due)
-        if claims.jobs and not self._desk.ensure_lease(self._crew.stopping):
-            return  # what is still ours is found again
-        if claims.jobs:
-            self._take_in(claims.jobs)
-        if self._last_look:
-            self._last_look = False
-            if not claims.jobs and not self._desk.expects_work and not self._desk.suspended:
-                self._crew.stopping = True
+        registration.suspended = claims.status == "suspended"
+        registration.set_next_due(claims.due)
+        if claims.jobs and not registration.ensure_lease(self._executor.stopping):
+            return  # the jobs that are still this runner's are recovered after a reconnect
+        for claimed in claims.jobs:
+            self._executor.accept_claim(claimed)
+        if self._last_claim:
+            self._last_claim = False
+            if not claims.jobs and not registration.expects_work and not registration.suspended:
+                self._executor.stopping = True
                 return
-        if self._desk.suspended:
-            self._pass_on()  # if a ring led here, it was meant for one that may claim
-        if len(claims.jobs) < want and not self._desk.suspended:
-            self._bell.listen(self._desk.queue.bells())
-        if not self._mail.waiting:
-            self._mail.listen([self._desk.queue.mail()])
+        if registration.suspended:
+            self._return_ring()  # a ring that led here was meant for a runner that may claim
+        if len(claims.jobs) < wanted and not registration.suspended:
+            self._doorbell.listen(registration.queue.doorbells())
+        self._listen_for_mail()
 
-    def _take_in(self, jobs: list[ClaimedJob]) -> None:
-        """With what a ring has brought by now: what was claimed first begins first."""
-        brought: list[ClaimedJob] = []
-        self._brought = brought
-        self._bell.hear()
-        self._brought = None
-        if self._desk.up:  # else they are not its own any more, or found again
-            for claimed in sorted([*jobs, *brought], key=lambda one: one.fence):
-                self._crew.accept_claim(claimed)
-
-    def _found(self, held: list[ClaimedJob]) -> None:
-        """Jobs that were claimed, but the reply was lost."""
-        self._last_look &= not held
-        if not self._desk.ensure_lease(self._crew.stopping):
+    def _recover_held(self, held: list[ClaimedJob]) -> None:
+        """Accepts jobs whose claim succeeded but whose reply was lost."""
+        self._last_claim &= not held
+        if not self._registration.ensure_lease(self._executor.stopping):
             return
-        known = self._crew.fences()
+        known = self._executor.fences()
         for claimed in sorted(held, key=lambda one: one.fence):
             if claimed.fence not in known:
-                self._crew.accept_claim(claimed)
+                self._executor.accept_claim(claimed)
 
     def _lost(self) -> None:
-        self._crew.abandon()
-        self._mail.close()
-        self._bell.close()
-        self._hungry = True
+        self._executor.forget_all()
+        self._mailbox.close()
+        self._doorbell.close()
+        self._may_have_work = True
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
-    def _served(self, jobs: list[ClaimedJob]) -> None:
-        """The ring has brought a job: there may be more of them."""
-        self._hungry = True
-        if self._brought is None:
-            for claimed in jobs:
-                self._crew.accept_claim(claimed)
+    def _on_ring(self, _element: bytes) -> None:
+        if self._executor.free_slots() > 0:
+            self._may_have_work = True
+            self._finish_and_claim()  # at once: a job is waiting
         else:
-            self._brought += jobs
+            self._return_ring()
 
-    def _rung(self, _element: bytes) -> None:
-        if self._crew.room() > 0:
-            self._hungry = True
-            if self._brought is None:
-                self._turn()  # before all else: somebody waits for this job
-        else:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Gives a ring back: one that has room gets it."""
+    def _return_ring(self) -> None:
+        """Gives a ring back, so that a runner with room gets it."""
         try:
-            if self._desk.up:
-                self._desk.queue.ring()
+            if self._registration.reachable:
+                self._registration.queue.return_ring()
         except ValkeyFailed as error:
-            self._desk.cut_off(error)
+            self._registration.drop_connection(error)
 
-    def _told(self, element: bytes) -> None:
+    def _listen_for_mail(self) -> None:
+        self._mailbox.listen([self._registration.queue.mailbox()])
+
+    def _on_mail(self, element: bytes) -> None:
         what, _, rest = element.partition(b" ")
         if what == b"cancel":
             fence, _, job = rest.partition(b" ")
-            self._crew.cancel(job.decode("utf-8", "replace"), int(fence) if fence.isdigit() else 0)
+            self._executor.cancel(job.decode("utf-8", "replace"), int(fence) if fence.isdigit() else 0)
         else:
-            self._missed()
-        self._mail.listen([self._desk.queue.mail()])
+            self._on_reconnect()
+        self._listen_for_mail()
 
-    def _missed(self) -> None:
-        """Something may have come up: look at the settings, and claim. What was claimed by the old ones and
-        has not begun is claimed anew."""
-        self._desk.suspended = False
-        self._ahead.send_back()
-        self._desk.renew_soon()
-        self._hungry = True
+    def _on_reconnect(self) -> None:
+        """Settings may have changed, or a ring was lost: renews and claims anew, and gives back jobs that
+        were claimed under the old settings and have not started."""
+        self._registration.suspended = False
+        self._prefetched.mark_for_release()
+        self._registration.renew_soon()
+        self._may_have_work = True
 
-    def _signalled(self, signals: SignalPipe) -> None:
-        for number in signals.take():
+    def _on_signals(self, signals: SignalPipe) -> None:
+        for number in signals.read_signals():
             if number == signal.SIGCHLD:
-                self._crew.reap()
-            elif self._crew.stopping:
-                self._crew.kill()
+                self._executor.reap_children()
+            elif self._executor.stopping:
+                self._executor.kill_running()
             else:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
-                self._crew.stopping = True
-                self._bell.close()
+                self._executor.stopping = True
+                self._doorbell.close()

@@ -1,10 +1,4 @@
-"""What a runner tells of its jobs, as log lines (`protocol/job_events.py`).
-
-What a runner counts for the metrics: kept here, sent along with its renewals.
-
-So a job costs no further command. A runner that is killed takes with it what it counted since its last
-renewal, a third of a lease. What runners of users' own jobs count is added up over all users.
-"""
+"""The runner's telemetry: a log line for each event of a job, and counts for the metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +21,7 @@ from worker_runtime.jobs.protocol.telemetry import (
 )
 from worker_runtime.jobs.queue import ClaimedJob
 
-#: What is told of an end: the action, its level and its outcome.
+#: Status → action, level and outcome of the event.
 _END_EVENTS = {
     JobStatus.DONE: ("job-completed", "info", "success"),
     JobStatus.FAILED: ("job-failed", "error", "failure"),
@@ -37,22 +31,23 @@ _END_EVENTS = {
 
 
 class JobEventLog:
-    """Lines that go to one descriptor with `flush`, which the runner calls before it waits for something to
-    happen: of one job's end and the next one's start they are one write. `queued` is told by who enqueues.
+    """Collects events as lines; `flush` writes them to a descriptor and to the sink, if there is one.
 
-    A `sink` gets them, too."""
+    The runner flushes once in each turn of its loop, so one job's end and the next one's start cost one
+    write. The producer logs `queued`.
+    """
 
     def __init__(self, runner: str, node: str, output: int = 2, sink: EventSink | None = None) -> None:
         self._sink = sink
         self._output = output
-        self._lines = JobEventFormatter("berth-jobs", node)
+        self._formatter = JobEventFormatter("berth-jobs", node)
         self._runner = runner
-        self._told: list[bytes] = []
+        self._lines: list[bytes] = []
 
-    def processing(self, claimed: ClaimedJob, job: Job) -> None:
-        self._tell(JobEvent("job-processing"), "info", self._labels(claimed, job))
+    def log_start(self, claimed: ClaimedJob, job: Job) -> None:
+        self._add(JobEvent("job-processing"), "info", self._labels(claimed, job))
 
-    def ended(self, claimed: ClaimedJob, job: Job | None, result: JobResult) -> None:
+    def log_end(self, claimed: ClaimedJob, job: Job | None, result: JobResult) -> None:
         failure = result.failure
         error: JobEventError | UnsetType = UNSET
         if failure is not None:
@@ -60,13 +55,12 @@ class JobEventLog:
             error = JobEventError(code=failure.code, message=failure.detail, stack_trace=trace)
         action, level, outcome = _END_EVENTS[result.status]
         duration = max(0, result.finished_at_ms - result.started_at_ms) * 1_000_000
-        self._tell(JobEvent(action, outcome, duration), level, self._labels(claimed, job), error)
+        self._add(JobEvent(action, outcome, duration), level, self._labels(claimed, job), error)
 
-    def returned(self, job_id: str, what: str, dead: str) -> None:
-        """A dead runner's job went back to its queue, or failed."""
+    def log_returned(self, job_id: str, fate: str, dead: str) -> None:
+        """A dead runner's job went back to its queue, or ended."""
         labels: dict[str, object] = {"job_id": job_id, "runner": self._runner, "dead_runner": dead}
-        action = "job-returned" if what == "returned" else f"job-{what}"
-        self._tell(JobEvent(action, "unknown"), "warning", labels)
+        self._add(JobEvent(f"job-{fate}", "unknown"), "warning", labels)
 
     def _labels(self, claimed: ClaimedJob, job: Job | None) -> dict[str, object]:
         labels: dict[str, object] = {
@@ -75,82 +69,87 @@ class JobEventLog:
             "runner": self._runner,
         }
         if job is not None:
-            labels["job"], labels["queue"], labels["priority"] = job.name, job.queue, job.priority
+            labels |= {"job": job.name, "queue": job.queue, "priority": job.priority}
         return labels
 
-    def _tell(
+    def _add(
         self, event: JobEvent, level: str, labels: dict[str, object], error: JobEventError | UnsetType = UNSET
     ) -> None:
-        self._told.append(self._lines.line(event, level, labels, error))
+        self._lines.append(self._formatter.line(event, level, labels, error))
 
     def flush(self) -> None:
-        """Writes whole lines only, and no more at once than a pipe takes whole, unless one line is longer: so
+        """Writes whole lines, and no more at once than a pipe takes whole unless one line is longer, so that
         lines of several processes do not mix."""
-        told, self._told = self._told, []
+        lines, self._lines = self._lines, []
         if self._sink is not None:
-            self._sink.tell(told)
-        if not told:
+            self._sink.send(lines)
+        if not lines:
             return
-        parcel = b""
+        batch = b""
         try:
-            for line in told:
-                if parcel and len(parcel) + len(line) > select.PIPE_BUF:
-                    os.write(self._output, parcel)
-                    parcel = b""
-                parcel += line
-            os.write(self._output, parcel)
+            for line in lines:
+                if batch and len(batch) + len(line) > select.PIPE_BUF:
+                    os.write(self._output, batch)
+                    batch = b""
+                batch += line
+            os.write(self._output, batch)
         except OSError:
-            return  # nobody reads any more; a runner does not die of its log
+            return  # nobody reads the log any more; the runner goes on
 
 
 _encode_counts = msgspec.json.Encoder().encode
 
-#: What is counted, and its labels: joined into a field only for a parcel, not for each job.
+#: A counter and its labels. They are joined into a field once a batch, not once a job.
 _CounterKey = tuple[CounterKind, tuple[str | int, ...]]
 
 
 class JobCounters:
-    """Numbers by field (`protocol/job_metrics.py`)."""
+    """Counts for the metrics, by the fields of `protocol/telemetry.py`.
+
+    They are sent with the renewals, so a job costs no further command. A runner that is killed loses what it
+    has counted since its last renewal, a third of a lease.
+    """
 
     def __init__(self) -> None:
-        self._fresh: dict[_CounterKey, int] = {}
+        self._unsent: dict[_CounterKey, int] = {}
         self._sent: dict[str, int] = {}
         self._number = 0
 
-    def started(self, job: Job, waited_ms: int) -> None:
+    def count_start(self, job: Job, waited_ms: int) -> None:
         self._observe(CounterKind.WAIT, waited_ms, job.queue, job.priority)
 
-    def ended(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
-        """`job` is None for one that this runner cannot read or does not know; `ran_ms` if it never began."""
+    def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
+        """`job` is None if this runner cannot read or does not know it; `ran_ms` if it never started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self._add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:
             self._observe(CounterKind.RUN, ran_ms, name)
 
-    def renewed_late(self) -> None:
+    def count_late_renewal(self) -> None:
         self._add(CounterKind.LATE, ())
 
-    def reaped(self, what: str) -> None:
+    def count_reaped(self, fate: str) -> None:
         """A dead runner's job: `returned`, `failed` or `cancelled`."""
-        self._add(CounterKind.REAPED, (what,))
+        self._add(CounterKind.REAPED, (fate,))
 
-    def parcel(self) -> tuple[int, bytes]:
-        """What is to be sent now, with its number; the same again until it was `heard`. Empty: nothing."""
-        if not self._sent and self._fresh:
+    def next_batch(self) -> tuple[int, bytes]:
+        """The counts to send now and their number. The same again until `acknowledged`; b"" for none."""
+        if not self._sent and self._unsent:
             self._sent = {
-                counter_field(what, *map(str, labels)): n for (what, labels), n in self._fresh.items()
+                counter_field(kind, *map(str, labels)): n for (kind, labels), n in self._unsent.items()
             }
-            self._fresh = {}
+            self._unsent = {}
             self._number += 1
         return self._number, _encode_counts(self._sent) if self._sent else b""
 
-    def heard(self) -> None:
+    def acknowledged(self) -> None:
+        """Valkey has added the last batch."""
         self._sent = {}
 
-    def _observe(self, what: CounterKind, value_ms: int, *labels: str | int) -> None:
-        self._add(what, (*labels, bisect_left(BOUNDS_MS, value_ms)))
-        self._add(what, (*labels, "sum"), value_ms)
+    def _observe(self, kind: CounterKind, value_ms: int, *labels: str | int) -> None:
+        self._add(kind, (*labels, bisect_left(BOUNDS_MS, value_ms)))
+        self._add(kind, (*labels, "sum"), value_ms)
 
-    def _add(self, what: CounterKind, labels: tuple[str | int, ...], by: int = 1) -> None:
-        key = what, labels
-        self._fresh[key] = self._fresh.get(key, 0) + by
+    def _add(self, kind: CounterKind, labels: tuple[str | int, ...], by: int = 1) -> None:
+        key = kind, labels
+        self._unsent[key] = self._unsent.get(key, 0) + by

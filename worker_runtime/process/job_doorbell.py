@@ -75,7 +75,7 @@ class JobDoorbell:
         if self._bell is None:
             if not self._backoff.due():
                 return
-            self._bell = Doorbell(self._client, job_keys.bell(tag), self._selector, self._log)
+            self._bell = Doorbell(self._client, job_keys.doorbell(tag), self._selector, self._log)
         rung = self._bell.run_due() and self._work_is_there(tag)
         for _ in self._selector.select(0):
             rung = bool(self._bell.read_rings()) or rung

@@ -48,10 +48,10 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
             one for one in (await admin.get("/job-limits")).json()["limits"] if one["type"] == "webhook"
         ]
         assert (listed["running"], listed["running_now"]) == (1, 1)
-        stage.client.execute("DEL", runner.mail())
+        stage.client.execute("DEL", runner.mailbox())
         cleared = await admin.put("/job-limits/webhook", json={})
         assert cleared.json() == {"type": "webhook", "running_now": 1, **NONE}
-        assert stage.client.execute("LRANGE", runner.mail(), 0, -1) == [b"look"]
+        assert stage.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"look"]
         assert ids(claim(runner)) == ["w1"]
     async with api.services.database.session() as session:
         entries = await session.scalars(

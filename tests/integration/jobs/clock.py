@@ -29,7 +29,7 @@ def step(client: Valkey, seconds: float, tag: str = job_keys.FLEET_TAG) -> None:
             _move_fields(client, key, ("sequence",), ms * 1000)
         elif kind in ("delayed", "failed"):
             _move_scores(client, key, ms)
-        elif kind in ("lane", "lanes", "group"):
+        elif kind in ("subqueue", "subqueues", "group"):
             _move_scores(client, key, ms * 1000)
         elif kind == "rate":
             free, written = client.execute("GET", key).split()

@@ -73,9 +73,9 @@ class ModelQueue:
         return None
 
     def plain(self, job_id: str) -> bool:
-        """Whether it may be taken ahead, and others behind it."""
+        """Whether it may be prefetched, and others behind it."""
         job = self.jobs[job_id]
-        return job.idempotent and not (job.crashes or job.group or job.name in self.limits)
+        return job.idempotent and not (job.crashes or job.group or job.unique or job.name in self.limits)
 
     def claimed(self, job_id: str, runner: str) -> None:
         job = self.jobs[job_id]

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from worker_runtime.jobs.__main__ import main
-from worker_runtime.jobs.types.job_registry import PING_JOB
-from worker_runtime.jobs.types.job_type import JobContext, JobRegistry, JobType, RetryLater
+from worker_runtime.jobs.types.job_registry import PING_JOB, JobRegistry
+from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 
 class JobScript(msgspec.Struct, frozen=True, kw_only=True):

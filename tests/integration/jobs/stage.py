@@ -69,7 +69,7 @@ class QueueStage:
 
 
 def claim(runner: JobQueue, want: int = 1) -> list[ClaimedJob]:
-    claims = runner.turn([], want)[1]
+    claims = runner.finish_and_claim([], want)[1]
     assert claims is not None
     return claims.jobs
 
@@ -93,7 +93,7 @@ def ending(
 
 
 def end(runner: JobQueue, job: ClaimedJob, status: JobStatus = JobStatus.DONE, **more: Any) -> str:
-    return runner.turn([ending(job, status, **more)], 0)[0][0]
+    return runner.finish_and_claim([ending(job, status, **more)], 0)[0][0]
 
 
 def die(runner: JobQueue, finder: JobQueue) -> dict[str, str] | None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from tests.integration.jobs.scripted import SCRIPTED
 from worker_runtime.jobs.__main__ import main
-from worker_runtime.jobs.types.job_registry import PING_JOB
-from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.jobs.types.job_registry import PING_JOB, JobRegistry
 
 _wall, _wall_ns = time.time, time.time_ns
 

@@ -1,11 +1,8 @@
-"""A bounded copy of what a job writes: the beginning and the end, with what lies between left out.
+"""The runner's child processes: one is forked ahead of need, so that no job waits for a fork.
 
-Children, forked ahead of need, so that no job waits for a fork.
-
-The parent is thin and single-threaded, and its objects are frozen out of the collector's sight, so a fork
-copies little: 1.5 ms from a parent of 23 MB, 5.2 ms from one of 150 MB; a child that runs the collector
-costs 56 ms, 5.4 ms after `gc.freeze` (measured, Python 3.11). What the parent writes to after a fork it has
-to copy, too, so several children are forked in a row where jobs come quickly.
+The runner is thin and single-threaded and has frozen its objects, so a fork copies little: 1.5 ms from a
+parent of 23 MB, 5.2 ms from one of 150 MB. A child that runs the garbage collector costs 56 ms, and 5.4 ms
+after `gc.freeze` (measured, Python 3.11).
 """
 
 from __future__ import annotations
@@ -22,25 +19,27 @@ from collections.abc import Callable
 from worker_runtime.jobs.children import child_messages
 from worker_runtime.jobs.children.child_messages import MAX_PACKET
 from worker_runtime.jobs.children.child_process import ChildProcess
-from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.protocol.errors import BerthError
 
+#: Bytes of output that are kept from the beginning, and from the end.
 _HALF = 8192
-#: It is read after each job, mostly in vain: the memory for 64 KiB cost more than the call (measured).
+#: Bytes of one read. Each job is followed by one, mostly in vain: memory for 64 KiB cost more than the call.
 _CHUNK = 16384
 
 
 class OutputCapture:
-    """Reads one pipe without ever waiting; what is too much is read and dropped, so no job is held up."""
+    """Keeps the beginning and the end of what a job writes. Reads everything, so no job is held up."""
 
     def __init__(self, descriptor: int) -> None:
+        """`descriptor`: the pipe's reading end; must not block."""
         self.descriptor = descriptor
         self._head = b""
         self._tail = b""
         self._size = 0
 
     def read(self) -> bool:
-        """Takes what is there; false at the pipe's end."""
+        """Reads what has arrived; false at the pipe's end."""
         while True:
             try:
                 data = os.read(self.descriptor, _CHUNK)
@@ -51,7 +50,7 @@ class OutputCapture:
             self._add(data)
 
     def text(self) -> str:
-        """All of it since the last call."""
+        """The output since the last call."""
         left_out = self._size - len(self._head) - len(self._tail)
         between = f"\n… {left_out} bytes left out …\n".encode() if left_out else b""
         text = (self._head + between + self._tail).decode("utf-8", "replace")
@@ -77,7 +76,7 @@ class NotForked(BerthError):
 
 
 class JobChild:
-    """One child, seen from the runner."""
+    """One child, seen from the runner. `uses`: jobs that it may still run."""
 
     def __init__(self, pid: int, link: socket.socket, capture: OutputCapture, uses: int) -> None:
         self.pid = pid
@@ -85,8 +84,8 @@ class JobChild:
         self.capture = capture
         self.uses = uses
 
-    def give(self, packet: bytes) -> bool:
-        """Hands a job over; false if the child is gone."""
+    def send_job(self, packet: bytes) -> bool:
+        """Sends a job; false if the child is gone."""
         self.uses -= 1
         try:
             self.link.send(packet)
@@ -94,8 +93,8 @@ class JobChild:
             return False
         return True
 
-    def hear(self) -> bytes | None:
-        """One packet, b"" when the child has closed, None when there is nothing."""
+    def receive(self) -> bytes | None:
+        """One packet; b"" when the child has closed its end, None when nothing has arrived."""
         try:
             return child_messages.receive_packet(self.link)
         except BlockingIOError:
@@ -104,8 +103,9 @@ class JobChild:
             return b""
 
     def kill(self, number: signal.Signals) -> None:
-        """Signals the child and all it has started. Only before it is reaped: the number is its own then."""
-        with contextlib.suppress(ProcessLookupError):  # it has no session yet: it has just been forked
+        """Signals the child and all it has started. Not to be called after it was reaped: its process id may
+        be another's then."""
+        with contextlib.suppress(ProcessLookupError):  # just forked, it has no session yet
             os.killpg(self.pid, number)
             return
         with contextlib.suppress(ProcessLookupError):
@@ -113,7 +113,7 @@ class JobChild:
 
 
 class _ChildLink:
-    """What connects the runner with one child: a socket for messages, a pipe for its output."""
+    """Connects the runner with one child: a socket for messages, a pipe for its output."""
 
     def __init__(self) -> None:
         """Raises `OSError`."""
@@ -129,17 +129,17 @@ class _ChildLink:
             raise
         os.set_blocking(self.reader, False)
 
-    def close_ours(self) -> None:
+    def close_runner_ends(self) -> None:
         self.near.close()
         os.close(self.reader)
 
-    def close_theirs(self) -> None:
+    def close_child_ends(self) -> None:
         self.far.close()
         os.close(self.writer)
 
 
 class ChildPool:
-    """All children of one runner. `recycle` is the number of jobs that one child runs."""
+    """All children of one runner. `recycle`: the number of jobs that one child runs."""
 
     def __init__(
         self,
@@ -158,32 +158,30 @@ class ChildPool:
     def __len__(self) -> int:
         return len(self._all)
 
-    def prepare(self, wanted: int) -> None:
-        """Forks until `wanted` children stand ready, or as many as there is room for; raises `NotForked` if
-        there is room for none."""
-        missing = wanted - len(self._free)
-        if missing > 0:
-            self._free[:0] = self._fork(missing)
+    def has_spare(self) -> bool:
+        """Whether a child is ready for a job."""
+        return bool(self._free)
 
-    def short_of(self, wanted: int) -> bool:
-        return len(self._free) < wanted
+    def fork_spare(self) -> None:
+        """Makes one child ready; raises `NotForked`."""
+        self._free.append(self._fork())
 
     def take(self) -> JobChild:
-        """A child for one job; the last one that came back, whose memory is warm; raises `NotForked`."""
-        return self._free.pop() if self._free else self._fork(1)[0]
+        """A child for one job: the one that came back last, whose memory is warm; raises `NotForked`."""
+        return self._free.pop() if self._free else self._fork()
 
     def give_back(self, child: JobChild) -> None:
-        """After a job: the child takes another one if it may."""
-        if child.uses > 0 and child.pid in self._all:  # what it said last may be read after its end
+        """After a job: the child runs another one if it may."""
+        if child.uses > 0 and child.pid in self._all:  # its last packet may be read after its end
             self._free.append(child)
 
     def kill(self, child: JobChild) -> None:
-        """Kills it with all it has started, unless it has been reaped: then its number may be another's."""
+        """Kills the child and all it has started, unless it was reaped."""
         if self._all.get(child.pid) is child:
             child.kill(signal.SIGKILL)
 
     def reap(self) -> list[tuple[JobChild, int]]:
-        """Children that have ended, with their exit status (negative: the signal)."""
+        """The children that have ended, each with its exit status (negative: the signal)."""
         ended = []
         while True:
             try:
@@ -194,7 +192,7 @@ class ChildPool:
                 break
             child = self._all.pop(info.si_pid, None)
             if child is not None:
-                child.kill(signal.SIGKILL)  # what it has started, while the number is still taken
+                child.kill(signal.SIGKILL)  # what it has started, while its process id is still its own
             _, status = os.waitpid(info.si_pid, 0)
             if child is not None:
                 if child in self._free:
@@ -203,62 +201,45 @@ class ChildPool:
         return ended
 
     def unwatch(self, child: JobChild) -> None:
-        """No more packets: the child has closed its end. Safe to repeat."""
+        """Waits for no more packets: the child has closed its end. Safe to repeat."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(child.link.fileno())
 
-    def close(self, child: JobChild) -> None:
-        """Forgets a child that was reaped; what it wrote has been read."""
+    def forget(self, child: JobChild) -> None:
+        """Closes what belonged to a reaped child, once its output has been read."""
         self.unwatch(child)
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.capture.descriptor)
         child.link.close()
         child.capture.close()
 
-    def end(self) -> None:
-        """Kills and reaps all that are left."""
+    def close(self) -> None:
+        """Kills and reaps all children."""
         for child in self._all.values():
             child.kill(signal.SIGKILL)
         for child in list(self._all.values()):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, 0)
-            self.close(child)
+            self.forget(child)
         self._all.clear()
         self._free.clear()
 
-    def _fork(self, count: int) -> list[JobChild]:
-        """Up to `count` children, at least one; raises `NotForked`.
-
-        All is made ready before the first fork, so that this process writes to little between two of them:
-        each page that it writes to then is copied once more.
-        """
-        links: list[_ChildLink] = []
-        pids: list[int] = []
+    def _fork(self) -> JobChild:
         parent = os.getpid()
-        refused: OSError | None = None
         try:
-            for _ in range(count):
-                links.append(_ChildLink())
+            link = _ChildLink()
         except OSError as error:
-            refused = error
+            raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
         try:
             size = _address_space()
-            for link in links:
-                pid = os.fork()
-                if pid == 0:
-                    ChildProcess(link.far, link.writer, self._registry, self._recycle, size).main(parent)
-                pids.append(pid)
+            pid = os.fork()
+            if pid == 0:
+                ChildProcess(link.far, link.writer, self._registry, self._recycle, size).main(parent)
         except OSError as error:
-            refused = error
-        for link in links:
-            link.close_theirs()
-        for link in links[len(pids) :]:
-            link.close_ours()
-        if refused is not None and not pids:
-            raise NotForked(errno.errorcode.get(refused.errno or 0, ""))
-        return [self._take_on(pid, link) for pid, link in zip(pids, links, strict=False)]
-
-    def _take_on(self, pid: int, link: _ChildLink) -> JobChild:
+            link.close_runner_ends()
+            raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
+        finally:
+            link.close_child_ends()
         child = JobChild(pid, link.near, OutputCapture(link.reader), self._recycle)
         self._all[pid] = child
         self._selector.register(link.near.fileno(), selectors.EVENT_READ, lambda: self._on_packet(child))
@@ -271,8 +252,8 @@ class ChildPool:
 
 
 def _address_space() -> int:
-    """Bytes of this process, and so of the child that it forks next: which would have to copy more pages to
-    find out by itself."""
+    """Bytes of address space of this process, and so of its next child. A child would have to copy more
+    pages to find out by itself."""
     descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return int(os.read(descriptor, 128).split()[0]) * resource.getpagesize()

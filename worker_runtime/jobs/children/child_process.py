@@ -1,7 +1,7 @@
 """The child's side: a process that runs one job, or a few, and nothing else.
 
-It is forked from a parent that runs no job code. It has a session of its own, so that it can be killed
-with everything it started; its standard output and error are a pipe that the runner reads.
+Its parent runs no job code. The child has a session of its own, so it can be killed with everything it has
+started. Its standard output and error are a pipe that the runner reads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 import time
 import traceback
 
-# What is below the `signal` module, which makes enums of all that it returns: for that, each fresh child had
-# to copy 30 pages of its parent's (measured).
+# Below the `signal` module, which makes enums of everything it returns: each fresh child had to copy 30 more
+# pages of its parent for that (measured).
 from _signal import pthread_sigmask as _set_mask  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from typing import NoReturn
@@ -26,19 +26,20 @@ import msgspec
 from worker_runtime.jobs.children import child_messages
 from worker_runtime.jobs.children.child_messages import JobAssignment, JobProgress, RunOutcome
 from worker_runtime.jobs.protocol.messages import MAX_RESULT, JobFailed, ResultTooLarge, read_job
-from worker_runtime.jobs.types.job_type import JobContext, JobRegistry, JobType
+from worker_runtime.jobs.types.job_registry import JobRegistry
+from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
-#: Characters of a traceback that are kept: its end says where it happened.
+#: Characters of a traceback that are kept; its end says where the error happened.
 _TRACEBACK = 8192
 _DETAIL = 1000
-#: Descriptors below this are closed after the fork; a runner has about three a child.
+#: Descriptors below this are closed after the fork. A runner has about three for each child.
 _DESCRIPTORS = 1024
-#: It has to be a plain number.
+#: `_signal` takes plain numbers.
 _DEFAULT = int(signal.SIG_DFL)
-#: Seconds between two messages of progress; what comes sooner is dropped.
+#: Seconds between two messages of progress; those that come sooner are dropped.
 _PROGRESS_PERIOD = 0.1
 
 
@@ -46,7 +47,7 @@ class ChildProcess:
     """The child, from its fork to its end."""
 
     def __init__(self, link: socket.socket, output: int, registry: JobRegistry, uses: int, size: int) -> None:
-        """`size`: bytes of address space that it has at the start."""
+        """`uses`: jobs that it may run. `size`: bytes of address space at the start."""
         self._link = link
         self._output = output
         self._registry = registry
@@ -58,19 +59,20 @@ class ChildProcess:
         """Runs up to `uses` jobs and exits."""
         code = 1
         try:
-            self._settle(parent)
+            self._isolate(parent)
             while self._uses > 0 and (packet := child_messages.receive_packet(self._link)):
                 self._uses -= 1
-                outcome = self._perform(child_messages.read_assignment(packet))
-                self._flush()
+                outcome = self._run_job(child_messages.read_assignment(packet))
+                self._flush_output()
                 self._link.send(child_messages.encode_message(outcome))
                 if outcome.last:
                     break
             code = 0
         finally:
-            os._exit(code)  # at once: a thread that the job left behind must not hold the process
+            os._exit(code)  # at once: a thread that the job has left must not hold the process
 
-    def _settle(self, parent: int) -> None:
+    def _isolate(self, parent: int) -> None:
+        """Cuts the child off from its parent: session, signals, descriptors, standard streams."""
         kernel.die_with_parent(parent)
         os.setsid()
         kernel.rename_process("berth-job")
@@ -87,15 +89,15 @@ class ChildProcess:
         os.closerange(kept + 1, _DESCRIPTORS)
         gc.enable()
 
-    def _perform(self, assignment: JobAssignment) -> RunOutcome:
+    def _run_job(self, assignment: JobAssignment) -> RunOutcome:
         fence, kind = assignment.fence, None
         began = time.monotonic()
         try:
             job = read_job(bytes(assignment.job))
             kind = self._registry.find(job.name)
-            self._limit(kind)
+            self._limit_memory(kind)
             context = JobContext(
-                job.job_id, assignment.attempt, fence, lambda value: self._progress(fence, value)
+                job.job_id, assignment.attempt, fence, lambda value: self._send_progress(fence, value)
             )
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
@@ -103,7 +105,7 @@ class ChildProcess:
                 raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
             took = time.monotonic() - began
             return RunOutcome(fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0)
-        except BaseException as error:  # the border of the job: whatever it raises is its outcome
+        except BaseException as error:  # the job's boundary: anything it raises is its outcome
             return self._failed(fence, kind, error, time.monotonic() - began)
 
     def _failed(self, fence: int, kind: JobType | None, error: BaseException, took: float) -> RunOutcome:
@@ -119,12 +121,12 @@ class ChildProcess:
             took=took,
             traceback=text,
             delay=getattr(error, "delay", None) if isinstance(error, BerthError) else None,
-            # Out of memory, or asked to exit: what is left of this process is not to be trusted.
+            # Out of memory, or asked to exit: this process is not to be trusted any more.
             last=self._uses == 0 or not isinstance(error, Exception) or isinstance(error, MemoryError),
         )
 
-    def _limit(self, kind: JobType) -> None:
-        """Address space, not resident memory: the kernel can refuse it, so the job gets a MemoryError."""
+    def _limit_memory(self, kind: JobType) -> None:
+        """Limits the address space. The kernel can refuse it, so the job gets a `MemoryError`."""
         before, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = self._size + kind.memory
         if hard != resource.RLIM_INFINITY:
@@ -132,7 +134,7 @@ class ChildProcess:
         if soft != before:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-    def _progress(self, fence: int, value: object) -> None:
+    def _send_progress(self, fence: int, value: object) -> None:
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_PERIOD
@@ -141,7 +143,7 @@ class ChildProcess:
             )
             self._link.send(packet)
 
-    def _flush(self) -> None:
+    def _flush_output(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

@@ -1,35 +1,35 @@
-"""Every Valkey key of the job queue, and nothing else builds one.
+"""All Valkey keys of the job queue.
 
-All keys of one queue system carry one hash tag, so that a script may touch them together on a cluster:
-`jobs` for the fleet that everybody shares, `user:<id>` for that user's own background jobs. The scripts
-build the same names from the key of the settings (`lua/jobs/shelf.lua`).
+The keys of one set of queues carry one hash tag, so that a script may touch them together on a cluster:
+`jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs. The scripts build the same names from
+the key of the settings (`lua/queue_lib.lua`).
 
 | key | type | lives | holds |
 |---|---|---|---|
 | jobs:{tag}:meta | hash | for ever | settings (weight, boost, limits, halts), sequence, fence, passes |
 | jobs:{tag}:job:<id> | hash | until it ends | one job; a failed one 14 days, of a user the newest 50 |
-| jobs:{tag}:ready | zset | while there is work | queue → turns it has had, by weight |
-| jobs:{tag}:lanes:<queue> | zset | while there is work | type of job → score of its first job |
-| jobs:{tag}:lane:<queue>:<name> | zset | while there is work | job → score |
+| jobs:{tag}:ready | zset | while there is work | queue → its turns so far, divided by its weight |
+| jobs:{tag}:subqueues:<queue> | zset | while there is work | type of job → score of its first job |
+| jobs:{tag}:subqueue:<queue>:<name> | zset | while there is work | job → score |
 | jobs:{tag}:delayed | zset | until due | job → Unix ms |
 | jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first one may run |
 | jobs:{tag}:unique:<key> | string | until it ends | the job that has this key |
-| jobs:{tag}:rate:<name>:<key> | string | while it counts | Unix ms from which the next job has its turn |
-| jobs:{tag}:totals | hash | for ever | what runners of the fleet have counted |
-| jobs:{tag}:users | hash | for ever | what runners of users' own jobs have counted (tag of the fleet) |
-| jobs:{tag}:counted:<runner> | string | 1 h | what such a runner told last (tag of the fleet) |
+| jobs:{tag}:rate:<name>:<key> | string | while it matters | Unix ms at which the next job may run |
+| jobs:{tag}:totals | hash | for ever | counts of the fleet's runners |
+| jobs:{tag}:users | hash | for ever | counts of the runners of users' own jobs (tag of the fleet) |
+| jobs:{tag}:counted:<runner> | string | 1 h | number of its last batch of counts (tag of the fleet) |
 | jobs:{tag}:running:<name> | hash | for ever | node → jobs of this type that run there |
-| jobs:{tag}:beats | hash | for ever | runner → beat; one that stands still is dead |
+| jobs:{tag}:beats | hash | for ever | runner → beat; a runner is dead if it does not change |
 | jobs:{tag}:runner:<runner> | hash | 420 s | name, node, queues, state, jobs, born_at, seen_at |
 | jobs:{tag}:held:<runner> | set | while it runs | the runner's jobs in flight |
-| jobs:{tag}:mail:<runner> | list | 1 h | what one runner is told: cancel, look |
-| jobs:{tag}:bell | list | until rung | wakes an idle runner of all queues |
-| jobs:{tag}:bell:<queue> | list | until rung | wakes an idle runner of this queue |
+| jobs:{tag}:mailbox:<runner> | list | 1 h | messages to one runner: cancel, check |
+| jobs:{tag}:doorbell | list | until rung | wakes an idle runner of all queues |
+| jobs:{tag}:doorbell:<queue> | list | until rung | wakes an idle runner of this queue |
 | jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
 | jobs:{tag}:result:<id> | string | 500 s | the result |
-| jobs:{tag}:asked:<id> | string | 1 day | digest of the request that chose this id |
-| jobs:{tag}:lately | string | 500 s | jobs that the user asked for meanwhile |
-| jobs:{tag}:done:<id> | channel |  | the result, when it is there |
+| jobs:{tag}:request:<id> | string | 1 day | digest of the request that chose this id |
+| jobs:{tag}:recent | string | 500 s | number of jobs that the user has asked for |
+| jobs:{tag}:done:<id> | channel |  | the result, once it is stored |
 | jobs:{tag}:events | stream | 10,000 | what became of each run; of a user 100, for a day |
 """
 
@@ -40,7 +40,7 @@ FLEET_TAG = "jobs"
 
 
 def user_tag(user_id: str) -> str:
-    """The tag of a user's own jobs; never the fleet's, whatever the user is called."""
+    """The tag of a user's own jobs. No user id makes it the fleet's."""
     return f"user:{user_id}"
 
 
@@ -61,11 +61,11 @@ def ready(tag: str) -> str:
 
 
 def subqueues(tag: str, queue: str) -> str:
-    return _key(tag, "lanes", queue)
+    return _key(tag, "subqueues", queue)
 
 
 def subqueue(tag: str, queue: str, name: str) -> str:
-    return _key(tag, "lane", queue, name)
+    return _key(tag, "subqueue", queue, name)
 
 
 def delayed(tag: str) -> str:
@@ -89,7 +89,7 @@ def totals(tag: str) -> str:
 
 
 def user_totals() -> str:
-    """Totals of all users' own jobs: among the fleet's keys, so that one look reads them."""
+    """Totals of all users' own jobs: among the fleet's keys, so that one read finds them."""
     return _key(FLEET_TAG, "users")
 
 
@@ -106,12 +106,12 @@ def held(tag: str, runner_id: str) -> str:
 
 
 def mailbox(tag: str, runner_id: str) -> str:
-    return _key(tag, "mail", runner_id)
+    return _key(tag, "mailbox", runner_id)
 
 
-def bell(tag: str, queue: str = "") -> str:
-    """The bell of one queue, or of those that serve all queues."""
-    return _key(tag, "bell", queue) if queue else _key(tag, "bell")
+def doorbell(tag: str, queue: str = "") -> str:
+    """The doorbell of one queue, or of the runners that serve all queues."""
+    return _key(tag, "doorbell", queue) if queue else _key(tag, "doorbell")
 
 
 def failed(tag: str) -> str:
@@ -123,11 +123,11 @@ def result(tag: str, job_id: str) -> str:
 
 
 def request_digest(tag: str, job_id: str) -> str:
-    return _key(tag, "asked", job_id)
+    return _key(tag, "request", job_id)
 
 
 def recent_requests(tag: str) -> str:
-    return _key(tag, "lately")
+    return _key(tag, "recent")
 
 
 def done(tag: str, job_id: str) -> str:

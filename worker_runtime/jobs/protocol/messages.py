@@ -1,6 +1,7 @@
-"""Messages of the job runner, as JSON. A job names its type; its code is found in the runner's registry.
+"""Messages of the job queue, as JSON: a job and its result.
 
-Nothing in a message is ever imported or executed: `args` is data, checked against the type's own struct.
+A job names its type, and the runner finds the code in its registry. Nothing in a message is imported or
+executed: `args` is data that must fit the type's struct.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
 NULL = msgspec.Raw(b"null")
-#: Bytes of one encoded job. A larger one is refused by the producer, and by a runner that meets it.
+#: Bytes of one encoded job. Producer and runner refuse a larger one.
 MAX_JOB = 64 * 1024
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
-#: Seconds that a result is kept (requirement J6).
+#: Seconds that a result is kept.
 RESULT_TTL = 500
-#: Seconds that a failed job is kept (requirement X4: 14 days).
+#: Seconds that a failed job is kept.
 FAILED_TTL = 14 * 86_400
+#: A job is not run again once it, or its runner, has died this often.
+MAX_CRASHES = 3
+#: Seconds that a runner's entry lives without a renewal.
+RUNNER_TTL = 420
 #: Milliseconds of waiting that one step of priority is worth, unless a queue's settings say otherwise.
 BOOST_MS = 60_000
-#: The queue that knows no priorities: first in, first out (requirement J1).
+#: The queue without priorities: first in, first out.
 FIFO_QUEUE = "scheduler"
 
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -33,7 +38,7 @@ _KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")  # printable, no space, no braces: 
 
 
 class UnknownJob(BerthError):
-    """This runner has no job of that name; another one may, that has its keys or is newer."""
+    """This runner has no job of that name; another one may, if it is newer or has the keys."""
 
     code = "JOB_UNKNOWN"
     retryable = True
@@ -76,7 +81,7 @@ class ResultTooLarge(JobFailed):
 
 
 class JobStatus(StrEnum):
-    """How a job ended; `RETRY` is one attempt of several."""
+    """How a run ended; after `RETRY` the job runs again."""
 
     DONE = "done"
     FAILED = "failed"
@@ -93,32 +98,32 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     queue: str = "default"
     #: The arguments, as JSON of the type's own struct.
     args: msgspec.Raw = msgspec.Raw(b"{}")
-    #: 0 to 9; a higher one comes earlier.
+    #: 0 to 9; higher runs earlier.
     priority: int = 5
-    #: Whether it may run again when nobody knows how far it came: its runner or process died.
+    #: Whether it may run again after its runner or process has died in the middle.
     idempotent: bool = False
-    #: Seconds after which it is killed (requirement J3).
+    #: Seconds after which it is killed.
     timeout: float = 180.0
-    #: Runs in all, if its errors are retryable (requirement J5).
+    #: The number of runs, if its errors are retryable.
     attempts: int = 10
     #: Seconds between two attempts, before jitter.
     retry_delay: float = 120.0
     #: Seconds until it may run.
     delay: float = 0.0
-    #: While a job with this key has not ended, no other one is taken.
+    #: While a job with this key has not ended, no other one is accepted.
     unique: str = ""
     #: Jobs of one group run one after the other, in the order they came. A retry holds the group.
     group: str = ""
     #: Type of the job that is enqueued, with `FailedJob` as its arguments, when this one has failed for
-    #: good (requirement J5); its id is this one's with `:failed:` and a number behind it.
+    #: good. Its id is this one's with `:failed:` and a number appended.
     on_failed: str = ""
-    #: Jobs of this type with the same key keep the rate that the type's settings name.
+    #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
     result_ttl: int = RESULT_TTL
 
 
 class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of a job that handles the failure of another one."""
+    """The arguments of a job that handles another job's failure."""
 
     job_id: str
     name: str
@@ -135,7 +140,7 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
     failure: Failure | None = None
     #: Where it failed; empty unless an error was raised inside the job.
     traceback: str = ""
-    #: What it wrote on standard output and error: beginning and end, if it was much.
+    #: Its standard output and error; only the beginning and the end if it was long.
     output: str = ""
     attempt: int = 0
     runner: str = ""
@@ -144,7 +149,7 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
 
 def encode_job(job: Job) -> bytes:
-    """The encoded job; raises `MalformedMessage` for one that no runner would take."""
+    """The encoded job; raises `MalformedMessage` if no runner would accept it."""
     for field, value in (("name", job.name), ("queue", job.queue), ("on_failed", job.on_failed or "none")):
         if not _NAME_PATTERN.fullmatch(value):
             raise MalformedMessage(f"{field}: 1 to 64 of a-z, 0-9, '_', '.', '-'")

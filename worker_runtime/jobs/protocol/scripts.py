@@ -1,5 +1,8 @@
-"""The Lua scripts of the job queue. Each is loaded behind `queue_lib.lua`, which holds what all of them
-share; those that take jobs or end them behind `claim_lib.lua` and `finish_lib.lua`, too."""
+"""The Lua scripts of the job queue.
+
+Each is loaded after `queue_lib.lua`, which all share. Those that claim or finish jobs also share
+`claim_lib.lua` and `finish_lib.lua`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from worker_runtime.protocol.scripts import Script
 
 _FOLDER = Path(__file__).parent / "lua"
 
-
-def _read_source(name: str) -> str:
-    return (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
+_LOADED: list[Script] = []
 
 
 def _load(name: str, *shared: str) -> Script:
-    source = "".join(_read_source(part) for part in ("queue_lib", *shared, name))
-    return Script(f"jobs/{name}", source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    parts = ("queue_lib", *shared, name)
+    source = "".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    script = Script(f"jobs/{name}", source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    _LOADED.append(script)
+    return script
 
 
 ENQUEUE = _load("enqueue")
@@ -38,21 +42,5 @@ SCAN = _load("scan")
 CONFIGURE = _load("configure")
 COUNT = _load("count")
 
-ALL = (
-    *(
-        ENQUEUE,
-        CLAIM,
-        FINISH,
-        FINISH_AND_CLAIM,
-        LIST_HELD,
-        JOIN,
-        RENEW,
-        REAP,
-        CANCEL,
-        SUSPEND,
-        REQUEUE,
-        PROGRESS,
-        RING,
-    ),
-    *(SCAN, CONFIGURE, COUNT, RELEASE),
-)
+#: All of them: a runner loads them when it joins.
+ALL = tuple(_LOADED)

@@ -1,10 +1,4 @@
-"""What a running job knows of itself, and what it can tell.
-
-The jobs that a runner knows: a name, the struct of its arguments, and its function.
-
-A message only names a job. Nothing that a message says is imported, and arguments are data that must fit
-the struct.
-"""
+"""A type of job (name, arguments, function), and what a running job is given."""
 
 from __future__ import annotations
 
@@ -14,25 +8,24 @@ from typing import Any
 
 import msgspec
 
-from worker_runtime.jobs.protocol.messages import JobFailed, UnknownJob
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.jobs.protocol.messages import JobFailed
+from worker_runtime.protocol.errors import BerthError
+
+#: Bytes of address space that a job may take beyond what its process has at the start.
+DEFAULT_MEMORY = 512 * 1024 * 1024
 
 
 class JobContext(msgspec.Struct, frozen=True):
-    """`fence` grows with every run of any job: whoever writes somewhere outside may pass it on."""
+    """The running job. `fence` grows with every run of any job: pass it on to what the job writes to."""
 
     job_id: str
     attempt: int
     fence: int
-    _tell: Callable[[object], None]
+    _send_progress: Callable[[object], None]
 
     def progress(self, value: object) -> None:
-        """Shows how far the job is: anything small that fits into JSON. May be called often."""
-        self._tell(value)
-
-
-#: Bytes of address space that a job may take beyond what its process has at the start.
-DEFAULT_MEMORY = 512 * 1024 * 1024
+        """Shows the job's progress: anything small that fits into JSON. May be called often."""
+        self._send_progress(value)
 
 
 class RetryLater(JobFailed):
@@ -49,7 +42,7 @@ class RetryLater(JobFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobType:
-    """One type of job. Its function runs in a child process; what it returns has to fit into JSON."""
+    """One type of job. `run` is called in a child process; its return value has to fit into JSON."""
 
     name: str
     arguments: type[msgspec.Struct]
@@ -62,29 +55,3 @@ class JobType:
         if isinstance(error, BerthError):
             return error.retryable
         return isinstance(error, self.retry_on)
-
-
-class JobRegistry:
-    """All types of one runner, by name."""
-
-    def __init__(self, *types: JobType) -> None:
-        self._types = {kind.name: kind for kind in types}
-        # Built here, in the parent: a fresh child would build its own for its one job.
-        self._decoders = {kind.name: msgspec.json.Decoder(kind.arguments) for kind in types}
-
-    def find(self, name: str) -> JobType:
-        """Raises `UnknownJob`."""
-        try:
-            return self._types[name]
-        except KeyError:
-            raise UnknownJob(f"no job of this name here: {name[:64]!r}") from None
-
-    def arguments(self, kind: JobType, raw: msgspec.Raw) -> msgspec.Struct:
-        """The arguments of one job; raises `MalformedMessage` if they do not fit its type."""
-        try:
-            return self._decoders[kind.name].decode(raw)
-        except msgspec.DecodeError as error:
-            raise MalformedMessage(f"arguments of {kind.name}: {error}") from None
-
-    def names(self) -> list[str]:
-        return sorted(self._types)

@@ -23,8 +23,8 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import Job
 
-#: Name of our job (`worker_runtime.jobs.loadtest_job`).
-LOADTEST = "drill"
+#: Name of our job (`infra.lab.loadtest_job`).
+LOADTEST = "loadtest"
 _PIPELINE = 500
 
 
@@ -48,7 +48,7 @@ class Contender(Protocol):
 
 
 class OurRunner:
-    """`python -m worker_runtime.jobs.loadtest_job`, one process a runner. `recycle`: jobs that a child
+    """`python -m infra.lab.loadtest_job`, one process a runner. `recycle`: jobs that a child
     runs."""
 
     def __init__(self, name: str, client: Redis, url: str, recycle: int, *, lease: float = 5.0) -> None:
@@ -181,7 +181,7 @@ def new_job(**arguments: Any) -> Job:
     return Job(job_id=job_id, name=LOADTEST, idempotent=True, args=job_calls.encode_arguments(arguments))
 
 
-def runner_command(module: str = "worker_runtime.jobs.loadtest_job") -> list[str]:
+def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 

@@ -1,4 +1,4 @@
-"""The peers' jobs: the same that ours are (`worker_runtime.jobs.loadtest_job`)."""
+"""The peers' jobs: the same that ours are (`infra.lab.loadtest_job`)."""
 
 from __future__ import annotations
 

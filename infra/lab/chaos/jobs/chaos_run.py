@@ -116,7 +116,7 @@ class JobChaosRun:
     async def _start_fleet(self) -> asyncio.subprocess.Process:
         with (self._folder / "runners.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "worker_runtime.jobs.loadtest_job", "fleet"),
+                *(sys.executable, "-P", "-m", "infra.lab.loadtest_job", "fleet"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -233,7 +233,7 @@ class JobChaosRun:
         length = self._chance.uniform(0.03, 0.06) if self._chance.random() < _SLOW else 0.0
         job = Job(
             job_id=f"b{len(self.sent)}",
-            name="drill_brief",
+            name="loadtest_brief",
             queue=queue,
             idempotent=True,
             args=job_calls.encode_arguments({"ledger": str(self.ledger), "sleeps": length}),
@@ -247,7 +247,7 @@ class JobChaosRun:
         long = chance.random() < _LONG
         job = Job(
             job_id=f"{LONG if long else 'j'}{number}",
-            name="drill",
+            name="loadtest",
             queue=chance.choice(("default", "default", "other", "scheduler")),
             priority=chance.randrange(10),
             idempotent=chance.random() < 0.6,

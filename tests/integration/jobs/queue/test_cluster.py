@@ -41,7 +41,7 @@ def test_every_script_runs_on_a_cluster(cluster: QueueStage) -> None:
     cluster.enqueue("b", group="g", idempotent=True)
     cluster.enqueue("c", queue="other", delay=60)
     (job,) = claim(one)
-    assert one.progress("a", job.fence, b"1")
+    assert one.write_progress("a", job.fence, b"1")
     assert two.renew("idle", []).registered
     assert die(one, two) == {"a": "returned"}
     (job,) = claim(two)
@@ -53,12 +53,12 @@ def test_every_script_runs_on_a_cluster(cluster: QueueStage) -> None:
     assert (
         two.client.run(job_scripts.COUNT, [job_keys.meta(job_keys.FLEET_TAG)], ("r", 1, b'{"late": 1}')) == 1
     )
-    two.ring()
+    two.return_ring()
     order = []
     while jobs := claim(two):
         order += ids(jobs)
         end(two, jobs[0], JobStatus.DONE)
     assert len(order) == 3
     assert {"a", "b"} < set(order)
-    assert two.held() == []
-    assert two.leave() == {}
+    assert two.list_held() == []
+    assert two.sign_off() == {}

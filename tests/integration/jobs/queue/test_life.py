@@ -43,7 +43,7 @@ def test_a_unique_key_is_taken_until_its_job_has_ended(stage: QueueStage) -> Non
 def test_a_delayed_job_waits_and_the_runner_learns_how_long(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("later", delay=3600)
-    claims = runner.turn([], 1)[1]
+    claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.status == "empty"
     assert claims.due is not None
@@ -55,10 +55,10 @@ def test_a_delayed_job_waits_and_the_runner_learns_how_long(stage: QueueStage) -
 def test_a_renewal_brings_up_what_is_due_and_rings(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("later", delay=3600)
-    stage.client.execute("DEL", *runner.bells())
+    stage.client.execute("DEL", *runner.doorbells())
     stage.make_due("later")
     runner.renew("idle", [])
-    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+    assert stage.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
     assert ids(claim(runner)) == ["later"]
 
 
@@ -84,8 +84,8 @@ def test_a_runner_that_was_taken_over_writes_nothing(stage: QueueStage) -> None:
     assert end(slow, old) == "gone"
     assert new.fence > old.fence
     assert (new.attempt, new.crashes) == (2, 1)
-    assert not slow.progress("j", old.fence, b"50")
-    assert quick.progress("j", new.fence, b"50")
+    assert not slow.write_progress("j", old.fence, b"50")
+    assert quick.write_progress("j", new.fence, b"50")
     assert end(quick, new) == "done"
     assert end(quick, new) == "gone"
 
@@ -98,7 +98,7 @@ def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(stage: QueueStage)
     after = stage.runner("after")
     stage.enqueue("j", idempotent=True)  # by its producer, under the same id
     (new,) = claim(after)
-    assert not before.progress("j", old.fence, b"50")
+    assert not before.write_progress("j", old.fence, b"50")
     assert end(before, old) == "gone"
     assert end(after, new) == "done"
 
@@ -147,15 +147,15 @@ def test_a_runner_that_beat_since_is_not_reaped(stage: QueueStage) -> None:
     seen = two.beats()[one.identity.runner_id]
     assert one.renew("busy", ["j"]).registered
     assert two.reap(one.identity.runner_id, seen) is None
-    assert ids(one.held() or []) == ["j"]
+    assert ids(one.list_held() or []) == ["j"]
 
 
 def test_a_reaped_runner_learns_that_it_is_lost(stage: QueueStage) -> None:
     one, two = stage.runner("one"), stage.runner("two")
     die(one, two)
     assert not one.renew("idle", []).registered
-    assert one.held() is None
-    claims = one.turn([], 1)[1]
+    assert one.list_held() is None
+    claims = one.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.status == "lost"
 
@@ -165,7 +165,7 @@ def test_a_runner_that_leaves_gives_back_without_counting_a_crash(stage: QueueSt
     stage.enqueue("again", idempotent=True)
     stage.enqueue("once")
     claim(one, 2)
-    assert one.leave() == {"again": "returned", "once": "failed"}
+    assert one.sign_off() == {"again": "returned", "once": "failed"}
     (job,) = claim(two)
     assert (job.job_id, job.crashes) == ("again", 0)
     assert list(two.beats()) == [two.identity.runner_id]
@@ -176,7 +176,7 @@ def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(stag
     stage.enqueue("j0")
     stage.enqueue("j1")
     (lost,) = claim(runner)
-    (found,) = runner.held() or []
+    (found,) = runner.list_held() or []
     assert (found.job_id, found.fence) == ("j0", lost.fence)
     assert runner.client.run(job_scripts.CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))[0] == b"stale"
     assert ids(claim(runner)) == ["j1"]
@@ -187,7 +187,7 @@ def test_a_running_job_is_cancelled_through_its_runner(stage: QueueStage) -> Non
     stage.enqueue("j", idempotent=True)
     (job,) = claim(runner)
     assert stage.call(job_calls.cancel("j")) == "asked"
-    assert stage.client.execute("LPOP", runner.mail()) == f"cancel {job.fence} j".encode()
+    assert stage.client.execute("LPOP", runner.mailbox()) == f"cancel {job.fence} j".encode()
     # It ended by itself just then: what would have been a retry is the end.
     assert end(runner, job, JobStatus.RETRY) == "cancelled"
     assert stage.call(job_calls.cancel("j")) == "unknown"
@@ -263,9 +263,9 @@ def test_suspension_lasts_and_resuming_wakes_the_runners(stage: QueueStage, what
     assert claim(runner) == []
     successor = stage.runner("r")  # after a restart of the runner
     assert claim(successor) == []
-    stage.client.execute("DEL", successor.mail())
+    stage.client.execute("DEL", successor.mailbox())
     assert stage.call(job_calls.resume(**what)) == 1
-    assert stage.client.execute("LLEN", successor.mail()) == 1
+    assert stage.client.execute("LLEN", successor.mailbox()) == 1
     assert ids(claim(successor)) == ["j"]
 
 

@@ -22,7 +22,6 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
-from worker_runtime.process.valkey import Command
 
 FLEET = job_keys.FLEET_TAG
 HOUR = 3600.0
@@ -56,12 +55,9 @@ class Machine(RuleBasedStateMachine):
         self.stage.setting(job_calls.limit_field("export"), 2)
         self.stage.setting(job_calls.weight_field("a"), 2)
         self.runners = [self.stage.runner("one"), self.stage.runner("two")]
-        #: Runners that have not claimed since they joined: they do so without being told.
+        #: Runners that have not claimed since they joined: they will do so without a ring.
         self.fresh = {runner.identity.runner_id for runner in self.runners}
         self.held: list[tuple[JobQueue, ClaimedJob]] = []
-        #: Claims that wait for a ring; and the runners that were told since what they have in hand.
-        self.behind: dict[JobQueue, tuple[int, Command]] = {}
-        self.told: set[JobQueue] = set()
         self.stale: list[tuple[JobQueue, ClaimedJob]] = []
 
     @rule(wanted=st.lists(WANTED, min_size=1, max_size=6))
@@ -74,17 +70,17 @@ class Machine(RuleBasedStateMachine):
         for _ in range(times):
             self._claim(self.runners[which])
 
-    @rule(which=st.integers(0, 1), want=st.integers(0, 1), spare=st.integers(1, 4))
-    def claim_ahead(self, which: int, want: int, spare: int) -> None:
+    @rule(which=st.integers(0, 1), want=st.integers(0, 1), more=st.integers(1, 4))
+    def prefetch(self, which: int, want: int, more: int) -> None:
         runner = self.runners[which]
         if want:  # else it is busy, and listens to no bell
-            self.stage.client.execute("DEL", *runner.bells(), runner.mail())
+            self.stage.client.execute("DEL", *runner.doorbells(), runner.mailbox())
             self.fresh.discard(runner.identity.runner_id)
-        claims = runner.turn([], want, spare, ",".join(NAMES))[1]
+        claims = runner.finish_and_claim([], want, more, ",".join(NAMES))[1]
         assert claims is not None
         taken = list(claims.jobs)
         plain = True
-        for number in range(want + spare):
+        for number in range(want + more):
             expected = self.model.expected()
             plain = plain and (expected is None or self.model.plain(expected))
             if expected is None or (number >= want and not plain):
@@ -94,40 +90,10 @@ class Machine(RuleBasedStateMachine):
         assert taken == []
 
     @rule(which=st.integers(0, 1))
-    def wait_for_a_ring(self, which: int) -> None:
-        """With a claim behind it, which runs whenever the ring comes."""
+    def list_held(self, which: int) -> None:
         runner = self.runners[which]
-        if runner not in self.behind:
-            self.behind[runner] = runner.claim_later(",".join(NAMES))
-
-    @precondition(lambda self: self.behind)
-    @rule(data=st.data())
-    def ring(self, data: st.DataObject) -> None:
-        runner = data.draw(st.sampled_from(list(self.behind)))
-        number, command = self.behind.pop(runner)
-        claims = runner.claimed(number, runner.client.execute(*command))
-        if runner in self.told:
-            self.told.discard(runner)
-            assert claims is None
-            return
-        assert claims is not None
-        if runner not in self.runners:
-            assert (claims.status, claims.jobs) == ("lost", [])
-            return
-        expected = self.model.expected()
-        if expected is None or not self.model.plain(expected):
-            assert claims.jobs == []
-            return
-        [job] = claims.jobs
-        self._took(runner, job, expected)
-
-    @rule(which=st.integers(0, 1))
-    def ask_what_is_in_hand(self, which: int) -> None:
-        runner = self.runners[which]
-        found = {(job.job_id, job.fence) for job in runner.held() or []}
+        found = {(job.job_id, job.fence) for job in runner.list_held() or []}
         assert found == {(job.job_id, job.fence) for holder, job in self.held if holder is runner}
-        if runner in self.behind:
-            self.told.add(runner)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -181,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     def _claim(self, runner: JobQueue) -> None:
         expected = self.model.expected()
         # An idle runner has taken its ring and its mail before it claims.
-        self.stage.client.execute("DEL", *runner.bells(), runner.mail())
+        self.stage.client.execute("DEL", *runner.doorbells(), runner.mailbox())
         self._taken(runner, claim(runner), expected)
 
     def _taken(self, runner: JobQueue, jobs: list[ClaimedJob], expected: str | None) -> None:
@@ -212,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         runner, job = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         model = self.model.jobs[job.job_id]
         ended = ending(job, status, delay=HOUR if later else 0.0, crashed=crashed)
-        (outcome,), claims = runner.turn([ended], int(next_too))
+        (outcome,), claims = runner.finish_and_claim([ended], int(next_too))
         if status is JobStatus.RETRY:
             if not model.cancelled:
                 model.score = self._score(job.job_id)
@@ -307,8 +273,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_can_run_wakes_an_idle_runner(self) -> None:
         if self.model.expected():
-            rung = self.stage.client.execute("LLEN", job_keys.bell(FLEET))
-            told = [self.stage.client.execute("LLEN", runner.mail()) for runner in self.runners]
+            rung = self.stage.client.execute("LLEN", job_keys.doorbell(FLEET))
+            told = [self.stage.client.execute("LLEN", runner.mailbox()) for runner in self.runners]
             assert rung == 1 or any(told) or self.fresh
 
     def _score(self, job_id: str) -> float:

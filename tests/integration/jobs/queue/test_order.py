@@ -135,9 +135,9 @@ def test_a_type_at_its_limit_is_stepped_over(stage: QueueStage) -> None:
     stage.enqueue("mail", name="mail", priority=0)
     assert ids(claim(runner, 1) + claim(other, 9)) == ["e0", "e1", "mail"]
     assert claim(other) == []
-    stage.client.execute("DEL", *other.bells())
-    end(runner, next(iter(runner.held() or [])))
-    assert stage.client.execute("LLEN", *other.bells()) == 1  # room again: an idle runner is woken
+    stage.client.execute("DEL", *other.doorbells())
+    end(runner, next(iter(runner.list_held() or [])))
+    assert stage.client.execute("LLEN", *other.doorbells()) == 1  # room again: an idle runner is woken
     assert ids(claim(other)) == ["e2"]
 
 

@@ -84,7 +84,7 @@ def test_a_flood_of_one_key_is_put_off_in_pieces(stage: QueueStage) -> None:
     for number in range(501):
         stage.enqueue(f"j{number}", rate_key="a")
     stage.enqueue("last", name="other", priority=0)
-    claims = runner.turn([], 2)[1]
+    claims = runner.finish_and_claim([], 2)[1]
     assert claims is not None
     assert ids(claims.jobs) == ["j0"]
     assert claims.due == 0.0  # the runner comes back at once

@@ -98,7 +98,7 @@ def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: Queu
     ends, again, held = claim(runner, 3)
     clock.step(stage.client, -HOUR)
     assert runner.renew("busy", ["ends", "again", "held"]).registered
-    assert sorted(ids(runner.held() or [])) == ["again", "ends", "held"]
+    assert sorted(ids(runner.list_held() or [])) == ["again", "ends", "held"]
     assert end(runner, ends) == "done"
     assert end(runner, again, JobStatus.RETRY) == "retry"
     (second,) = claim(runner)  # at once, not an hour later
@@ -111,7 +111,7 @@ def test_delays_move_with_valkeys_clock(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("later", delay=60)
     clock.step(stage.client, -HOUR)
-    claims = runner.turn([], 1)[1]
+    claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.jobs == []
     assert HOUR < (claims.due or 0) <= HOUR + 60
@@ -146,7 +146,7 @@ def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: Queu
     end(runner, claim(runner)[0])
     clock.step(stage.client, -HOUR)
     stage.enqueue("j1", rate_key="a")
-    claims = runner.turn([], 1)[1]
+    claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.jobs or (claims.due or 0) <= 10
 

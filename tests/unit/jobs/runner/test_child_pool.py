@@ -1,4 +1,4 @@
-"""Children that are forked in a row: as many as there is room for, and nothing is left open."""
+"""The pool of children: a spare one while there is room for a process, and nothing is left open."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.jobs.children.child_pool import ChildPool, JobChild, NotForked
-from worker_runtime.jobs.types.job_type import JobRegistry
+from worker_runtime.jobs.children.child_pool import ChildPool, NotForked
+from worker_runtime.jobs.types.job_registry import JobRegistry
 
 
 class ForkHost:
@@ -37,55 +37,48 @@ def _open() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def _nursery(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int) -> ChildPool:
+def _pool(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int) -> ChildPool:
     monkeypatch.setattr(os, "fork", ForkHost(room).fork)
     return ChildPool(JobRegistry(), selector, lambda child: None)
 
 
-def _take_all(nursery: ChildPool, count: int) -> list[JobChild]:
-    return [nursery.take() for _ in range(count)]
-
-
-def test_all_that_are_wanted_stand_ready(
+def test_a_spare_child_is_ready_and_others_are_forked_when_they_are_needed(
     selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nursery = _nursery(selector, monkeypatch, room=4)
+    pool = _pool(selector, monkeypatch, room=2)
     before = _open()
-    nursery.prepare(1)
-    nursery.prepare(4)
-    assert len(nursery) == 4
-    assert not nursery.short_of(4)
-    assert len(_open() - before) == 8  # a socket and a pipe for each; the children's ends are closed
-    children = _take_all(nursery, 4)
-    assert len({child.pid for child in children}) == 4
-    with pytest.raises(NotForked):
-        nursery.take()
+    assert not pool.has_spare()
+    pool.fork_spare()
+    assert pool.has_spare()
+    children = [pool.take(), pool.take()]
+    assert not pool.has_spare()
+    assert len(pool) == 2
+    assert len({child.pid for child in children}) == 2
+    assert len(_open() - before) == 4  # a socket and a pipe for each; the children's ends are closed
     for child in children:
-        nursery.close(child)
+        pool.forget(child)
     assert _open() == before
     assert not selector.get_map()
 
 
-def test_with_room_for_some_these_stand_ready(
+def test_with_no_room_for_a_process_nothing_stays_open(
     selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nursery = _nursery(selector, monkeypatch, room=2)
+    pool = _pool(selector, monkeypatch, room=0)
     before = _open()
-    nursery.prepare(4)
-    assert len(nursery) == 2
-    assert nursery.short_of(3)
-    assert len(_open() - before) == 4
     with pytest.raises(NotForked, match="EAGAIN"):
-        nursery.prepare(4)
-    for child in _take_all(nursery, 2):
-        nursery.close(child)
+        pool.fork_spare()
+    with pytest.raises(NotForked, match="EAGAIN"):
+        pool.take()
+    assert len(pool) == 0
+    assert not pool.has_spare()
     assert _open() == before
 
 
 def test_with_no_descriptor_left_nothing_stays_open(
     selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nursery = _nursery(selector, monkeypatch, room=4)
+    pool = _pool(selector, monkeypatch, room=4)
     before = _open()
 
     def no_pipe(_flags: int) -> tuple[int, int]:
@@ -93,6 +86,6 @@ def test_with_no_descriptor_left_nothing_stays_open(
 
     monkeypatch.setattr(os, "pipe2", no_pipe)
     with pytest.raises(NotForked, match="EMFILE"):
-        nursery.prepare(4)
-    assert len(nursery) == 0
+        pool.fork_spare()
+    assert len(pool) == 0
     assert _open() == before

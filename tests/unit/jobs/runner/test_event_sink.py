@@ -84,11 +84,11 @@ def test_ipv6_and_unix_addresses() -> None:
 def test_lines_come_whole_and_in_order_over_tcp(collector: socket.socket) -> None:
     sink, wanted = EventSink(url_of(collector), RecordingLog()), lines(0, 500)
     for start in range(0, 500, 7):
-        sink.tell(wanted[start : start + 7])
+        sink.send(wanted[start : start + 7])
     link, _ = collector.accept()
     with closing(link):
         assert read(link, sink, 10_000) == b"".join(wanted)
-    assert sink.left() > 60
+    assert sink.seconds_until_due() > 60
     sink.close()
 
 
@@ -98,7 +98,7 @@ def test_lines_come_over_a_unix_socket(short_directory: Path) -> None:
         server.bind(str(path))
         server.listen()
         sink = EventSink(f"unix://{path}", RecordingLog())
-        sink.tell(lines(0, 3))
+        sink.send(lines(0, 3))
         link, _ = server.accept()
         with closing(link):
             assert read(link, sink, 60) == b"".join(lines(0, 3))
@@ -111,14 +111,14 @@ def test_lines_wait_for_a_collector_that_is_not_there_yet() -> None:
     log = RecordingLog()
     sink = EventSink(f"tcp://127.0.0.1:{address[1]}", log)
     for _ in range(5):
-        sink.tell(lines(0, 1))
+        sink.send(lines(0, 1))
         time.sleep(0.01)
         sink.run_due()
     assert [event for event, _ in log.events] == ["job_events_unsent"]  # once, not for each try
     with socket.create_server(address) as server:
         server.settimeout(10)
         deadline = time.monotonic() + 20
-        while sink.left() < 60:
+        while sink.seconds_until_due() < 60:
             sink.run_due()
             time.sleep(0.01)
             assert time.monotonic() < deadline
@@ -136,14 +136,14 @@ def test_a_collector_that_takes_nothing_delays_nobody_and_loses_the_oldest(
     sink, wanted = EventSink(url_of(collector), log), lines(0, 4_000, size=10_000)  # 40 MB
     began = time.monotonic()
     for line in wanted:
-        sink.tell([line])
+        sink.send([line])
     assert time.monotonic() - began < 20
     link, _ = collector.accept()
     with closing(link):
         got = b""
         link.settimeout(0.02)
         until = time.monotonic() + 20
-        while sink.left() < 60 or wanted[-1] not in got:
+        while sink.seconds_until_due() < 60 or wanted[-1] not in got:
             assert time.monotonic() < until
             sink.run_due()
             try:
@@ -176,7 +176,7 @@ def test_a_connection_that_takes_nothing_is_made_anew_and_no_line_is_missing(
     monkeypatch.setattr(sinks, "STALL_LIMIT", 0.1)
     log = RecordingLog()
     sink, wanted = EventSink(f"unix://{narrow.getsockname()}", log), lines(0, 4_000, size=100)
-    sink.tell(wanted)
+    sink.send(wanted)
     stalled, _ = narrow.accept()
     until = time.monotonic() + 20
     while not log.events:  # nobody reads
@@ -208,14 +208,14 @@ def test_a_slow_collector_keeps_its_connection(
     monkeypatch.setattr(sinks, "STALL_LIMIT", 0.05)
     log = RecordingLog()
     sink = EventSink(f"unix://{narrow.getsockname()}", log)
-    sink.tell(lines(0, 9_000, size=100))
+    sink.send(lines(0, 9_000, size=100))
     link, _ = narrow.accept()
     with closing(link):
         for _ in range(6):
             time.sleep(0.06)  # the deadline passes, but something is taken before the sink looks
             assert len(link.recv(1 << 16)) > 0
             sink.run_due()
-            assert sink.left() < 60
+            assert sink.seconds_until_due() < 60
         assert log.events == []
         monkeypatch.setattr(sinks, "_CLOSE_LIMIT", 0.0)
         sink.close()
@@ -223,15 +223,15 @@ def test_a_slow_collector_keeps_its_connection(
 
 def test_a_collector_that_starts_anew_gets_whole_lines(collector: socket.socket) -> None:
     sink = EventSink(url_of(collector), RecordingLog())
-    sink.tell(lines(0, 3))
+    sink.send(lines(0, 3))
     first, _ = collector.accept()
     with closing(first):
         assert read(first, sink, 60) == b"".join(lines(0, 3))
     assert sink._socket is not None
     assert select.select([sink._socket], [], [], 10)[0]  # the end has come
-    sink.tell(lines(3, 3))
+    sink.send(lines(3, 3))
     deadline = time.monotonic() + 20
-    while sink.left() < 60:
+    while sink.seconds_until_due() < 60:
         sink.run_due()
         time.sleep(0.01)
         assert time.monotonic() < deadline
@@ -247,6 +247,6 @@ def test_who_leaves_says_what_was_not_sent(collector: socket.socket, monkeypatch
     collector.close()
     log = RecordingLog()
     sink = EventSink(f"tcp://127.0.0.1:{port}", log)
-    sink.tell(lines(0, 2))
+    sink.send(lines(0, 2))
     sink.close()
     assert log.events[-1] == ("job_events_left_out", {"lines": 2})

@@ -1,71 +1,105 @@
-"""Jobs in hand that have not begun."""
+"""Which types of jobs are prefetched, and claimed jobs that have not started."""
 
 from __future__ import annotations
 
 import time
 
-from worker_runtime.jobs.prefetch import MAX_PREFETCH_WAIT, PrefetchedJobs
+from worker_runtime.jobs.prefetch import BRIEF_RUNTIME, MAX_PREFETCH_WAIT, PrefetchedJobs, RuntimeEstimate
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
 
 
-def holding(*fences: int) -> PrefetchedJobs:
-    ahead = PrefetchedJobs()
+def add_quick_runs(estimate: RuntimeEstimate, name: str = "n", times: int = 20) -> None:
+    for _ in range(times):
+        estimate.add_run(name, BRIEF_RUNTIME / 10)
+
+
+def test_a_type_is_brief_after_some_quick_runs_and_not_before() -> None:
+    estimate = RuntimeEstimate()
+    assert estimate.brief_types() == ""
+    estimate.add_run("n", 0.0)
+    assert estimate.brief_types() == ""
+    add_quick_runs(estimate)
+    assert estimate.brief_types() == "n"
+    add_quick_runs(estimate, "m")
+    assert estimate.brief_types() == "m,n"
+
+
+def test_one_moment_without_cpu_does_not_make_a_type_slow_but_slow_runs_do() -> None:
+    estimate = RuntimeEstimate()
+    add_quick_runs(estimate)
+    estimate.add_run("n", 60.0)
+    assert estimate.brief_types() == "n"
+    estimate.add_run("n", 60.0)
+    assert estimate.brief_types() == ""
+    add_quick_runs(estimate)
+    assert estimate.brief_types() == "n"
+
+
+def test_runs_of_middling_length_are_not_brief() -> None:
+    estimate = RuntimeEstimate()
+    for _ in range(100):
+        estimate.add_run("n", 0.005)
+    assert estimate.brief_types() == ""
+
+
+def prefetched_jobs(*fences: int) -> PrefetchedJobs:
+    jobs = PrefetchedJobs()
     for fence in fences:
         job_id = f"j{fence}"
-        ahead.add(ClaimedJob(job_id, b"", fence, 1, 0, waited_ms=100), Job(job_id=job_id, name="n"))
-    return ahead
+        jobs.add(ClaimedJob(job_id, b"", fence, 1, 0, waited_ms=100), Job(job_id=job_id, name="n"))
+    return jobs
 
 
-def test_they_begin_in_the_order_of_their_claims_and_their_wait_goes_on() -> None:
-    ahead = holding(1, 2)
+def test_they_start_in_the_order_of_their_claims_and_their_wait_goes_on() -> None:
+    jobs = prefetched_jobs(1, 2)
     time.sleep(MAX_PREFETCH_WAIT)
-    first = ahead.take()
+    first = jobs.pop_next()
     assert first.claimed.fence == 1
     assert first.waited_ms() >= 100 + MAX_PREFETCH_WAIT * 1000
-    assert ahead.fences() == {2}
+    assert jobs.fences() == {2}
 
 
-def test_what_has_waited_for_too_long_goes_back_and_does_not_begin() -> None:
-    ahead = holding(1, 2)
-    assert 0 < ahead.left() <= MAX_PREFETCH_WAIT
-    assert ahead.startable()
+def test_jobs_that_have_waited_for_too_long_are_released_and_do_not_start() -> None:
+    jobs = prefetched_jobs(1, 2)
+    assert 0 < jobs.seconds_until_due() <= MAX_PREFETCH_WAIT
+    assert jobs.may_start()
     time.sleep(MAX_PREFETCH_WAIT)
-    assert [one.claimed.fence for one in ahead.going_back()] == [1, 2]
-    assert not ahead.startable()
-    assert ahead.left() > 3600
-    ahead.clear()
-    assert not ahead
-    assert not ahead.going_back()
+    assert [one.claimed.fence for one in jobs.to_release()] == [1, 2]
+    assert not jobs.may_start()
+    assert jobs.seconds_until_due() > 3600
+    jobs.clear()
+    assert not jobs
+    assert not jobs.to_release()
 
 
-def test_what_is_sent_back_goes_back_at_once_until_that_was_heard() -> None:
-    ahead = holding(1)
-    ahead.send_back()
-    assert ahead.going_back()
-    assert ahead.going_back()
-    assert not ahead.startable()
+def test_jobs_marked_for_release_are_released_until_that_is_confirmed() -> None:
+    jobs = prefetched_jobs(1)
+    jobs.mark_for_release()
+    assert jobs.to_release()
+    assert jobs.to_release()
+    assert not jobs.may_start()
 
 
-def test_sending_nothing_back_holds_up_nothing() -> None:
-    ahead = holding()
-    ahead.send_back()
-    ahead.add(ClaimedJob("j", b"", 1, 1, 0), Job(job_id="j", name="n"))
-    assert ahead.startable()
+def test_marking_nothing_for_release_holds_up_nothing() -> None:
+    jobs = prefetched_jobs()
+    jobs.mark_for_release()
+    jobs.add(ClaimedJob("j", b"", 1, 1, 0), Job(job_id="j", name="n"))
+    assert jobs.may_start()
 
 
-def test_one_is_cancelled_by_its_id_and_fence() -> None:
-    ahead = holding(1, 2)
-    assert ahead.cancel("j1", 2) is None
-    waiting = ahead.cancel("j1", 1)
+def test_one_is_removed_by_its_id_and_fence() -> None:
+    jobs = prefetched_jobs(1, 2)
+    assert jobs.remove("j1", 2) is None
+    waiting = jobs.remove("j1", 1)
     assert waiting is not None
     assert waiting.claimed.job_id == "j1"
-    assert ahead.fences() == {2}
+    assert jobs.fences() == {2}
 
 
-def test_what_comes_after_the_last_that_was_to_go_back_begins() -> None:
-    ahead = holding(1)
-    ahead.send_back()
-    assert ahead.cancel("j1", 1) is not None
-    ahead.add(ClaimedJob("j2", b"", 2, 1, 0), Job(job_id="j2", name="n"))
-    assert ahead.startable()
+def test_a_job_added_after_the_last_marked_one_was_removed_starts() -> None:
+    jobs = prefetched_jobs(1)
+    jobs.mark_for_release()
+    assert jobs.remove("j1", 1) is not None
+    jobs.add(ClaimedJob("j2", b"", 2, 1, 0), Job(job_id="j2", name="n"))
+    assert jobs.may_start()

@@ -41,9 +41,10 @@ def test_what_the_scripts_build_is_in_the_table_of_keys() -> None:
     described = set(re.findall(r"^\| (jobs:\{tag\}:[a-z]+)", job_keys.__doc__ or "", re.M))
     assert built <= described
     # Those that no script builds: the one they are given, and those that producers set.
-    assert described - built == {"jobs:{tag}:meta", "jobs:{tag}:asked", "jobs:{tag}:lately"}
+    assert described - built == {"jobs:{tag}:meta", "jobs:{tag}:request", "jobs:{tag}:recent"}
 
 
 def test_all_keys_of_one_tag_share_a_slot() -> None:
-    keys = [job_keys.meta("42"), job_keys.job("42", "j"), job_keys.mailbox("42", "r"), job_keys.bell("42")]
+    keys = [job_keys.meta("42"), job_keys.job("42", "j"), job_keys.mailbox("42", "r")]
+    keys.append(job_keys.doorbell("42"))
     assert {re.search(r"\{(.*?)\}", key)[1] for key in keys} == {"42"}  # type: ignore[index]

@@ -1,12 +1,12 @@
--- Cancels a job: at once if it waits, by its runner if it runs.
+-- Cancels a job: at once if it waits, through its runner if it runs.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] job id
--- ARGV[2] the result that says so
--- ARGV[3] seconds that it is kept
+-- ARGV[2] the result of a cancelled job
+-- ARGV[3] seconds that the result is kept
 --
--- Safe to repeat. Returns 'cancelled'; 'asked' (its runner was told to kill it); 'failed' (it had ended so,
--- and is forgotten now); 'unknown' (no such job, or it has ended).
+-- Safe to repeat. Returns 'cancelled'; 'asked' (its runner is asked to kill it); 'failed' (it had failed, and is
+-- forgotten now); 'unknown' (no such job, or it has ended).
 open(KEYS[1])
 local id = ARGV[1]
 local key = P .. 'job:' .. id
@@ -16,9 +16,7 @@ local state = job[6]
 if not state then return 'unknown' end
 if state == 'running' then
   redis.call('HSET', key, 'cancelled', 1)
-  local mail = P .. 'mail:' .. job[7]
-  redis.call('LPUSH', mail, 'cancel ' .. job[8] .. ' ' .. id)
-  redis.call('EXPIRE', mail, 3600)
+  send_mail(job[7], 'cancel ' .. job[8] .. ' ' .. id)
   return 'asked'
 end
 if state == 'failed' then
@@ -27,10 +25,10 @@ if state == 'failed' then
   return 'failed'
 end
 if state == 'waiting' then
-  redis.call('ZREM', P .. 'lane:' .. job[2] .. ':' .. job[1], id)
-  settle_lane(job[2], job[1])
+  redis.call('ZREM', P .. 'subqueue:' .. job[2] .. ':' .. job[1], id)
+  update_subqueue(job[2], job[1])
 elseif state == 'delayed' then
   redis.call('ZREM', P .. 'delayed', id)
 end
-conclude('cancelled', id, job, ARGV[2], ARGV[3], 0)
+end_job('cancelled', id, job, ARGV[2], ARGV[3], 0)
 return 'cancelled'

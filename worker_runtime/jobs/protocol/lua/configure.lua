@@ -1,11 +1,11 @@
--- Changes settings that a claim heeds: limits, rates, weights. They hold from the next claim on. Running jobs
+-- Changes settings that a claim reads: limits, rates, weights. They hold from the next claim on. Running jobs
 -- go on, and jobs that were given a time by a rate keep it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
--- ARGV    field, value, field, value, …; '' for a value takes the setting back
+-- ARGV    field, value, field, value, …; an empty value removes the setting
 --
--- Runners are told to look: one that waits, because a limit left no room, may go on. Safe to repeat. Returns how
--- many settings are different now.
+-- All runners are told, because one that waits for a limit may go on now. Safe to repeat. Returns the number of
+-- settings that have changed.
 open(KEYS[1])
 local changed = 0
 for i = 1, #ARGV, 2 do
@@ -19,8 +19,5 @@ for i = 1, #ARGV, 2 do
     end
   end
 end
-for _, runner in ipairs(redis.call('HKEYS', P .. 'beats')) do
-  redis.call('LPUSH', P .. 'mail:' .. runner, 'look')
-  redis.call('EXPIRE', P .. 'mail:' .. runner, 3600)
-end
+announce_settings()
 return changed

@@ -1,10 +1,10 @@
--- Adds what a runner of one user's own jobs has counted to the totals of all users together: a series for each
--- user would be too many. The totals are the fleet's keys, so this is a script of its own beside `renew`.
+-- Adds the counts of a user's runner to the totals of all users together: one series for each user would be too
+-- many. It is not part of `renew` because these totals are under the fleet's tag, which is another slot.
 --
 -- KEYS[1] settings of the fleet   jobs:{jobs}:meta
 -- ARGV[1] runner
--- ARGV[2] number of what it has counted, growing: a repeat is not added again
--- ARGV[3] what it has counted, as JSON of numbers by field
+-- ARGV[2] number of this batch of counts, growing: a repeat is not added again
+-- ARGV[3] the counts, as JSON of numbers by field
 --
 -- Returns 1, or 0 for a repeat.
 open(KEYS[1])

@@ -2,28 +2,28 @@
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] job id
--- ARGV[2] the job, as the runner reads it
+-- ARGV[2] the job as JSON
 -- ARGV[3] name of the job's type
 -- ARGV[4] queue
--- ARGV[5] priority, 0 to 9; a higher one comes earlier
+-- ARGV[5] priority, 0 to 9; higher runs earlier
 -- ARGV[6] 1 if the job may be run again after its runner died, else 0
 -- ARGV[7] unique key, or ''
--- ARGV[8] group, or '': jobs of a group run one after the other, in this order
+-- ARGV[8] group, or '': jobs of a group run one after the other, in the order they are enqueued
 -- ARGV[9] delay, ms
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
 -- ARGV[11] type of the job that is enqueued when this one has failed for good, or ''
--- ARGV[12] rate key, or '': jobs of a type with one key keep the rate of that type
--- ARGV[13] digest of what was asked for, where the caller chose the id, or ''
+-- ARGV[12] rate key, or '': jobs of a type with the same key share the rate of that type
+-- ARGV[13] digest of the request, if the caller chose the id, or ''
 --
--- The score is the time (µs, growing) less the priority's worth, so that what waits long enough overtakes
--- a higher priority: nothing starves.
--- Returns {'queued', id}, {'seen', id, its digest} for a repeat ('': none, or it has ended), or
+-- The score is the time (µs, growing) less the priority's worth. A job that waits long enough overtakes a higher
+-- priority, so nothing starves.
+-- Returns {'queued', id}, {'seen', id, its digest} for a repeat (the digest is '' if there is none or it has ended), or
 -- {'duplicate', id of the job that has the key}.
 open(KEYS[1])
 local id, queue, delay = ARGV[1], ARGV[4], tonumber(ARGV[9])
 local key = P .. 'job:' .. id
 if redis.call('EXISTS', key, P .. 'result:' .. id) > 0 then
-  return {'seen', id, redis.call('HGET', key, 'asked') or ''}
+  return {'seen', id, redis.call('HGET', key, 'digest') or ''}
 end
 if ARGV[7] ~= '' and not redis.call('SET', P .. 'unique:' .. ARGV[7], id, 'NX') then
   return {'duplicate', redis.call('GET', P .. 'unique:' .. ARGV[7])}
@@ -51,21 +51,21 @@ if ARGV[12] ~= '' then
   fields[#fields + 1] = ARGV[12]
 end
 if ARGV[13] ~= '' then
-  fields[#fields + 1] = 'asked'
+  fields[#fields + 1] = 'digest'
   fields[#fields + 1] = ARGV[13]
 end
 redis.call('HSET', key, unpack(fields))
 if ARGV[8] ~= '' then
-  local line = P .. 'group:' .. ARGV[8]
-  redis.call('ZADD', line, position, id)
-  if redis.call('ZRANGE', line, 0, 0)[1] ~= id then
+  local members = P .. 'group:' .. ARGV[8]
+  redis.call('ZADD', members, position, id)
+  if redis.call('ZRANGE', members, 0, 0)[1] ~= id then
     redis.call('HSET', key, 'state', 'grouped')
     return {'queued', id}
   end
 end
 if delay > 0 then
-  place(id, now)
+  enter_queue(id, now)
 else
-  shelve(id, queue, ARGV[3], score, meta[3])
+  push_job(id, queue, ARGV[3], score, meta[3])
 end
 return {'queued', id}

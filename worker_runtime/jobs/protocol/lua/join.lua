@@ -1,8 +1,8 @@
--- Registers a runner. Its beat is its lease: whoever sees it stand still for that long calls reap.lua.
+-- Registers a runner. Its beat is its lease: a runner that sees no change for a lease calls reap.lua.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
--- ARGV[1] runner: another one after every start
--- ARGV[2] its lasting name
+-- ARGV[1] runner id: new after every start
+-- ARGV[2] its name: stays the same
 -- ARGV[3] its node
 -- ARGV[4] queues it serves, comma separated
 -- ARGV[5] process id

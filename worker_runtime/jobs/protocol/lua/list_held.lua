@@ -1,4 +1,4 @@
--- What a runner has in hand, after its connection broke: a claim whose reply was lost is found again.
+-- Lists what a runner holds, after its connection broke: finds the claims whose reply was lost.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] runner
@@ -8,7 +8,7 @@
 open(KEYS[1])
 local runner = P .. 'runner:' .. ARGV[1]
 if redis.call('EXISTS', runner) == 0 then return {'lost'} end
-redis.call('HSET', runner, 'number', ARGV[2], 'told', ARGV[2])
+redis.call('HSET', runner, 'number', ARGV[2])
 local reply = {'ok'}
 for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
   local job = redis.call('HMGET', P .. 'job:' .. id, 'body', 'fence', 'attempt', 'crashes', 'cancelled')

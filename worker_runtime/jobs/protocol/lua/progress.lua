@@ -1,4 +1,4 @@
--- Notes how far a running job is, if the caller still has it.
+-- Stores the progress of a running job, if the caller still holds it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] runner
@@ -6,7 +6,7 @@
 -- ARGV[3] fencing number of the claim
 -- ARGV[4] progress, as JSON
 --
--- Returns 1, or 0 if this run is no longer the caller's.
+-- Returns 1, or 0 if the caller no longer holds it.
 open(KEYS[1])
 local key = P .. 'job:' .. ARGV[2]
 local job = redis.call('HMGET', key, 'fence', 'state', 'runner')

@@ -1,12 +1,12 @@
--- Gives jobs back that were claimed ahead and have not begun: as if they had not been claimed, with the score they
--- had, no attempt counted, and their queue's turn not taken.
+-- Gives back jobs that have not started, as if they had not been claimed: with the score they had, no attempt
+-- counted, and their queue's turn not taken.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] runner
 -- ARGV[2…] job id and fencing number of its claim, for each job
 --
--- Safe to repeat. Returns for each 'returned'; 'cancelled' if someone has cancelled it (it stays in hand: the runner
--- ends it); or 'gone' if it is no longer the caller's.
+-- Safe to repeat. Returns for each 'returned'; 'cancelled' if someone has cancelled it (the runner still holds it,
+-- and ends it); or 'gone' if the caller no longer holds it.
 open(KEYS[1])
 local now = clock()
 local fates = {}
@@ -20,18 +20,18 @@ for at = 2, #ARGV, 2 do
   elseif job[8] then
     fate = 'cancelled'
   else
-    let_go(ARGV[1], id, job[2], job[1], job[3], job[4])
+    stop_holding(ARGV[1], id, job[2], job[1], job[3], job[4])
     redis.call('HINCRBY', key, 'attempt', -1)
     local turn = -1 / (redis.call('HGET', META, 'weight:' .. job[2]) or 1)
-    if turn == -math.huge then turn = 0 end -- a weight of 0: its queue comes last, whatever its turns
+    if turn == -math.huge then turn = 0 end -- a weight of 0: the queue comes last anyway
     if redis.call('ZSCORE', P .. 'ready', job[2]) then
       redis.call('ZINCRBY', P .. 'ready', turn, job[2])
     else
-      -- Not HINCRBYFLOAT: with a weight of 0 it is infinite, which that refuses.
+      -- Not HINCRBYFLOAT: it refuses infinity, which a weight of 0 gives.
       local pass = 'pass:' .. job[2]
       redis.call('HSET', META, pass, (redis.call('HGET', META, pass) or 0) + turn)
     end
-    place_now(id, now)
+    enter_queue_now(id, now)
   end
   fates[#fates + 1] = fate
 end

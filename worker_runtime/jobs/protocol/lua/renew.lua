@@ -1,13 +1,13 @@
--- Renews a runner's lease: one beat, whatever number of jobs it holds. Also brings up what is due.
+-- Renews a runner's lease: one beat, however many jobs it holds. Also moves due jobs into their queues.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] runner
 -- ARGV[2] state: 'started', 'idle', 'busy' or 'suspended'
 -- ARGV[3] seconds the entry lives without a renewal
--- ARGV[4] jobs in hand, comma separated
+-- ARGV[4] running jobs, comma separated
 -- ARGV[5] ms that failed jobs are kept
--- ARGV[6] number of what the runner has counted, growing: a repeat is not added again
--- ARGV[7] what it has counted, as JSON of numbers by field; '' for nothing
+-- ARGV[6] number of this batch of counts, growing: a repeat is not added again
+-- ARGV[7] the counts, as JSON of numbers by field; '' for none
 --
 -- Returns {'ok', 'running' or 'suspended', ms until a delayed job is due or -1, runner, beat, runner,
 -- beat, …} with the beats of all, or {'lost'} if the runner is not registered (reaped, or data was lost).
@@ -15,7 +15,7 @@ open(KEYS[1])
 if redis.call('HEXISTS', P .. 'beats', ARGV[1]) == 0 then return {'lost'} end
 local runner = P .. 'runner:' .. ARGV[1]
 local name = redis.call('HGET', runner, 'name')
-if not name then return {'lost'} end -- its entry ran out: it has to join anew
+if not name then return {'lost'} end -- its entry has expired: it has to join again
 local now = clock()
 redis.call('HINCRBY', P .. 'beats', ARGV[1], 1)
 redis.call('HSET', runner, 'state', ARGV[2], 'jobs', ARGV[4], 'seen_at', now)

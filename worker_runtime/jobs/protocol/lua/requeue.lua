@@ -4,8 +4,8 @@
 -- ARGV[1] ms of waiting that one step of priority is worth, unless the settings say otherwise
 -- ARGV[2…] job ids
 --
--- Safe to repeat. Returns the ids that went back; those that are not failed, or whose unique key another
--- job has by now, stay as they are.
+-- Safe to repeat. Returns the ids that went back. A job that is not failed, or whose unique key another job has
+-- by now, stays as it is.
 open(KEYS[1])
 local now, us = clock()
 local back = {}
@@ -26,11 +26,11 @@ for i = 2, #ARGV do
       'attempt', 0, 'crashes', 0, 'state', 'grouped')
     local first = true
     if job[5] then
-      local line = P .. 'group:' .. job[5]
-      redis.call('ZADD', line, position, id)
-      first = redis.call('ZRANGE', line, 0, 0)[1] == id
+      local members = P .. 'group:' .. job[5]
+      redis.call('ZADD', members, position, id)
+      first = redis.call('ZRANGE', members, 0, 0)[1] == id
     end
-    if first then place(id, now) end
+    if first then enter_queue(id, now) end
     back[#back + 1] = id
   end
 end

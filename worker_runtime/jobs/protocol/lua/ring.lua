@@ -1,4 +1,4 @@
--- Gives a ring back that came to a runner with no room: the next idle one gets it.
+-- Gives back a ring that came to a runner without room: the next idle runner gets it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 --

@@ -1,10 +1,10 @@
--- How many jobs wait, and how long the oldest has: by queue and priority. Changes nothing.
+-- Counts waiting jobs, and finds how long the oldest has waited, by queue and priority. Changes nothing.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
--- ARGV[1] jobs that are looked at in each lane; what is behind them is only counted
+-- ARGV[1] jobs that are read in each subqueue; those behind them are only counted
 --
--- Returns {delayed jobs, failed jobs, runners, {queue, priority or '' for those only counted, jobs, ms that the
--- oldest has waited since it was due}, …}.
+-- Returns {delayed jobs, failed jobs, runners, {queue, priority or '' for jobs only counted, jobs, ms since the oldest
+-- was due}, …}.
 open(KEYS[1])
 local now = clock()
 local most = tonumber(ARGV[1])
@@ -22,14 +22,14 @@ for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
     entry[3] = entry[3] + jobs
     entry[4] = math.max(entry[4], waited)
   end
-  for _, name in ipairs(redis.call('ZRANGE', P .. 'lanes:' .. queue, 0, -1)) do
-    local lane = P .. 'lane:' .. queue .. ':' .. name
-    local ids = redis.call('ZRANGE', lane, 0, most - 1)
+  for _, name in ipairs(redis.call('ZRANGE', P .. 'subqueues:' .. queue, 0, -1)) do
+    local subqueue = P .. 'subqueue:' .. queue .. ':' .. name
+    local ids = redis.call('ZRANGE', subqueue, 0, most - 1)
     for _, id in ipairs(ids) do
       local job = redis.call('HMGET', P .. 'job:' .. id, 'priority', 'due')
       if job[1] then count(job[1], 1, now - tonumber(job[2])) end
     end
-    local behind = redis.call('ZCARD', lane) - #ids
+    local behind = redis.call('ZCARD', subqueue) - #ids
     if behind > 0 then count('', behind, 0) end
   end
   for _, entry in ipairs(order) do reply[#reply + 1] = entry end

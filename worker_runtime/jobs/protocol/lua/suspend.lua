@@ -1,4 +1,4 @@
--- Suspends or resumes all, a queue or a runner. It lasts until it is taken back, whatever is restarted.
+-- Suspends or resumes everything, a queue or a runner. A suspension lasts until it is resumed, also over restarts.
 -- Running jobs go on.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
@@ -13,8 +13,5 @@ if ARGV[1] == 'suspend' then
 else
   changed = redis.call('HDEL', META, ARGV[2])
 end
-for _, runner in ipairs(redis.call('HKEYS', P .. 'beats')) do
-  redis.call('LPUSH', P .. 'mail:' .. runner, 'look')
-  redis.call('EXPIRE', P .. 'mail:' .. runner, 3600)
-end
+announce_settings()
 return changed

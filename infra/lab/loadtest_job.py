@@ -1,9 +1,9 @@
-"""Runners for benchmarks and chaos, with a job that they steer: `python -m worker_runtime.jobs.loadtest_job`.
+"""Runners with a job for load tests and chaos runs: `python -m infra.lab.loadtest_job`.
 
-No runner of a fleet or of a user knows this job: a message could make it write to any file. Without an
-argument this is one runner, configured on standard input as always. With `fleet` it forks a runner for
-each line of standard input, which holds a configuration, and prints its process id: a runner costs 5 ms
-then instead of the 150 ms of a Python that starts, so that thousands can be killed within minutes.
+Production runners do not know this job: a message could make it write to any file. Without an argument this
+is one runner, configured on standard input as always. With `fleet` it forks a runner for each configuration,
+one a line, and prints its process id. A fork costs 5 ms instead of the 150 ms of a Python that starts, so
+thousands of runners can be killed within minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import msgspec
 from worker_runtime.jobs.__main__ import main
 from worker_runtime.jobs.config import parse_config
 from worker_runtime.jobs.runner import JobRunner
-from worker_runtime.jobs.types.job_type import JobContext, JobRegistry, JobType
+from worker_runtime.jobs.types.job_registry import JobRegistry
+from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.process.log import Log
 
@@ -32,42 +33,42 @@ _CHUNK = 1 << 20
 
 
 class LoadtestArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What one job does. Nothing: it returns at once."""
+    """What one job does. By default it returns at once."""
 
     #: Seconds of CPU time that it uses.
     busy: float = 0.0
-    #: Seconds for which it keeps a CPU busy, whatever it gets of it; with `threads`, by so many of them.
+    #: Seconds of wall time for which it keeps a CPU busy; with `threads`, in that many threads.
     spins: float = 0.0
     threads: int = 0
     #: Seconds that it waits.
     sleeps: float = 0.0
     #: A file that it waits for before it does anything.
     gate: str = ""
-    #: A Unix datagram socket that gets the moment of its start (CLOCK_MONOTONIC, a double).
+    #: A Unix datagram socket that gets the time of its start (CLOCK_MONOTONIC, a double).
     stamp: str = ""
     #: A file that gets a line at its start and one at its end.
     ledger: str = ""
 
 
-def run_loadtest(drill: LoadtestArguments, context: JobContext) -> None:
+def run_loadtest(arguments: LoadtestArguments, context: JobContext) -> None:
     began = time.monotonic()
-    if drill.stamp:
+    if arguments.stamp:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
-            link.sendto(struct.pack("d", began), drill.stamp)
-    if drill.ledger:
-        _write_ledger(drill.ledger, "start", context)
-    while drill.gate and not os.path.exists(drill.gate):
+            link.sendto(struct.pack("d", began), arguments.stamp)
+    if arguments.ledger:
+        _write_ledger(arguments.ledger, "start", context)
+    while arguments.gate and not os.path.exists(arguments.gate):
         time.sleep(0.02)
-    if drill.busy:
-        until = time.thread_time() + drill.busy
+    if arguments.busy:
+        until = time.thread_time() + arguments.busy
         while time.thread_time() < until:
             pass
-    if drill.spins:
-        _spin(time.monotonic() + drill.spins, drill.threads)
-    if drill.sleeps:
-        time.sleep(drill.sleeps)
-    if drill.ledger:
-        _write_ledger(drill.ledger, "end", context)
+    if arguments.spins:
+        _spin(time.monotonic() + arguments.spins, arguments.threads)
+    if arguments.sleeps:
+        time.sleep(arguments.sleeps)
+    if arguments.ledger:
+        _write_ledger(arguments.ledger, "end", context)
 
 
 def _write_ledger(ledger: str, what: str, context: JobContext) -> None:
@@ -83,7 +84,7 @@ def _write_ledger(ledger: str, what: str, context: JobContext) -> None:
 
 
 def _spin(until: float, threads: int) -> None:
-    # Not loaded by the runner: what a parent has loaded makes each of its forks dearer.
+    # The runner does not load these: every module makes its forks dearer.
     import hashlib
     import threading
 
@@ -99,9 +100,9 @@ def _spin(until: float, threads: int) -> None:
             time.sleep(0.05)
 
 
-LOADTEST = JobType(name="drill", arguments=LoadtestArguments, run=run_loadtest)
-#: The same, where most jobs of a type have to be short: such are claimed ahead.
-LOADTEST_BRIEF = JobType(name="drill_brief", arguments=LoadtestArguments, run=run_loadtest)
+LOADTEST = JobType(name="loadtest", arguments=LoadtestArguments, run=run_loadtest)
+#: The same under another name, for jobs that are mostly short, so that they are prefetched.
+LOADTEST_BRIEF = JobType(name="loadtest_brief", arguments=LoadtestArguments, run=run_loadtest)
 
 
 def fleet(registry: JobRegistry) -> NoReturn:

@@ -33,11 +33,11 @@ def test_a_turn_ends_jobs_and_takes_the_next_ones(stage: QueueStage) -> None:
     for number in range(4):
         stage.enqueue(f"j{number}")
     first, second = claim(runner, 2)
-    outcomes, claims = runner.turn([ending(first), ending(second, JobStatus.FAILED)], 3)
+    outcomes, claims = runner.finish_and_claim([ending(first), ending(second, JobStatus.FAILED)], 3)
     assert outcomes == ["done", "failed"]
     assert claims is not None
     assert ids(claims.jobs) == ["j2", "j3"]
-    assert ids(runner.held() or []) == ["j2", "j3"]
+    assert ids(runner.list_held() or []) == ["j2", "j3"]
     assert running(stage) == 2
 
 
@@ -49,7 +49,7 @@ def test_a_turn_that_comes_twice_ends_nothing_twice_and_takes_nothing(stage: Que
     (job,) = claim(runner)
     assert sent(runner, 2, job)[0] == [b"done"]
     assert sent(runner, 2, job) == ([b"gone"], [b"stale", -1])
-    assert ids(runner.held() or []) == ["j1"]
+    assert ids(runner.list_held() or []) == ["j1"]
     assert stage.client.execute("XLEN", job_keys.events(FLEET)) == 1
     assert running(stage) == 1
 
@@ -59,11 +59,11 @@ def test_a_turn_that_comes_late_still_writes_its_ends(stage: QueueStage) -> None
     stage.enqueue("j0")
     stage.enqueue("j1")
     (job,) = claim(runner)
-    runner.held()  # after the lost connection; what was sent before it takes nothing any more
+    runner.list_held()  # after the lost connection; what was sent before it takes nothing any more
     assert sent(runner, 2, job) == ([b"done"], [b"stale", -1])
     assert stage.result("j0") is not None
     assert running(stage) == 0
-    outcomes, claims = runner.turn([ending(job)], 1)
+    outcomes, claims = runner.finish_and_claim([ending(job)], 1)
     assert outcomes == ["gone"]
     assert claims is not None
     assert ids(claims.jobs) == ["j1"]
@@ -74,7 +74,7 @@ def test_a_turn_of_a_runner_that_was_taken_over_writes_and_takes_nothing(stage: 
     stage.enqueue("j", idempotent=True)
     (job,) = claim(slow)
     assert die(slow, quick) == {"j": "returned"}
-    outcomes, claims = slow.turn([ending(job)], 1)
+    outcomes, claims = slow.finish_and_claim([ending(job)], 1)
     assert outcomes == ["gone"]
     assert claims is not None
     assert (claims.status, claims.jobs) == ("lost", [])
@@ -88,11 +88,11 @@ def test_a_server_that_has_forgotten_the_scripts_is_told_again(stage: QueueStage
     stage.client.execute("SCRIPT", "FLUSH")
     (job,) = claim(runner)
     stage.client.execute("SCRIPT", "FLUSH")
-    outcomes, claims = runner.turn([ending(job)], 1)
+    outcomes, claims = runner.finish_and_claim([ending(job)], 1)
     assert outcomes == ["done"]
     assert claims is not None
     stage.client.execute("SCRIPT", "FLUSH")
-    assert runner.turn([ending(claims.jobs[0])], 0) == (["done"], None)
+    assert runner.finish_and_claim([ending(claims.jobs[0])], 0) == (["done"], None)
     assert running(stage) == 0
 
 
@@ -102,7 +102,7 @@ def test_what_ends_makes_room_under_a_limit_in_the_same_turn(stage: QueueStage) 
     for number in range(3):
         stage.enqueue(f"j{number}")
     (job,) = claim(runner, 2)
-    outcomes, claims = runner.turn([ending(job)], 2)
+    outcomes, claims = runner.finish_and_claim([ending(job)], 2)
     assert outcomes == ["done"]
     assert claims is not None
     assert ids(claims.jobs) == ["j1"]
@@ -116,7 +116,7 @@ def test_the_counts_of_what_runs_follow_a_turn(stage: QueueStage, name: str) -> 
     stage.enqueue("j1", "work")
     (job,) = claim(runner)
     assert running(stage, name) == 1
-    runner.turn([ending(job)], 1)
+    runner.finish_and_claim([ending(job)], 1)
     assert (running(stage, "work"), running(stage, "other")) == (1, 0)
 
 
@@ -124,9 +124,9 @@ def test_a_retry_that_is_due_at_once_may_be_taken_in_the_same_turn(stage: QueueS
     runner = stage.runner()
     stage.enqueue("j")
     (job,) = claim(runner)
-    outcomes, claims = runner.turn([ending(job, JobStatus.RETRY)], 1)
+    outcomes, claims = runner.finish_and_claim([ending(job, JobStatus.RETRY)], 1)
     assert outcomes == ["retry"]
     assert claims is not None
     assert [(again.job_id, again.attempt) for again in claims.jobs] == [("j", 2)]
-    assert ids(runner.held() or []) == ["j"]
+    assert ids(runner.list_held() or []) == ["j"]
     assert running(stage) == 1

@@ -1,4 +1,4 @@
-"""Claiming ahead: which jobs may wait in a runner's hand, and how they are given back."""
+"""Prefetching: which jobs are claimed beyond the free slots, and how they are given back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from worker_runtime.jobs.queue import ClaimedJob, JobQueue
 FLEET = job_keys.FLEET_TAG
 
 
-def ahead(runner: JobQueue, want: int = 1, spare: int = 8, brief: str = "work") -> list[ClaimedJob]:
-    claims = runner.turn([], want, spare, brief)[1]
+def prefetch(runner: JobQueue, want: int = 1, more: int = 8, brief: str = "work") -> list[ClaimedJob]:
+    claims = runner.finish_and_claim([], want, more, brief)[1]
     assert claims is not None
     return claims.jobs
 
@@ -26,7 +26,7 @@ def fill(stage: QueueStage, *job_ids: str, **fields: Any) -> None:
         stage.enqueue(job_id, **{"idempotent": True, **fields})
 
 
-def lane(stage: QueueStage, name: str = "work", queue: str = "default") -> list[tuple[bytes, float]]:
+def subqueue(stage: QueueStage, name: str = "work", queue: str = "default") -> list[tuple[bytes, float]]:
     reply = stage.client.execute("ZRANGE", job_keys.subqueue(FLEET, queue, name), 0, -1, "WITHSCORES")
     return [(job_id, float(score)) for job_id, score in zip(reply[::2], reply[1::2], strict=True)]
 
@@ -35,21 +35,21 @@ def running(stage: QueueStage) -> int:
     return int(stage.client.execute("HGET", job_keys.running(FLEET, "work"), "n") or 0)
 
 
-def test_plain_jobs_are_taken_ahead_in_their_order(stage: QueueStage) -> None:
+def test_plain_jobs_are_prefetched_in_their_order(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", "c", "d")
     fill(stage, "first", priority=9)
-    assert ids(ahead(runner, 1, 3)) == ["first", "a", "b", "c"]
+    assert ids(prefetch(runner, 1, 3)) == ["first", "a", "b", "c"]
     assert running(stage) == 4
-    assert ids(ahead(runner, 0, 3)) == ["d"]
-    assert sorted(ids(runner.held() or [])) == ["a", "b", "c", "d", "first"]
+    assert ids(prefetch(runner, 0, 3)) == ["d"]
+    assert sorted(ids(runner.list_held() or [])) == ["a", "b", "c", "d", "first"]
 
 
-def test_a_turn_ends_jobs_and_takes_others_ahead_while_all_slots_are_busy(stage: QueueStage) -> None:
+def test_one_call_ends_jobs_and_prefetches_others_while_all_slots_are_busy(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", "c")
-    first, _ = ahead(runner, 1, 1)
-    outcomes, claims = runner.turn([ending(first)], 0, 8, "work")
+    first, _ = prefetch(runner, 1, 1)
+    outcomes, claims = runner.finish_and_claim([ending(first)], 0, 8, "work")
     assert outcomes == ["done"]
     assert claims is not None
     assert ids(claims.jobs) == ["c"]
@@ -57,10 +57,10 @@ def test_a_turn_ends_jobs_and_takes_others_ahead_while_all_slots_are_busy(stage:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"idempotent": False}, {"group": "g"}, {"name": "other"}],
-    ids=["must not run twice", "in a group", "not brief"],
+    [{"idempotent": False}, {"group": "g"}, {"unique": "u"}, {"name": "other"}],
+    ids=["must not run twice", "in a group", "with a unique key", "not brief"],
 )
-def test_a_job_that_is_not_plain_is_not_taken_ahead_and_keeps_its_place(
+def test_a_job_that_is_not_plain_is_not_prefetched_and_keeps_its_place(
     stage: QueueStage, fields: dict[str, Any]
 ) -> None:
     runner = stage.runner()
@@ -68,30 +68,32 @@ def test_a_job_that_is_not_plain_is_not_taken_ahead_and_keeps_its_place(
     fill(stage, "b", **fields)
     fill(stage, "c")
     name = fields.get("name", "work")
-    before = lane(stage, name)[-2:]
-    assert ids(ahead(runner)) == ["a"]
-    assert lane(stage, name)[-2:] == before
+    before = subqueue(stage, name)[-2:]
+    assert ids(prefetch(runner)) == ["a"]
+    assert subqueue(stage, name)[-2:] == before
     assert ids(claim(runner, 3)) == ["b", "c"]
 
 
-@pytest.mark.parametrize("fields", [{"idempotent": False}, {"group": "g"}, {"name": "other"}])
-def test_nothing_is_taken_ahead_behind_a_job_that_is_not_plain(
+@pytest.mark.parametrize(
+    "fields", [{"idempotent": False}, {"group": "g"}, {"unique": "u"}, {"name": "other"}]
+)
+def test_nothing_is_prefetched_behind_a_job_that_is_not_plain(
     stage: QueueStage, fields: dict[str, Any]
 ) -> None:
     runner = stage.runner()
     fill(stage, "a", **fields)
     fill(stage, "b", "c")
-    assert ids(ahead(runner)) == ["a"]
-    assert ids(ahead(runner, 0)) == ["b", "c"]
+    assert ids(prefetch(runner)) == ["a"]
+    assert ids(prefetch(runner, 0)) == ["b", "c"]
 
 
 @pytest.mark.parametrize("setting", [job_calls.limit_field, job_calls.node_limit_field, job_calls.rate_field])
-def test_a_type_with_a_limit_or_a_rate_is_not_taken_ahead(stage: QueueStage, setting: Any) -> None:
+def test_a_type_with_a_limit_or_a_rate_is_not_prefetched(stage: QueueStage, setting: Any) -> None:
     runner = stage.runner()
     stage.setting(setting("work"), 100)
     fill(stage, "a", "b", rate_key="k")
-    assert ids(ahead(runner)) == ["a"]
-    assert ids(ahead(runner, 0)) == []
+    assert ids(prefetch(runner)) == ["a"]
+    assert ids(prefetch(runner, 0)) == []
     assert stage.field("b", "state") == "waiting"
     assert stage.field("b", "granted") is None
 
@@ -99,46 +101,46 @@ def test_a_type_with_a_limit_or_a_rate_is_not_taken_ahead(stage: QueueStage, set
 def test_a_job_that_came_back_from_a_crash_is_claimed_alone(stage: QueueStage) -> None:
     runner, finder = stage.runner("one"), stage.runner("two")
     fill(stage, "a", "b", "c")
-    assert ids(ahead(runner)) == ["a", "b", "c"]
+    assert ids(prefetch(runner)) == ["a", "b", "c"]
     die(runner, finder)
     fill(stage, "d")
     for job_id in ("a", "b", "c", "d"):
-        (job,) = ahead(finder)
+        (job,) = prefetch(finder)
         assert job.job_id == job_id
         end(finder, job)
 
 
-def test_a_suspended_queue_is_not_claimed_ahead(stage: QueueStage) -> None:
+def test_a_suspended_queue_is_not_prefetched(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b")
-    assert ids(ahead(runner, 1, 0)) == ["a"]
+    assert ids(prefetch(runner, 1, 0)) == ["a"]
     stage.call(job_calls.suspend(queue="default"))
-    assert ids(ahead(runner, 0)) == []
+    assert ids(prefetch(runner, 0)) == []
 
 
 def test_other_runners_are_woken_for_what_is_left(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.runner("idle")
     fill(stage, "a", "b", "c")
-    stage.client.execute("DEL", *runner.bells())
-    ahead(runner, 1, 1)
-    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+    stage.client.execute("DEL", *runner.doorbells())
+    prefetch(runner, 1, 1)
+    assert stage.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
 
 
-def test_what_is_given_back_is_as_if_it_had_not_been_claimed(stage: QueueStage) -> None:
+def test_a_released_job_is_as_if_it_had_not_been_claimed(stage: QueueStage) -> None:
     runner, other = stage.runner("one"), stage.runner("two")
     stage.setting(job_calls.weight_field("default"), 4)
     fill(stage, "a", "b", "c", "d")
-    before = lane(stage)
+    before = subqueue(stage)
     ready = job_keys.ready(FLEET)
-    first, *rest = ahead(runner, 1, 2)
-    stage.client.execute("DEL", job_keys.bell(FLEET))
+    first, *rest = prefetch(runner, 1, 2)
+    stage.client.execute("DEL", job_keys.doorbell(FLEET))
     assert runner.release(rest) == ["returned", "returned"]
-    assert lane(stage) == before[1:]
+    assert subqueue(stage) == before[1:]
     assert float(stage.client.execute("ZSCORE", ready, "default")) == 0.25
     assert [stage.field("b", field) for field in ("state", "attempt", "crashes")] == ["waiting", "0", "0"]
-    assert (running(stage), ids(runner.held() or [])) == (1, ["a"])
-    assert stage.client.execute("LLEN", job_keys.bell(FLEET)) == 1
+    assert (running(stage), ids(runner.list_held() or [])) == (1, ["a"])
+    assert stage.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
     again = claim(other, 3)
     assert [(job.job_id, job.attempt) for job in again] == [("b", 1), ("c", 1), ("d", 1)]
     assert end(runner, rest[0]) == "gone"
@@ -149,15 +151,15 @@ def test_what_is_given_back_is_as_if_it_had_not_been_claimed(stage: QueueStage) 
 def test_a_queue_that_is_empty_meanwhile_gets_its_turns_back(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", "c")
-    _, *rest = ahead(runner)
+    _, *rest = prefetch(runner)
     assert runner.release(rest) == ["returned", "returned"]
     assert float(stage.client.execute("ZSCORE", job_keys.ready(FLEET), "default")) == 1
 
 
-def test_giving_back_twice_gives_back_once(stage: QueueStage) -> None:
+def test_releasing_twice_releases_once(stage: QueueStage) -> None:
     runner, other = stage.runner("one"), stage.runner("two")
     fill(stage, "a", "b")
-    _, job = ahead(runner)
+    _, job = prefetch(runner)
     assert runner.release([job]) == ["returned"]
     assert runner.release([job]) == ["gone"]
     assert ids(claim(other)) == ["b"]
@@ -165,20 +167,20 @@ def test_giving_back_twice_gives_back_once(stage: QueueStage) -> None:
     assert (stage.field("b", "state"), stage.field("b", "attempt"), running(stage)) == ("running", "1", 2)
 
 
-def test_a_runner_that_was_taken_over_gives_nothing_back(stage: QueueStage) -> None:
+def test_a_runner_that_was_reaped_releases_nothing(stage: QueueStage) -> None:
     runner, finder = stage.runner("one"), stage.runner("two")
     fill(stage, "a", "b")
-    _, job = ahead(runner)
+    _, job = prefetch(runner)
     die(runner, finder)
     assert runner.release([job]) == ["gone"]
     assert stage.field("b", "attempt") == "1"
     assert running(stage) == 0
 
 
-def test_a_cancelled_job_is_not_given_back_and_ends_as_cancelled(stage: QueueStage) -> None:
+def test_a_cancelled_job_is_not_released_and_ends_as_cancelled(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", "c")
-    _, *rest = ahead(runner)
+    _, *rest = prefetch(runner)
     assert stage.call(job_calls.cancel("b")) == "asked"
     assert runner.release(rest) == ["cancelled", "returned"]
     assert stage.field("b", "state") == "running"
@@ -186,7 +188,7 @@ def test_a_cancelled_job_is_not_given_back_and_ends_as_cancelled(stage: QueueSta
     assert ids(claim(runner, 3)) == ["c"]
 
 
-def test_the_first_of_a_group_keeps_its_place_when_it_is_given_back(stage: QueueStage) -> None:
+def test_the_first_of_a_group_keeps_its_place_when_it_is_released(stage: QueueStage) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", group="g")
     (job,) = claim(runner)
@@ -199,10 +201,10 @@ def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.call(job_calls.configure({job_calls.weight_field("default"): "0"}))
     fill(stage, "a", "b", "c")
-    _, *rest = ahead(runner, 1, 1)
+    _, *rest = prefetch(runner, 1, 1)
     assert runner.release(rest) == ["returned"]
-    assert (running(stage), ids(runner.held() or [])) == (1, ["a"])
-    assert sorted(ids(ahead(runner, 2, 0))) == ["b", "c"]
+    assert (running(stage), ids(runner.list_held() or [])) == (1, ["a"])
+    assert sorted(ids(prefetch(runner, 2, 0))) == ["b", "c"]
 
 
 @pytest.mark.parametrize("weight", ["0", "2"])
@@ -211,16 +213,26 @@ def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(stage: QueueStage
     stage.call(job_calls.configure({job_calls.weight_field("default"): weight}))
     fill(stage, "only")
     for _ in range(3):
-        [only] = ahead(runner, 1, 0)
+        [only] = prefetch(runner, 1, 0)
         assert runner.release([only]) == ["returned"]
         assert (stage.field("only", "state"), stage.field("only", "attempt")) == ("waiting", "0")
     stage.call(job_calls.configure({job_calls.weight_field("default"): None}))
-    assert ids(ahead(runner, 1, 0)) == ["only"]
+    assert ids(prefetch(runner, 1, 0)) == ["only"]
 
 
-def test_a_claim_tells_whose_type_has_a_limit(stage: QueueStage) -> None:
-    runner = stage.runner()
-    fill(stage, "free")
-    stage.enqueue("limited", name="narrow", idempotent=True)
+def test_a_claim_says_which_jobs_are_plain(stage: QueueStage) -> None:
+    runner, finder = stage.runner("one"), stage.runner("two")
     stage.call(job_calls.configure({job_calls.limit_field("narrow"): "1"}))
-    assert {job.job_id: job.limited for job in ahead(runner, 2, 0)} == {"free": 0, "limited": 1}
+    fill(stage, "crashed")
+    claim(runner)
+    die(runner, finder)
+    fill(stage, "plain")
+    fill(stage, "limited", name="narrow")
+    fill(stage, "once", idempotent=False)
+    fill(stage, "grouped", group="g")
+    fill(stage, "unique", unique="u")
+    fill(stage, "slow", name="slow")
+    claimed = {job.job_id: job.plain for job in prefetch(finder, 7, 0, "work,narrow")}
+    assert claimed.pop("plain") == 1
+    assert set(claimed.values()) == {0}
+    assert len(claimed) == 6

@@ -10,7 +10,7 @@ def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
     now = 100.0
     found: list[tuple[str, bytes]] = []
     while not found:
-        found = observer.look({"me": b"1", "dead": b"7", "live": str(now).encode()}, "me", now)
+        found = observer.check({"me": b"1", "dead": b"7", "live": str(now).encode()}, "me", now)
         now += observer.period
     assert found == [("dead", b"7")]
     assert 5.0 <= now - 100.0 <= 5.0 + 2 * observer.period
@@ -18,23 +18,23 @@ def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
 
 def test_time_without_a_look_does_not_count() -> None:
     observer = LeaseObserver(5.0)
-    observer.look({"other": b"1"}, "me", 0.0)
-    assert observer.look({"other": b"1"}, "me", 1000.0) == []  # Valkey was away, or this process stood still
+    observer.check({"other": b"1"}, "me", 0.0)
+    assert observer.check({"other": b"1"}, "me", 1000.0) == []  # Valkey was away, or this process stood still
 
 
 def test_after_a_lost_connection_everybody_has_a_whole_lease() -> None:
     observer = LeaseObserver(1.0)
     now = 0.0
     for _ in range(18):
-        assert observer.look({"other": b"1"}, "me", now) == []
+        assert observer.check({"other": b"1"}, "me", now) == []
         now += observer.period
-    observer.forget()
-    assert observer.look({"other": b"1"}, "me", now + 0.5) == []
+    observer.pause()
+    assert observer.check({"other": b"1"}, "me", now + 0.5) == []
 
 
 def test_a_runner_that_left_is_forgotten() -> None:
     observer = LeaseObserver(1.0)
-    observer.look({"other": b"1"}, "me", 0.0)
-    assert observer.others()
-    observer.look({"me": b"2"}, "me", 0.05)
-    assert not observer.others()
+    observer.check({"other": b"1"}, "me", 0.0)
+    assert observer.has_others()
+    observer.check({"me": b"2"}, "me", 0.05)
+    assert not observer.has_others()

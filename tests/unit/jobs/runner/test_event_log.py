@@ -43,8 +43,8 @@ def listening() -> Iterator[tuple[JobEventLog, Writes]]:
 def test_the_end_of_a_job_and_the_start_of_the_next_one_are_two_lines_of_one_write() -> None:
     done = JobResult(job_id="j", status=JobStatus.DONE, started_at_ms=1000, finished_at_ms=1500)
     with listening() as (events, writes):
-        events.ended(CLAIMED, JOB, done)
-        events.processing(CLAIMED, JOB)
+        events.log_end(CLAIMED, JOB, done)
+        events.log_start(CLAIMED, JOB)
         assert writes.take() == []
         events.flush()
         (written,) = writes.take()
@@ -77,7 +77,7 @@ def test_a_failure_tells_its_code_and_where_it_happened() -> None:
     failure = Failure(code="X", detail="why")
     failed = JobResult(job_id="j", status=JobStatus.FAILED, failure=failure, traceback="line 1")
     with listening() as (events, writes):
-        events.ended(CLAIMED, None, failed)
+        events.log_end(CLAIMED, None, failed)
         events.flush()
         told = json.loads(writes.take()[0])
     assert told["error"] == {"code": "X", "message": "why", "stack_trace": "line 1"}
@@ -94,9 +94,9 @@ def test_no_write_is_longer_than_a_pipe_takes_whole_unless_one_line_is() -> None
     long = JobResult(job_id="j", status=JobStatus.RETRY, failure=failure, traceback=trace)
     with listening() as (events, writes):
         for _ in range(30):
-            events.processing(CLAIMED, JOB)
-        events.ended(CLAIMED, JOB, long)
-        events.processing(CLAIMED, JOB)
+            events.log_start(CLAIMED, JOB)
+        events.log_end(CLAIMED, JOB, long)
+        events.log_start(CLAIMED, JOB)
         events.flush()
         written = writes.take()
     assert 3 < len(written) < 32
@@ -107,5 +107,5 @@ def test_no_write_is_longer_than_a_pipe_takes_whole_unless_one_line_is() -> None
 
 def test_a_runner_does_not_die_of_a_log_that_nobody_reads() -> None:
     with listening() as (events, _):
-        events.processing(CLAIMED, JOB)
+        events.log_start(CLAIMED, JOB)
     events.flush()
