@@ -17,7 +17,7 @@ import workflows
 _OWN = tuple(
     module.name
     for module in pkgutil.walk_packages(workflows.__path__, "workflows.")
-    if not module.ispkg and not module.name.endswith((".workflow", ".sandbox", ".diagram"))
+    if not module.ispkg and not module.name.endswith((".workflow", ".sandbox"))
 )
 PASSED_THROUGH = ("msgspec", "worker_runtime.protocol", *_OWN)
 

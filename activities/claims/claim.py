@@ -60,18 +60,18 @@ class ClaimActivities:
         self._database = database
         self._unwrapper = unwrapper
         self._keys = orchestrator_keys
-        self._trials = CanaryRegistry(client)
+        self._canaries = CanaryRegistry(client)
 
     @activity.defn
     async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
         """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials.
 
-        With `heed_crashes`, a user whose workers crashed of late gets `back_off` instead, and nothing is
+        With `check_crashes`, a user whose workers crashed of late gets `back_off` instead, and nothing is
         assigned; a repeat of a claim that was assigned goes on with that. A user whom a worker of a version
         on trial failed gets none of it again.
         """
         if request.failed:
-            await self._trials.failed(request.pool, request.failed[-1], request.user_id)
+            await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
         taken = await self._assign(request)
         found, worker = taken.found, taken.worker
         if taken.crashes and not worker.epoch:
@@ -104,7 +104,7 @@ class ClaimActivities:
     async def _result(self, worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
         result = _result(worker, reply)
         if result.status == m.ClaimStatus.ACTIVE:
-            await self._trials.served(worker.pool, worker.version)
+            await self._canaries.served(worker.pool, worker.version)
         return result
 
     async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
@@ -113,7 +113,7 @@ class ClaimActivities:
         The worker is taken inside the transaction: if that fails, a repeat of the claim id takes the same
         one. Nobody has been told anything before the commit.
         """
-        avoid = await self._trials.to_avoid(request.pool, request.failed)
+        avoid = await self._canaries.to_avoid(request.pool, request.failed)
         async with self._database.session() as session:
             try:
                 assigned = await worker_sessions.assign_epoch(
@@ -121,7 +121,7 @@ class ClaimActivities:
                     user_id=request.user_id,
                     claim_id=request.claim_id,
                     pool=request.pool,
-                    crash_limit=BACK_OFF_FROM if request.heed_crashes else 0,
+                    crash_limit=BACK_OFF_FROM if request.check_crashes else 0,
                     crash_window=m.CRASH_WINDOW,
                 )
             except UserNotFound:

@@ -17,7 +17,7 @@ MANY = 0.2
 #: Seconds between two looks from which on what happened in between is not known.
 GAP = 10.0
 #: Seconds after which a worker that is still unmarked is told again: the signal may have been of no use.
-TELL_AGAIN = 60.0
+SIGNAL_AGAIN = 60.0
 
 
 class Absences:
@@ -32,12 +32,12 @@ class Absences:
     def __init__(self, *, confirm: float, settle: float) -> None:
         self._confirm = confirm
         self._settle = settle
-        self._looked_at: float | None = None
+        self._updated_at: float | None = None
         self._generation = ""
         self._settled_at = 0.0
         self._since: dict[WorkerInService, float] = {}
-        self._told_at: dict[WorkerInService, float] = {}
-        self._forsaken: set[WorkerInService] = set()
+        self._signalled_at: dict[WorkerInService, float] = {}
+        self._without_workflow: set[WorkerInService] = set()
         #: Whether, at the last look, too many were missing to tell of any.
         self.many = False
 
@@ -46,25 +46,25 @@ class Absences:
         """Those whose marks were missing at the last look."""
         return list(self._since)
 
-    def blind(self) -> None:
+    def reset(self) -> None:
         """A look failed: what was known before it counts no more."""
-        self._looked_at = None
+        self._updated_at = None
         self._since.clear()
 
-    def seen(
+    def update(
         self, now: float, generation: str, marks: Mapping[WorkerInService, bytes | None]
     ) -> list[WorkerInService]:
         """Takes one look in: the mark of each worker in service. Returns those that are to be told now."""
-        looked_at, self._looked_at = self._looked_at, now
-        if looked_at is None or now - looked_at > GAP or generation != self._generation:
+        updated_at, self._updated_at = self._updated_at, now
+        if updated_at is None or now - updated_at > GAP or generation != self._generation:
             self._since.clear()
             self._settled_at = now + self._settle
         self._generation = generation
         missing = [one for one, mark in marks.items() if mark != one.mark]
         self._since = {one: self._since.get(one, now) for one in missing}
-        self._told_at = {one: at for one, at in self._told_at.items() if one in self._since}
-        self._forsaken &= self._since.keys()
-        counted = len(missing) - len(self._forsaken)
+        self._signalled_at = {one: at for one, at in self._signalled_at.items() if one in self._since}
+        self._without_workflow &= self._since.keys()
+        counted = len(missing) - len(self._without_workflow)
         self.many = counted > FEW and counted >= MANY * len(marks)
         if self.many:
             self._settled_at = now + self._settle
@@ -73,26 +73,26 @@ class Absences:
         return [one for one in missing if self._due_at(one) <= now]
 
     def _due_at(self, one: WorkerInService) -> float:
-        if one in self._forsaken:
+        if one in self._without_workflow:
             return float("inf")
-        told_at = self._told_at.get(one)
+        signalled_at = self._signalled_at.get(one)
         due = self._since[one] + self._confirm
-        return due if told_at is None else max(due, told_at + TELL_AGAIN)
+        return due if signalled_at is None else max(due, signalled_at + SIGNAL_AGAIN)
 
     def pause(self, now: float, period: float) -> float:
         """Seconds until the next look: `period`, or less if somebody becomes due before."""
         times = (max(self._due_at(one), self._settled_at) for one in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
-    def told(self, now: float, one: WorkerInService) -> None:
+    def signalled(self, now: float, one: WorkerInService) -> None:
         """Its workflow knows."""
-        self._told_at[one] = now
+        self._signalled_at[one] = now
 
-    def forsaken(self, one: WorkerInService) -> None:
+    def without_workflow(self, one: WorkerInService) -> None:
         """It has no workflow: nobody can be told, and it does not count as missing while it stays so."""
-        self._forsaken.add(one)
+        self._without_workflow.add(one)
 
-    def excused(self, now: float, ones: Iterable[WorkerInService]) -> None:
+    def restored(self, now: float, ones: Iterable[WorkerInService]) -> None:
         """These could not renew until now, because their owner keys were missing."""
         for one in ones:
             self._since[one] = now + self._settle

@@ -48,19 +48,19 @@ class ExitWatcher:
 
     async def run(self) -> None:
         """Also tells of the ends that nobody heard, because no orchestrator ran."""
-        pools = asyncio.create_task(self._tell_pools(), name="ends of free workers")
+        pools = asyncio.create_task(self._signal_pools(), name="ends of free workers")
         try:
             while True:
                 try:
                     async for ended in self._launcher.exits(await self._position()):
-                        await self._insist(ended)
+                        await self._report_until_done(ended)
                 except (LauncherUnreachable, RedisError) as error:
-                    log.warning("exits_not_heard", error=type(error).__name__, reason=str(error)[:200])
+                    log.warning("exits_not_read", error=type(error).__name__, reason=str(error)[:200])
                 await asyncio.sleep(RETRY)
         finally:
             await tasks.cancel_tasks(pools)
 
-    async def _tell_pools(self) -> None:
+    async def _signal_pools(self) -> None:
         """Has pools counted anew, beside the ends of users' workers, which must not wait for that.
 
         When a host is lost, free workers end by the hundred, and a busy Temporal takes a second for a signal:
@@ -78,9 +78,9 @@ class ExitWatcher:
                     gone = pm.WorkerGone(worker_id=worker_id)
                     await signal_workflow(self._temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
-                    log.warning("pool_not_told", pool=pool, error=type(error).__name__)
+                    log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)
                 except Exception:  # the boundary of a loop: it would end unseen, and no pool hear any more
-                    log.exception("pool_telling_crashed", pool=pool)
+                    log.exception("pool_signals_crashed", pool=pool)
                 else:
                     continue
                 self._lost.setdefault(pool, worker_id)
@@ -95,20 +95,20 @@ class ExitWatcher:
         position = await reply_of(self._client.get(keys.EXITS_TOLD))
         return position.decode() if position else ""
 
-    async def _insist(self, ended: TaskExit) -> None:
+    async def _report_until_done(self, ended: TaskExit) -> None:
         """Tells of one exit, again and again until everybody concerned has heard it."""
         while True:
             try:
-                await self.tell(ended)
+                await self.report(ended)
                 position = ended.detail.get("position")
                 if position:
                     await reply_of(self._client.set(keys.EXITS_TOLD, position))
                 return
             except (BerthError, RedisError, RPCError, OSError) as error:
-                log.warning("exit_not_told", worker_id=ended.worker_id, error=type(error).__name__)
+                log.warning("exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__)
                 await asyncio.sleep(RETRY)
 
-    async def tell(self, ended: TaskExit) -> None:
+    async def report(self, ended: TaskExit) -> None:
         """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
         async with self._database.session(autocommit=True) as session:
             row = await worker_sessions.last_session_of_worker(session, ended.worker_id)

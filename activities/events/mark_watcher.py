@@ -51,7 +51,7 @@ class MarkWatcher:
         self._client = client
         self._temporal = temporal
         self._settings = settings
-        self._blind = False
+        self._unreadable = False
         self._many = False
         #: The last server of which it was written down since when it is known.
         self._noted = ""
@@ -71,11 +71,11 @@ class MarkWatcher:
         period = min(own.watch_period, GAP / 2)  # looks that lie further apart are no watch
         while True:
             began = _now()
-            await self.look(connection, absences)
+            await self.check_marks(connection, absences)
             now = _now()
             await asyncio.sleep(absences.pause(now, max(0.0, began + period - now)))
 
-    async def look(self, connection: AsyncConnection, absences: Absences) -> None:
+    async def check_marks(self, connection: AsyncConnection, absences: Absences) -> None:
         """One look. Raises what the connection raises; a Valkey that does not answer makes it blind."""
         workers = await worker_sessions.workers_in_service(connection)
         try:
@@ -83,25 +83,25 @@ class MarkWatcher:
             if server != self._noted:  # before any switch: no worker takes an order until that is told
                 await valkey.note_server(self._client, server)
                 self._noted = server
-            due = absences.seen(_now(), generation, dict(zip(workers, marks, strict=True)))
+            due = absences.update(_now(), generation, dict(zip(workers, marks, strict=True)))
             if absences.missing:
                 restored = await self._restore_owners(absences.missing, generation, server, connection)
-                absences.excused(_now(), restored)
+                absences.restored(_now(), restored)
                 due = [one for one in due if one not in restored]
             await self._restore_switches(workers, server, connection)
         except (RedisError, OSError) as error:
-            absences.blind()
-            if not self._blind:
-                log.warning("watcher_blind", error=type(error).__name__, reason=str(error)[:200])
-            self._blind = True
+            absences.reset()
+            if not self._unreadable:
+                log.warning("watcher_cannot_read", error=type(error).__name__, reason=str(error)[:200])
+            self._unreadable = True
             return
-        if self._blind:
-            log.info("watcher_sees_again")
-        self._blind = False
+        if self._unreadable:
+            log.info("watcher_reads_again")
+        self._unreadable = False
         if absences.many != self._many:
             self._many = absences.many
             log.warning("many_marks_missing" if self._many else "marks_are_back", of=len(workers))
-        await self._tell(due, generation, absences)
+        await self._signal(due, generation, absences)
 
     async def _marks(self, workers: Sequence[WorkerInService]) -> tuple[str, str, list[bytes | None]]:
         """Valkey's generation and run id, and the mark of each worker, read under this generation.
@@ -157,7 +157,7 @@ class MarkWatcher:
         log.warning("owner_keys_restored", count=len(without))
         return without
 
-    async def _tell(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
+    async def _signal(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
         for one in due:
             workflow_id = names.user_worker_id(one.user_id)
             unmarked = m.WorkerUnmarked(worker_id=one.worker_id, epoch=one.epoch, generation=generation)
@@ -167,10 +167,10 @@ class MarkWatcher:
                 log.warning("unmarked_not_signalled", user_id=one.user_id, reason=str(error)[:200])
                 return  # Temporal is away: the next look tries again
             if found:
-                absences.told(_now(), one)
+                absences.signalled(_now(), one)
                 log.warning("worker_unmarked", user_id=one.user_id, worker_id=one.worker_id, epoch=one.epoch)
             else:
-                absences.forsaken(one)
+                absences.without_workflow(one)
                 log.warning("unmarked_worker_of_no_workflow", user_id=one.user_id, worker_id=one.worker_id)
 
 

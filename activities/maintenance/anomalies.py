@@ -71,7 +71,7 @@ class FleetSnapshot:
     #: User → what his mark says.
     marks: dict[str, str]
     #: User → his worker's metadata.
-    told: dict[str, ReportedState]
+    reported: dict[str, ReportedState]
     #: Worker → its entry in its pool.
     entries: dict[str, EntryState]
     #: Pool → the workers on its list of free ones.
@@ -124,15 +124,15 @@ def mark_of(one: AssignmentRow) -> str:
     return f"{one.epoch}:{one.worker_id}"
 
 
-def find_anomalies(picture: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
+def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
     """All anomalies, each at most once."""
     found = dict.fromkeys(
         (
-            *_duplicates(picture),
-            *_orphan_tasks(picture),
-            *_marks(picture),
-            *_entries(picture),
-            *_overdue(picture, limits),
+            *_duplicates(snapshot),
+            *_orphan_tasks(snapshot),
+            *_marks(snapshot),
+            *_entries(snapshot),
+            *_overdue(snapshot, limits),
         )
     )
     return list(found)
@@ -151,17 +151,17 @@ def _suspect_of(kind: AnomalyKind, why: str, one: AssignmentRow, task_id: str = 
     )
 
 
-def _duplicates(picture: FleetSnapshot) -> Iterator[Suspect]:
+def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     """Two workers of one user, or two tasks of one worker: the older one goes."""
-    for rows in picture.by_user.values():
+    for rows in snapshot.by_user.values():
         for one in rows:
             if not one.present and one.worker_id:
-                for task in picture.running.get(one.worker_id, ()):
+                for task in snapshot.running.get(one.worker_id, ()):
                     yield _suspect_of(AnomalyKind.DUPLICATE, "the user has a later worker", one, task.task_id)
-    for worker_id, tasks in picture.running.items():
+    for worker_id, tasks in snapshot.running.items():
         if len(tasks) < 2:
             continue
-        named = {one.task_id for one in picture.by_worker.get(worker_id, ())}
+        named = {one.task_id for one in snapshot.by_worker.get(worker_id, ())}
         kept = next((task for task in tasks if task.task_id in named), None)
         kept = kept or max(tasks, key=lambda task: (task.launched_at, task.task_id))
         for task in tasks:
@@ -175,13 +175,13 @@ def _duplicates(picture: FleetSnapshot) -> Iterator[Suspect]:
                 )
 
 
-def _orphan_tasks(picture: FleetSnapshot) -> Iterator[Suspect]:
+def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     """They run and belong to nobody: neither to a user nor, as free ones, to their pool."""
-    for worker_id, tasks in picture.running.items():
-        if worker_id in picture.by_worker:
+    for worker_id, tasks in snapshot.running.items():
+        if worker_id in snapshot.by_worker:
             continue
-        entry, last, task = picture.entries.get(worker_id), picture.last.get(worker_id), tasks[0]
-        if entry is not None and (entry.state == "ready" or entry.claim in picture.claims):
+        entry, last, task = snapshot.entries.get(worker_id), snapshot.last.get(worker_id), tasks[0]
+        if entry is not None and (entry.state == "ready" or entry.claim in snapshot.claims):
             continue
         if entry is not None and entry.state == "claimed":
             # Its claimer died before it had written down for whom, or the pool was shrinking.
@@ -206,24 +206,24 @@ def _orphan_tasks(picture: FleetSnapshot) -> Iterator[Suspect]:
             )
 
 
-def _marks(picture: FleetSnapshot) -> Iterator[Suspect]:
-    for user_id, mark in picture.marks.items():
-        rows = picture.by_user.get(user_id, ())
+def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
+    for user_id, mark in snapshot.marks.items():
+        rows = snapshot.by_user.get(user_id, ())
         worker_id = mark.partition(":")[2]
-        if worker_id in picture.running or any(mark == mark_of(one) for one in rows):
+        if worker_id in snapshot.running or any(mark == mark_of(one) for one in rows):
             continue
         kind = AnomalyKind.STALE_MARK if any(one.worker_id for one in rows) else AnomalyKind.ORPHAN_MARK
         why = "another worker serves the user" if rows else "nobody serves the user"
         yield Suspect(kind=kind, why=why, user_id=user_id, worker_id=worker_id, value=mark)
-    for user_id in picture.told.keys() - picture.marks.keys():
+    for user_id in snapshot.reported.keys() - snapshot.marks.keys():
         yield Suspect(kind=AnomalyKind.STALE_MARK, why="metadata without a mark", user_id=user_id)
 
 
-def _entries(picture: FleetSnapshot) -> Iterator[Suspect]:
+def _entries(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     """Free workers that are none: on the list, and neither running nor renewing their entry."""
-    for pool, workers in picture.free.items():
-        for worker_id in workers - picture.running.keys():
-            entry = picture.entries.get(worker_id)
+    for pool, workers in snapshot.free.items():
+        for worker_id in workers - snapshot.running.keys():
+            entry = snapshot.entries.get(worker_id)
             yield Suspect(
                 kind=AnomalyKind.STALE_MARK,
                 why="a free worker that does not run",
@@ -233,23 +233,27 @@ def _entries(picture: FleetSnapshot) -> Iterator[Suspect]:
             )
 
 
-def _overdue(picture: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
-    for one in picture.open:
-        why = _late(picture, limits, one)
+def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
+    for one in snapshot.open:
+        why = _late(snapshot, limits, one)
         if why:
-            tasks: Iterable[Task] = picture.running.get(one.worker_id, ()) if one.worker_id else ()
+            tasks: Iterable[Task] = snapshot.running.get(one.worker_id, ()) if one.worker_id else ()
             yield _suspect_of(AnomalyKind.OVERDUE, why, one, next((task.task_id for task in tasks), ""))
 
 
-def _late(picture: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
+def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
     """Why this assignment should have gone on or ended; '': it need not."""
-    runs, marked = one.worker_id in picture.running, picture.serves(one)
+    runs, marked = one.worker_id in snapshot.running, snapshot.serves(one)
     if not one.present:
         return "" if runs else "an earlier assignment that nobody closed"
-    told = picture.told.get(one.user_id) if marked else None
-    if told is not None and told.state == "Draining":
+    reported = snapshot.reported.get(one.user_id) if marked else None
+    if reported is not None and reported.state == "Draining":
         return "drains for too long"
-    if told is not None and told.last_activity and picture.now - told.last_activity > limits.idle:
+    if (
+        reported is not None
+        and reported.last_activity
+        and snapshot.now - reported.last_activity > limits.idle
+    ):
         return "idle for too long"
     if one.connected or marked:
         return "" if runs or marked else "its worker is gone"
@@ -275,7 +279,7 @@ class ScanSummary:
     unlisted: int
 
 
-def is_outage(count: int, of: int) -> bool:
+def is_many(count: int, of: int) -> bool:
     return count > FEW and count >= MANY * of
 
 
@@ -291,12 +295,12 @@ def guard_reason(look: ScanSummary, before: PassRecord | None) -> str:
         return "the generation has changed"
     if look.place.server != before.place.server:
         return "Valkey was restarted"
-    if is_outage(before.place.tasks - look.place.tasks, before.place.tasks):
+    if is_many(before.place.tasks - look.place.tasks, before.place.tasks):
         return "the launcher lists far fewer tasks"
-    if is_outage(look.unlisted, look.size):
+    if is_many(look.unlisted, look.size):
         return "the launcher does not list living workers"
-    if is_outage(look.unmarked, look.in_service):
+    if is_many(look.unmarked, look.in_service):
         return "many marks are missing"
-    if is_outage(look.anomalies, look.size):
+    if is_many(look.anomalies, look.size):
         return "too many anomalies at once"
     return ""

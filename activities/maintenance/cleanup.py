@@ -175,7 +175,7 @@ class AnomalyCleaner:
 
     async def _end(self, one: Suspect, seen: FleetScan, ended: list[Suspect]) -> str:
         """A user's worker that no workflow knows of. Its assignment may be closed when it is in `ended`."""
-        tasks = [task.task_id for task in seen.picture.running.get(one.worker_id, ())]
+        tasks = [task.task_id for task in seen.snapshot.running.get(one.worker_id, ())]
         if one.worker_id:
             await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
         for task_id in tasks:
@@ -205,7 +205,7 @@ def _users(one: Suspect, seen: FleetScan) -> set[str]:
     """Whom its worker serves, or may serve."""
     if one.user_id:
         return {one.user_id}
-    return {row.user_id for row in seen.picture.by_worker.get(one.worker_id, ())}
+    return {row.user_id for row in seen.snapshot.by_worker.get(one.worker_id, ())}
 
 
 async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:

@@ -18,7 +18,7 @@ from activities.maintenance.anomalies import (
     ScanSummary,
     find_anomalies,
     guard_reason,
-    is_outage,
+    is_many,
 )
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScan, FleetScanner
@@ -43,10 +43,10 @@ class MaintenanceActivities:
     """Activities `scan_fleet`, `clean_up`, `finish_pass`. Safe to run twice."""
 
     def __init__(
-        self, survey: FleetScanner, cleaning: AnomalyCleaner, database: Database, settings: Settings
+        self, scanner: FleetScanner, cleaner: AnomalyCleaner, database: Database, settings: Settings
     ) -> None:
-        self._survey = survey
-        self._cleaning = cleaning
+        self._scanner = scanner
+        self._cleaner = cleaner
         self._database = database
         self._confirm = settings.maintenance_confirm
         self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=2 * settings.idle_timeout + IDLE_MARGIN)
@@ -65,22 +65,22 @@ class MaintenanceActivities:
         if before is not None and apart < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
         try:
-            seen = await self._survey.of_all()
+            seen = await self._scanner.scan_all()
         except (RedisError, OSError, LauncherUnreachable) as error:
-            log.warning("maintenance_blind", error=type(error).__name__, reason=str(error)[:200])
+            log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
             why = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
             number = await self._write(PassBasis(), 0, began, f"{why} could not be read", [], [])
             return mm.Scanned(number=number, guarded=f"{why} could not be read")
-        suspects = await asyncio.to_thread(find_anomalies, seen.picture, self._limits)
+        suspects = await asyncio.to_thread(find_anomalies, seen.snapshot, self._limits)
         why = guard_reason(_summary(seen, len(suspects)), before)
         confirmed: list[Suspect] = []
         if not why and before is not None and not before.guarded:
             known = set(before.suspects)
             confirmed = [one for one in suspects if one in known]
-        number = await self._write(seen.place, seen.picture.size, began, why, suspects, confirmed)
+        number = await self._write(seen.place, seen.snapshot.size, began, why, suspects, confirmed)
         return mm.Scanned(
             number=number,
-            workers=seen.picture.size,
+            workers=seen.snapshot.size,
             found=len(suspects),
             confirmed=len(confirmed),
             guarded=why,
@@ -132,14 +132,14 @@ class MaintenanceActivities:
         if passed is None or not suspects:
             return mm.Cleaned()
         try:
-            seen = await self._survey.of(suspects)
+            seen = await self._scanner.scan_suspects(suspects)
             if _world_changed(seen.place, passed.place):
                 return mm.Cleaned(outcomes={"outage": len(suspects)})
-            still = set(find_anomalies(seen.picture, self._limits))
+            still = set(find_anomalies(seen.snapshot, self._limits))
             due = [one for one in suspects if one in still]
-            outcomes = await self._cleaning.clean(due, seen)
+            outcomes = await self._cleaner.clean(due, seen)
         except (RedisError, LauncherUnreachable) as error:
-            log.warning("maintenance_blind", error=type(error).__name__, reason=str(error)[:200])
+            log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
             return mm.Cleaned(outcomes={"outage": len(suspects)})
         if len(due) < len(suspects):
             outcomes[gone] = outcomes.get(gone, 0) + len(suspects) - len(due)
@@ -166,21 +166,21 @@ class MaintenanceActivities:
 
 
 def _summary(seen: FleetScan, anomalies: int) -> ScanSummary:
-    picture = seen.picture
+    snapshot = seen.snapshot
     return ScanSummary(
         place=seen.place,
-        size=picture.size,
+        size=snapshot.size,
         anomalies=anomalies,
-        in_service=picture.in_service,
-        unmarked=picture.unmarked,
-        unlisted=picture.unlisted,
+        in_service=snapshot.in_service,
+        unmarked=snapshot.unmarked,
+        unlisted=snapshot.unlisted,
     )
 
 
 def _world_changed(now: PassBasis, then: PassBasis) -> bool:
     """Whether this is not the world in which the pass looked."""
     other = (now.generation, now.server) != (then.generation, then.server)
-    return other or is_outage(then.tasks - now.tasks, then.tasks)
+    return other or is_many(then.tasks - now.tasks, then.tasks)
 
 
 def _boot() -> str:

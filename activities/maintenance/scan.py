@@ -38,7 +38,7 @@ _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark,
 class FleetScan:
     """A look, and where it was taken."""
 
-    picture: FleetSnapshot
+    snapshot: FleetSnapshot
     place: PassBasis
 
 
@@ -53,7 +53,7 @@ class FleetScanner:
         self._pool = pool
         self._cursor = 0
 
-    async def of_all(self) -> FleetScan:
+    async def scan_all(self) -> FleetScan:
         place, now = await self._where()
         tasks = await self._launcher.list()
         async with self._database.session() as session:
@@ -64,7 +64,7 @@ class FleetScanner:
         free = await self._free(pools)
         return await self._seen(place, now, rows, tasks, users, free)
 
-    async def of(self, suspects: Sequence[Suspect]) -> FleetScan:
+    async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetScan:
         """The same look at the users and workers of these suspects only, with everything read afresh."""
         place, now = await self._where()
         listed = await self._launcher.list()
@@ -99,12 +99,12 @@ class FleetScanner:
         async with self._database.session() as session:
             last = await assignments.last_assignments(session, homeless)
         users = sorted({*users, *(one.user_id for one in last.values())})
-        marks, told = await self._marks(users)
-        picture = FleetSnapshot(
+        marks, reported = await self._marks(users)
+        snapshot = FleetSnapshot(
             open=rows,
             tasks=tasks,
             marks=marks,
-            told=told,
+            reported=reported,
             entries=entries,
             free=free,
             last=last,
@@ -114,7 +114,7 @@ class FleetScanner:
             raise RedisError("the generation changed during a look")
         listed = place.tasks or len(tasks)
         return FleetScan(
-            picture=picture,
+            snapshot=snapshot,
             place=PassBasis(generation=place.generation, server=place.server, tasks=listed),
         )
 
@@ -154,7 +154,7 @@ class FleetScanner:
 
     async def _marks(self, users: Sequence[str]) -> tuple[dict[str, str], dict[str, ReportedState]]:
         marks: dict[str, str] = {}
-        told: dict[str, ReportedState] = {}
+        reported: dict[str, ReportedState] = {}
         for start in range(0, len(users), CHUNK):
             some = users[start : start + CHUNK]
             async with self._client.pipeline(transaction=False) as pipe:
@@ -166,10 +166,10 @@ class FleetScanner:
                 if mark:
                     marks[user] = _text(mark)
                 if state or task:
-                    told[user] = ReportedState(
+                    reported[user] = ReportedState(
                         state=_text(state), task_id=_text(task), last_activity=_seconds(activity)
                     )
-        return marks, told
+        return marks, reported
 
     async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:
         entries: dict[str, EntryState] = {}

@@ -92,7 +92,7 @@ class Deployment:
             default_versioning_behavior=VersioningBehavior.PINNED,
         )
 
-    async def look(self) -> DeploymentSnapshot | None:
+    async def describe(self) -> DeploymentSnapshot | None:
         """None: no worker of the deployment has polled yet."""
         request = DescribeWorkerDeploymentRequest(
             namespace=self._temporal.namespace, deployment_name=self.name
@@ -103,12 +103,12 @@ class Deployment:
             if error.status == RPCStatusCode.NOT_FOUND:
                 return None
             raise
-        told = answer.worker_deployment_info
+        info = answer.worker_deployment_info
         return DeploymentSnapshot(
-            current=told.routing_config.current_deployment_version.build_id,
+            current=info.routing_config.current_deployment_version.build_id,
             versions={
                 one.deployment_version.build_id: one.create_time.ToDatetime()
-                for one in told.version_summaries
+                for one in info.version_summaries
             },
             token=answer.conflict_token,
         )

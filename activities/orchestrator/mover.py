@@ -61,7 +61,7 @@ class WorkflowMover:
 
     async def round(self) -> bool:
         """Moves for some seconds. Whether something is left that is ours to move."""
-        seen = await self._deployment.look()
+        seen = await self._deployment.describe()
         if seen is None or seen.current != self._deployment.build:
             return False
         found = await self._deployment.running(other_than=self._deployment.build)

@@ -67,11 +67,11 @@ def release_of(build: str) -> tuple[int, ...] | None:
 
 
 #: Seconds between two looks, while our own workers' first poll has not reached the server (it took 0.1 s).
-LOOK = 0.05
+POLL = 0.05
 #: Seconds between two tries after Temporal refused or failed.
 RETRY = 0.5
 #: Seconds between two log lines about the same trouble.
-TELL = 5.0
+WARN_EVERY = 5.0
 
 log = structlog.get_logger()
 
@@ -84,7 +84,7 @@ class Promotion:
         self._wanted = wanted
         #: The versioned queues that this process polls.
         self._queues = queues
-        self._told = 0.0
+        self._warned_at = 0.0
         self.decided = asyncio.Event()
 
     async def run(self) -> None:
@@ -93,7 +93,7 @@ class Promotion:
             try:
                 pause = await self._try()
             except RPCError as error:
-                self._tell("promotion_failed", reason=str(error)[:200])
+                self._warn("promotion_failed", reason=str(error)[:200])
                 pause = RETRY
             if pause:
                 await asyncio.sleep(pause)
@@ -103,10 +103,10 @@ class Promotion:
     async def _try(self) -> float:
         """Seconds until the next try; 0: decided."""
         own = self._deployment.build
-        seen = await self._deployment.look()
+        seen = await self._deployment.describe()
         if seen is None or own not in seen.versions or not await self._deployment.serves(self._queues):
-            self._tell("version_not_registered", build=own)
-            return LOOK
+            self._warn("version_not_registered", build=own)
+            return POLL
         if seen.current == own:
             return 0.0
         if not self._wanted:
@@ -121,13 +121,13 @@ class Promotion:
     async def _current_is_served(self, seen: DeploymentSnapshot) -> bool:
         return await self._deployment.served(await self._deployment.running(build=seen.current, limit=20))
 
-    def _tell(self, event: str, **fields: str) -> None:
+    def _warn(self, event: str, **fields: str) -> None:
         """Once in a while: the first look comes before the first poll as a rule, which is no trouble."""
         now = time.monotonic()
-        if not self._told:
-            self._told = now
-        elif now - self._told >= TELL:
-            self._told = now
+        if not self._warned_at:
+            self._warned_at = now
+        elif now - self._warned_at >= WARN_EVERY:
+            self._warned_at = now
             log.warning(event, **fields)
 
 

@@ -112,7 +112,7 @@ class OrderSweeper:
         if not found:
             return 0
         log.info("orders_swept", **order_watch.count_by_state(found))
-        await self._each(self._look, [due for due in found if due.order.state in _QUEUEABLE])
+        await self._each(self._recover, [due for due in found if due.order.state in _QUEUEABLE])
         await self._each(self._follow, [due for due in found if due.order.state not in _QUEUEABLE])
         return len(found)
 
@@ -123,22 +123,22 @@ class OrderSweeper:
                 await work(due)
             except (RedisError, OSError, RPCError) as error:
                 # Away for one, away for all: each of them would wait for its time limit.
-                log.warning("sweeper_blind", error=type(error).__name__, reason=str(error)[:200])
+                log.warning("sweeper_cannot_read", error=type(error).__name__, reason=str(error)[:200])
                 return
 
-    async def _look(self, due: DueOrder) -> None:
+    async def _recover(self, due: DueOrder) -> None:
         """For an order of which no worker has told anything yet."""
         order = due.order
         if order.generation != await self._generation():
             await self._unknown(due, "Valkey has lost data since it was accepted")
         elif not due.overdue:
             if due.remaining > 0:
-                await self._again_queued(due)
-            await self._again(due, SOON)
+                await self._requeue(due)
+            await self._postpone(due, SOON)
         else:
             await self._overdue(due)
 
-    async def _again_queued(self, due: DueOrder) -> None:
+    async def _requeue(self, due: DueOrder) -> None:
         order = due.order
         request = place_request(order, "", self._settings.unknown_blocks)
         queued = await self._queue.enqueue(request, due.remaining)
@@ -185,7 +185,7 @@ class OrderSweeper:
             await self._follow(due)
             return
         log.warning("order_settled_by_sweeper", order=str(order.id), fate=fate.value)
-        await self._again(due, SOON)
+        await self._postpone(due, SOON)
 
     async def _settle(self, outcome: OrderOutcome, code: str | None) -> None:
         async with self._database.session() as session:
@@ -233,13 +233,13 @@ class OrderSweeper:
             static_summary=f"follows an order of user {order.user_id}",
             rpc_timeout=CALL,
         )
-        await self._again(due, FOLLOWED)
+        await self._postpone(due, FOLLOWED)
 
     def _day_end(self, order: Order) -> datetime:
         midnight = datetime.combine(order.trading_day, time(), TAIPEI)
         return midnight + timedelta(seconds=self._settings.trading_day_end)
 
-    async def _again(self, due: DueOrder, seconds: float) -> None:
+    async def _postpone(self, due: DueOrder, seconds: float) -> None:
         async with self._database.session(autocommit=True) as session:
             await order_watch.postpone(session, due, seconds)
 

@@ -50,15 +50,15 @@ class OrderActivities:
                 order = await self._known(uuid.UUID(request.order_id))
             except OrderNotFound:
                 log.error("order_followed_in_vain", order_id=request.order_id)
-                return om.Verified(standing=om.OrderStanding.GONE)
+                return om.Verified(finding=om.VerificationFinding.GONE)
             if order.state in FINAL_ORDER_STATES:
-                return om.Verified(standing=om.OrderStanding.FINAL, state=order.state)
+                return om.Verified(finding=om.VerificationFinding.FINAL, state=order.state)
             try:
                 report = await self._asking.orders(order.user_id, order.account_id, request.timeout)
             except BerthError as error:
                 log.info("order_not_verified", order_id=request.order_id, code=error.code)
                 return om.Verified(
-                    standing=om.OrderStanding.UNASKED,
+                    finding=om.VerificationFinding.UNASKED,
                     state=order.state,
                     code=error.code,
                     detail=error.detail[:200],
@@ -121,11 +121,11 @@ class OrderActivities:
             async with self._database.session() as session:
                 order = await recording.get_order(session, order.id)
             final = order.state in FINAL_ORDER_STATES
-            standing = om.OrderStanding.FINAL if final else om.OrderStanding.LISTED
-            return om.Verified(standing=standing, state=order.state)
+            finding = om.VerificationFinding.FINAL if final else om.VerificationFinding.LISTED
+            return om.Verified(finding=finding, state=order.state)
         dead, quiet_since = await self._quiet(order)
         return om.Verified(
-            standing=om.OrderStanding.MISSING,
+            finding=om.VerificationFinding.MISSING,
             state=order.state,
             complete=report.complete,
             certain=report.complete and not doubtful and _would_list(report, order),

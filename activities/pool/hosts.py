@@ -61,11 +61,11 @@ class HostProvisioner:
     async def round(self) -> HostPlan:
         """One look; who cannot tell is told nothing. Raises `HostsUnreachable`, `LauncherUnreachable`."""
         tasks = await self._launcher.list()
-        standing = await self._pools.of(self._pool)
+        snapshot = await self._pools.snapshot(self._pool)
         hosts = await self._scaler.hosts()
         # Of a host that drains, the workers need a place elsewhere: they count.
         made = plan_hosts(
-            self._kind, len(tasks) + (standing.missing if standing else 0), hosts, warm=self._warm
+            self._kind, len(tasks) + (snapshot.missing if snapshot else 0), hosts, warm=self._warm
         )
         await self._scaler.scale(made)
         if made.reason != self._told:

@@ -73,7 +73,7 @@ class LaunchActivities:
         self._settings = settings
         self._keys = orchestrator_keys
         self._pools = pools
-        self._trials = CanaryRegistry(client)
+        self._canaries = CanaryRegistry(client)
 
     def _spec(self, worker_id: str, pool: str, reserved_claim: str, release: Release) -> LaunchSpec:
         own = self._settings
@@ -105,9 +105,9 @@ class LaunchActivities:
         there is time: who waits must not be the one who finds out. So is one that failed this start already.
         """
         began = time.monotonic()
-        standing = await self._standing(request.pool)
+        snapshot = await self._pool_snapshot(request.pool)
         worker_id = worker_id_of(COLD_PREFIX, request.claim_id)
-        await self._check_limit(request, standing.limit, worker_id)
+        await self._check_limit(request, snapshot.limit, worker_id)
         born = keys.pool_born(request.pool, request.claim_id)
 
         def is_born(worker_id: str) -> Callable[[], Awaitable[bool]]:
@@ -121,31 +121,31 @@ class LaunchActivities:
 
             return born_by_now
 
-        avoid = await self._trials.to_avoid(request.pool, request.failed)
-        release = avoid.before if avoid else standing.release
+        avoid = await self._canaries.to_avoid(request.pool, request.failed)
+        release = avoid.before if avoid else snapshot.release
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
         try:
             launched = await self._launch(spec, token, request.timeout, is_born(worker_id))
         except ApplicationError as error:
             left = request.timeout - (time.monotonic() - began)
-            known_bad = avoid is not None or standing.good in (None, release)
+            known_bad = avoid is not None or snapshot.good in (None, release)
             if error.type != pm.NEVER_READY or known_bad or left < AGAIN:
                 raise
-            good = standing.good or Release()
+            good = snapshot.good or Release()
             log.warning("launched_as_before", pool=request.pool, version=good.version, reason=str(error))
             token = f"{token}-before"
             worker_id = worker_id_of(COLD_PREFIX, token)
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
             launched = await self._launch(spec, token, left, is_born(worker_id))
-        if standing.limit is not None:
+        if snapshot.limit is not None:
             await entries.leave_line(self._client, request.pool, request.user_id)
         return launched
 
-    async def _standing(self, pool: str) -> PoolSnapshot:
+    async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
         """As the pool's workflow says it, else as the settings do."""
         async with Heartbeat():  # it may have to ask twice
-            found = await self._pools.of(pool) if self._pools else None
+            found = await self._pools.snapshot(pool) if self._pools else None
         return found or PoolSnapshot(limit=self._settings.pool_limit or None)
 
     async def _check_limit(self, request: m.LaunchForClaim, limit: int | None, worker_id: str) -> None:

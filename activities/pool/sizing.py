@@ -59,7 +59,7 @@ class PoolDemand:
         self._calendar = calendar
         self._now = now
 
-    async def look(self, pool: str, policy: PoolPolicy) -> tuple[int | None, WindowNow]:
+    async def read(self, pool: str, policy: PoolPolicy) -> tuple[int | None, WindowNow]:
         """Claims within the policy's last minutes (None: not asked for, or not known), and the window."""
         return await self._claims(pool, policy.demand_minutes * 60), self._window(policy)
 
@@ -88,11 +88,11 @@ class PoolDemand:
 class PoolActivities:
     """Activities `count_pool`, `shrink_pool`."""
 
-    def __init__(self, client: Redis, database: Database, launcher: Launcher, situation: PoolDemand) -> None:
+    def __init__(self, client: Redis, database: Database, launcher: Launcher, demand: PoolDemand) -> None:
         self._client = client
         self._database = database
         self._launcher = launcher
-        self._situation = situation
+        self._demand = demand
         #: When each running worker without an entry was first seen so (monotonic seconds).
         self._silent_since: dict[str, float] = {}
 
@@ -107,7 +107,7 @@ class PoolActivities:
         """
         launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
         listed, (claims, window) = await asyncio.gather(
-            self._launcher.list(), self._situation.look(request.pool, request.policy)
+            self._launcher.list(), self._demand.read(request.pool, request.policy)
         )
         ours = {task.worker_id: task for task in listed if task.pool == request.pool}
         tasks = {worker: task for worker, task in ours.items() if worker.startswith(POOL_PREFIX)}

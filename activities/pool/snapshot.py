@@ -40,7 +40,7 @@ class PoolSnapshot:
 
 
 class PoolSnapshotSource(Protocol):
-    async def of(self, pool: str) -> PoolSnapshot | None:
+    async def snapshot(self, pool: str) -> PoolSnapshot | None:
         """None: it was never told. Raises nothing."""
         ...
 
@@ -53,10 +53,10 @@ class PoolSnapshots:
         #: Pool → how it stood, and when that was told (monotonic seconds).
         self._known: dict[str, tuple[PoolSnapshot | None, float]] = {}
 
-    async def of(self, pool: str) -> PoolSnapshot | None:
-        standing, at = self._known.get(pool, (None, float("-inf")))
+    async def snapshot(self, pool: str) -> PoolSnapshot | None:
+        snapshot, at = self._known.get(pool, (None, float("-inf")))
         if time.monotonic() - at < FRESH:
-            return standing
+            return snapshot
         for _ in range(1 if pool in self._known else 2):  # without any answer, the settings would count
             if await self._ask(pool):
                 break

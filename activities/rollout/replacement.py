@@ -69,7 +69,7 @@ class RolloutActivities:
         self._temporal = temporal
         self._calendar = calendar
         self._settings = settings
-        self._trials = CanaryRegistry(client)
+        self._canaries = CanaryRegistry(client)
         #: User → what he was asked last.
         self._asked: dict[str, _MoveRequest] = {}
 
@@ -117,7 +117,7 @@ class RolloutActivities:
         trial = CanaryRelease(
             version=version, before=request.before, since=request.since, condemned=request.condemned
         )
-        return await self._trials.begin(request.pool, trial)
+        return await self._canaries.begin(request.pool, trial)
 
     def _version(self, wanted: str) -> str:
         return wanted or self._settings.worker_version

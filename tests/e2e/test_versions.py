@@ -55,7 +55,7 @@ class VersionedFleet:
 
     def current(self) -> str:
         async def look(client: Client) -> str:
-            seen = await Deployment(client, name="berth", build="").look()
+            seen = await Deployment(client, name="berth", build="").describe()
             return seen.current if seen else ""
 
         return self.ask(look)
@@ -215,7 +215,7 @@ def test_an_orchestrator_that_may_not_promote_waits_for_an_operator(
 
     async def promote(client: Client) -> None:
         deployment = Deployment(client, name="berth", build=new.settings.build_id)
-        seen = await deployment.look()
+        seen = await deployment.describe()
         assert seen is not None
         await deployment.make_current(seen)
 

@@ -30,8 +30,8 @@ async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause:
 
 
 async def order_absent_is_settled(client: Client, book: FakeBook) -> WorkflowHistory:
-    standing = om.OrderStanding.MISSING
-    book.looks = [om.Verified(standing=standing, state="unknown", complete=True, certain=True, dead=True)]
+    finding = om.VerificationFinding.MISSING
+    book.looks = [om.Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
     handle = await start(client, "absent")
     await handle.result()
     return await handle.fetch_history()

@@ -54,7 +54,7 @@ class FakeFleet:
         self.reload_failures = 0
         self.hold_reload = asyncio.Event()
         self.hold_reload.set()
-        self.heeded: list[bool] = []
+        self.crashes_known: list[bool] = []
         self.crashes: tuple[float, ...] = ()
         #: Batches that were written to the timeline, by chain of runs.
         self.written: list[m.RecordTimeline] = []
@@ -101,8 +101,8 @@ class FakeFleet:
         if self.claim_failures:
             self.claim_failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
-        self.heeded.append(request.heed_crashes)
-        if request.heed_crashes and self.crashes:
+        self.crashes_known.append(request.check_crashes)
+        if request.check_crashes and self.crashes:
             return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=self.crashes)
         status = self.claim_script.pop(0) if self.claim_script else m.ClaimStatus.ACTIVE
         warm = request.claim_id not in self.launches

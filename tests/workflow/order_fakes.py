@@ -18,9 +18,9 @@ from workflows.order import messages as om
 from workflows.order.workflow import OrderWorkflow
 from workflows.sandbox import bare_runner
 
-FILLED = om.Verified(standing=om.OrderStanding.FINAL, state="filled")
-LISTED = om.Verified(standing=om.OrderStanding.LISTED, state="submitted")
-UNREACHABLE = om.Verified(standing=om.OrderStanding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
+FILLED = om.Verified(finding=om.VerificationFinding.FINAL, state="filled")
+LISTED = om.Verified(finding=om.VerificationFinding.LISTED, state="submitted")
+UNREACHABLE = om.Verified(finding=om.VerificationFinding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
 FAR = 4_000_000_000.0
 
 
@@ -45,7 +45,7 @@ class FakeBook:
     @activity.defn
     async def settle_absent(self, request: om.SettleAbsent) -> bool:
         self.settled.append(request.reason)
-        self.looks = [om.Verified(standing=om.OrderStanding.FINAL, state="rejected")]
+        self.looks = [om.Verified(finding=om.VerificationFinding.FINAL, state="rejected")]
         return True
 
     @activity.defn

@@ -69,10 +69,10 @@ async def test_a_version_is_settled_when_it_may_be_made_current_and_not_before(t
         assert not waits.decided.is_set()
         await running.enter_async_context(polls(new, queues[1]))
         await waiting
-        seen = await new.look()
+        seen = await new.describe()
         assert seen is not None
         assert seen.current == "old"
         await new.make_current(seen)
-        seen = await new.look()
+        seen = await new.describe()
         assert seen is not None
         assert seen.current == "new"

@@ -38,7 +38,7 @@ class FollowOrder:
     carried: dict[str, Any] | None = None
 
 
-class OrderStanding(StrEnum):
+class VerificationFinding(StrEnum):
     """What one look at an order found."""
 
     FINAL = "final"  # nothing is left to do
@@ -64,7 +64,7 @@ class VerifyOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    standing: str
+    finding: str
     #: The order's state after the look.
     state: str = ""
     #: Why the broker could not be asked.
@@ -103,7 +103,7 @@ class FollowView:
 
     order_id: str
     state: str
-    standing: str
+    finding: str
     looks: int
     attention: str
     story: tuple[str, ...]

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from workflows.entity import known_fields
-from workflows.order.messages import FollowSettings, OrderStanding, Verified
+from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 
 #: Complete listings that have to lack an order.
 LISTINGS = 2
@@ -40,9 +40,9 @@ class FollowedOrder:
 
     looks: int = 0
     state: str = ""
-    standing: str = ""
+    finding: str = ""
     #: Looks since something changed, for the pause.
-    calm: int = 0
+    unchanged: int = 0
     #: Complete listings in a row that lacked it, after nobody could submit it any more, and since when.
     missing: int = 0
     missing_since: float = 0.0
@@ -62,29 +62,29 @@ class FollowedOrder:
         given = known_fields(cls, known)
         return cls(**given | {"story": tuple(given.get("story", ()))})
 
-    def saw(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
+    def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
         """After a look."""
-        after = replace(self, looks=self.looks + 1, state=seen.state or self.state, standing=seen.standing)
-        if seen.standing == OrderStanding.UNASKED:
+        after = replace(self, looks=self.looks + 1, state=seen.state or self.state, finding=seen.finding)
+        if seen.finding == VerificationFinding.UNASKED:
             why = f"{seen.code}: {seen.detail}"
             after = replace(after, unasked_since=self.unasked_since or now, why_unasked=why)
         else:
             after = replace(after, unasked_since=0.0, why_unasked="")
-        if seen.standing == OrderStanding.MISSING:
+        if seen.finding == VerificationFinding.MISSING:
             after = after._missed(seen, now, settings)
-        elif seen.standing == OrderStanding.LISTED:
+        elif seen.finding == VerificationFinding.LISTED:
             after = replace(after, missing=0, missing_since=0.0)
-        changed = (after.state, after.standing, after.why_unasked) != (
+        changed = (after.state, after.finding, after.why_unasked) != (
             self.state,
-            self.standing,
+            self.finding,
             self.why_unasked,
         )
         if not changed:
-            return replace(after, calm=self.calm + 1)
-        line = f"look {after.looks}: {after.standing}, {after.state}"
+            return replace(after, unchanged=self.unchanged + 1)
+        line = f"look {after.looks}: {after.finding}, {after.state}"
         if after.why_unasked:
             line += f" ({after.why_unasked})"
-        return replace(after, calm=0, story=(*self.story, line)[-STORY_LINES:])
+        return replace(after, unchanged=0, story=(*self.story, line)[-STORY_LINES:])
 
     def _missed(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
         if not seen.complete:
@@ -101,7 +101,7 @@ class FollowedOrder:
         return replace(known, missing=before + 1, missing_since=since)
 
     def step(self, now: float, day_end: float) -> OrderStep:
-        if self.standing in (OrderStanding.FINAL, OrderStanding.GONE):
+        if self.finding in (VerificationFinding.FINAL, VerificationFinding.GONE):
             return OrderStep.END
         if self.missing >= LISTINGS and self.certain and self.state in UNCONFIRMED:
             return OrderStep.SETTLE
@@ -120,16 +120,16 @@ class FollowedOrder:
             return f"the broker could not be asked for {settings.patience:.0f} s: {self.why_unasked}"
         return ""
 
-    def told(self, concern: str) -> FollowedOrder:
+    def with_attention(self, concern: str) -> FollowedOrder:
         return replace(self, attention=concern)
 
-    def whole_story(self, concern: str) -> str:
+    def full_story(self, concern: str) -> str:
         return "; ".join((concern, *self.story))
 
     def pause(self, now: float, day_end: float, settings: FollowSettings) -> float:
         """Seconds until the next look."""
         longest = ATTENDED_PAUSE if self.attention else settings.longest_pause
-        pause = min(settings.first_pause * 2.0 ** min(self.calm, 16), longest)
+        pause = min(settings.first_pause * 2.0 ** min(self.unchanged, 16), longest)
         if self.missing_since and self.state in UNCONFIRMED and not self.attention:
             # Not long after the listings begin to count: an unknown order blocks others.
             wait = settings.absent_after if self.dead else settings.absent_after_alive
@@ -138,4 +138,4 @@ class FollowedOrder:
 
     def rechecked(self) -> FollowedOrder:
         """A person wants to know: as after a change."""
-        return replace(self, calm=0, attention="")
+        return replace(self, unchanged=0, attention="")

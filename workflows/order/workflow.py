@@ -33,7 +33,7 @@ class OrderWorkflow:
     @workflow.init
     def __init__(self, given: om.FollowOrder) -> None:
         self._given = given
-        self._follow = FollowedOrder.carried(given.carried) if given.carried else FollowedOrder()
+        self._order = FollowedOrder.carried(given.carried) if given.carried else FollowedOrder()
         self._wake = False
         self._renew = False
         self._shown = ""
@@ -43,24 +43,24 @@ class OrderWorkflow:
         """Returns the state in which it left the order."""
         while True:
             self._wake = False
-            await self._look()
-            step = self._follow.step(workflow.time(), given.day_end)
+            await self._verify()
+            step = self._order.step(workflow.time(), given.day_end)
             if step == OrderStep.SETTLE:
                 await self._settle()
                 continue
-            await self._tell()
+            await self._demand_attention()
             self._show()
-            if self._follow.step(workflow.time(), given.day_end) == OrderStep.END:
+            if self._order.step(workflow.time(), given.day_end) == OrderStep.END:
                 await workflow.wait_condition(workflow.all_handlers_finished)
-                return self._follow.state
+                return self._order.state
             if self._renew or workflow.info().is_continue_as_new_suggested():
-                continue_as_new(replace(self._given, carried=asdict(self._follow)))
+                continue_as_new(replace(self._given, carried=asdict(self._order)))
             await self._wait()
 
     @workflow.signal(name="recheck")
     def recheck(self, *payload: Any) -> None:
         """A person wants to know now. What a signal carries is not looked at."""
-        self._follow = self._follow.rechecked()
+        self._order = self._order.rechecked()
         self._wake = True
 
     @workflow.signal(name="renew")
@@ -70,25 +70,27 @@ class OrderWorkflow:
 
     @workflow.query(name="view")
     def view(self) -> om.FollowView:
-        follow = self._follow
+        follow = self._order
         return om.FollowView(
             order_id=self._given.order_id,
             state=follow.state,
-            standing=follow.standing,
+            finding=follow.finding,
             looks=follow.looks,
             attention=follow.attention,
             story=follow.story,
         )
 
-    async def _look(self) -> None:
+    async def _verify(self) -> None:
         request = om.VerifyOrder(
-            order_id=self._given.order_id, user_id=self._given.user_id, look=self._follow.looks
+            order_id=self._given.order_id, user_id=self._given.user_id, look=self._order.looks
         )
         try:
             seen = await calls.verify_order(request)
         except FailureError as error:
-            seen = om.Verified(standing=om.OrderStanding.UNASKED, code="NOT_VERIFIED", detail=cause(error))
-        self._follow = self._follow.saw(seen, workflow.time(), self._given.settings)
+            seen = om.Verified(
+                finding=om.VerificationFinding.UNASKED, code="NOT_VERIFIED", detail=cause(error)
+            )
+        self._order = self._order.after_check(seen, workflow.time(), self._given.settings)
 
     async def _settle(self) -> None:
         """After it the next look finds the order final, or what was learned of it meanwhile."""
@@ -96,33 +98,33 @@ class OrderWorkflow:
             await calls.settle_absent(
                 om.SettleAbsent(
                     order_id=self._given.order_id,
-                    reason=self._follow.whole_story("never reached the broker: complete listings lack it"),
+                    reason=self._order.full_story("never reached the broker: complete listings lack it"),
                 )
             )
-        self._follow = replace(self._follow, missing=0)
+        self._order = replace(self._order, missing=0)
 
-    async def _tell(self) -> None:
-        follow = self._follow
+    async def _demand_attention(self) -> None:
+        follow = self._order
         if follow.step(workflow.time(), self._given.day_end) == OrderStep.END:
             return
         concern = follow.concern(workflow.time(), self._given.day_end, self._given.settings)
         if not concern or concern == follow.attention:
             return
-        request = om.DemandAttention(order_id=self._given.order_id, reason=follow.whole_story(concern))
+        request = om.DemandAttention(order_id=self._given.order_id, reason=follow.full_story(concern))
         with contextlib.suppress(FailureError):  # the next look tells it again
             await calls.demand_attention(request)
-            self._follow = self._follow.told(concern)
+            self._order = self._order.with_attention(concern)
 
     async def _wait(self) -> None:
-        pause = self._follow.pause(workflow.time(), self._given.day_end, self._given.settings)
+        pause = self._order.pause(workflow.time(), self._given.day_end, self._given.settings)
         with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(
                 lambda: self._wake, timeout=pause, timeout_summary="until the next look at the order"
             )
 
     def _show(self) -> None:
-        follow = self._follow
-        text = f"### {follow.state}\n\nAt the broker: {follow.standing}."
+        follow = self._order
+        text = f"### {follow.state}\n\nAt the broker: {follow.finding}."
         if follow.attention:
             text += f"\n\n**A person has to look at it**: {follow.attention}"
         if text != self._shown:

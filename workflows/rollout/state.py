@@ -85,7 +85,7 @@ class RolloutState:
             return self
         return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
-    def looked(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def after_check(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         """The state after a look, and what is to be done. The first look comes before any change."""
         state = replace(
             self,

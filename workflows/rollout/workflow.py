@@ -45,13 +45,13 @@ class RolloutWorkflow:
         self._abort = ""
         self._renew = False
         #: Why the last look failed; empty: it did not.
-        self._blind = ""
+        self._check_failed = ""
 
     @workflow.run
     async def run(self, given: rm.RolloutInput) -> rm.RolloutView:
         workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
         if given.carried is None:
-            await self._tell("begins", given.reason)
+            await self._record("begins", given.reason)
         while not self._state.ended:
             before = self._state
             await self._round()
@@ -60,12 +60,12 @@ class RolloutWorkflow:
                 workflow.logger.error(
                     "rollout_rolled_back", extra={"pool": given.pool, "reason": self._state.reason}
                 )
-                await self._tell("is rolled back", self._state.reason)
+                await self._record("is rolled back", self._state.reason)
             elif self._renew or workflow.info().is_continue_as_new_suggested():
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
             elif self._state.phase == before.phase:
                 await self._wait()
-        await self._tell(f"ends: {self._state.phase}", self._state.reason)
+        await self._record(f"ends: {self._state.phase}", self._state.reason)
         return self._state.view()
 
     # --- what others ask ------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class RolloutWorkflow:
     @workflow.query(name="view")
     def view(self) -> rm.RolloutView:
         view = self._state.view()
-        return replace(view, held=self._blind) if self._blind else view
+        return replace(view, held=self._check_failed) if self._check_failed else view
 
     # --- one look after the other ---------------------------------------------------------------------
 
@@ -105,13 +105,13 @@ class RolloutWorkflow:
         )
         try:
             look = await calls.look_at_release(request)
-            self._state, step = state.looked(look, self._given)
-            self._blind = ""
-            await self._do(step)
+            self._state, step = state.after_check(look, self._given)
+            self._check_failed = ""
+            await self._apply(step)
         except FailureError as error:  # nothing is known: nothing is changed
-            self._blind = cause(error)
+            self._check_failed = cause(error)
 
-    async def _do(self, step: RolloutStep) -> None:
+    async def _apply(self, step: RolloutStep) -> None:
         state = self._state
         if step.retire:
             count = await calls.retire_workers(
@@ -141,7 +141,7 @@ class RolloutWorkflow:
 
     # --- telling --------------------------------------------------------------------------------------
 
-    async def _tell(self, event: str, reason: str) -> None:
+    async def _record(self, event: str, reason: str) -> None:
         request = rm.TellRollout(
             pool=self._state.pool,
             rollout=workflow.info().first_execution_run_id,

@@ -103,7 +103,7 @@ class WorkerLifecycle:
         self._ended: dict[str, int | None] = {}
         self._early: list[m.WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._signalling: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> UserWorkerState:
@@ -112,7 +112,7 @@ class WorkerLifecycle:
     @state.setter
     def state(self, state: UserWorkerState) -> None:
         """The only place where the state changes: so the timeline misses no transition."""
-        self.timeline.note(self._state, state)
+        self.timeline.record(self._state, state)
         self._state = state
 
     def now(self) -> float:
@@ -120,7 +120,7 @@ class WorkerLifecycle:
 
     # --- what others tell -----------------------------------------------------------------------------
 
-    def hear(self, event: m.WorkerEventSignal) -> None:
+    def take_event(self, event: m.WorkerEventSignal) -> None:
         """Takes an event of a worker in, or keeps it until the claim has told which worker it got."""
         if self.state.worker is None and self.state.state == m.WorkerState.CLAIMED:
             self._early = [*self._early[-EARLY_EVENTS_MAX + 1 :], event]
@@ -137,7 +137,7 @@ class WorkerLifecycle:
         self.state = self.state.assigned(worker)
         early, self._early = self._early, []
         for event in early:
-            self.hear(event)
+            self.take_event(event)
 
     def worker_ended(self, worker_id: str, exit_code: int | None) -> None:
         self._ended[worker_id] = exit_code
@@ -152,7 +152,7 @@ class WorkerLifecycle:
         return self.state.worker is not None and self.state.worker.worker_id in self._ended
 
     @property
-    def doomed(self) -> bool:
+    def ending(self) -> bool:
         """The present worker has ended, or is about to: no caller may count on it."""
         return self.lost or bool(self.given_up)
 
@@ -166,7 +166,7 @@ class WorkerLifecycle:
 
     @property
     def interrupted(self) -> bool:
-        return bool(self.shutdown) or self.doomed
+        return bool(self.shutdown) or self.ending
 
     def _raise_interruption(self) -> None:
         if self.shutdown:
@@ -254,11 +254,11 @@ class WorkerLifecycle:
                 self.note_cancellation(error)
                 why = f"the end of the worker is not confirmed: {cause(error)}"
                 self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
-                self.state = self.state.noted(why).postponed(self.now() + pause)
+                self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
                 await workflow.sleep(pause, summary="until the launcher is asked again")
                 pause = min(pause * 2, STOP_PAUSE_MAX)
-        self.state = self.state.stopped().noted("")
+        self.state = self.state.stopped().with_note("")
         self.suspect, self.unmarked, self.given_up, self._crashed = False, "", "", False
         return stopped.waiting
 
@@ -278,8 +278,8 @@ class WorkerLifecycle:
     def signal_pool(self, worker: m.WorkerRef) -> None:
         """Signals the pool that a worker left it; the user waits for nothing of this."""
         task = asyncio.create_task(self._signal_pool(worker))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._signalling.add(task)
+        task.add_done_callback(self._signalling.discard)
 
     async def _signal_pool(self, worker: m.WorkerRef) -> None:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
@@ -291,4 +291,4 @@ class WorkerLifecycle:
     @property
     def settled(self) -> bool:
         """Nothing is under way that a closing run would cut off."""
-        return not self._telling
+        return not self._signalling

@@ -221,7 +221,7 @@ class ClaimRequest:
     #: How long to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
     #: The first claim of a run: if the user's workers crashed of late, the answer is `back_off`, once.
-    heed_crashes: bool = False
+    check_crashes: bool = False
     #: Versions of the workers that failed earlier claims of this start, the last one last.
     failed: tuple[str, ...] = ()
 

@@ -111,7 +111,7 @@ async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimR
         pool=state.pool,
         claim_id=state.claim_id,
         connect_timeout=state.settings.connect_timeout,
-        heed_crashes=not state.heeded,
+        check_crashes=not state.crashes_known,
         failed=failed,
     )
     try:

@@ -31,11 +31,11 @@ PARKED_TIMEOUT = 24 * 3600.0
 #: Crashes within CRASH_WINDOW after which a user is parked.
 CRASH_LIMIT = 5
 #: Seconds until the next look at a serving worker of which nothing certain is known.
-LOOK_AGAIN = 1200.0
+CHECK_AGAIN = 1200.0
 #: Looks at most within any two idle timeouts. A look is a timer and an activity: with an idle timeout of
 #: 30 min that is 6 actions an hour at the most (cheap-at-rest), whenever the user's orders come. A worker
 #: used every 16 min would else be looked at every 16 min (7.5 actions an hour).
-LOOKS = 3
+CHECKS_MAX = 3
 #: Shortest pause in seconds between two looks at a worker that is to move.
 MOVE_PAUSE = 5.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
@@ -99,9 +99,9 @@ class UserWorkerState:
     #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
     crashes: tuple[float, ...] = ()
     #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
-    heeded: bool = False
+    crashes_known: bool = False
     #: Times of the last looks at the serving worker.
-    looks: tuple[float, ...] = ()
+    checks: tuple[float, ...] = ()
     #: Until when nothing is tried, after a failure; 0: no such pause.
     retry_at: float = 0.0
     #: What is last known of the broker connections: "well", or "degraded: …".
@@ -201,7 +201,7 @@ class UserWorkerState:
             attempts=0,
             claimed_at=0.0,
             sequence=0,
-            looks=(),
+            checks=(),
             health="",
             health_at=0.0,
             replacements=0,
@@ -213,7 +213,7 @@ class UserWorkerState:
 
     def answered(self) -> UserWorkerState:
         """The first claim was answered: the crashes of earlier runs are known."""
-        return replace(self, heeded=True)
+        return replace(self, crashes_known=True)
 
     def assigned(self, worker: WorkerRef) -> UserWorkerState:
         """The claim found its worker."""
@@ -276,7 +276,7 @@ class UserWorkerState:
         """The fresh session process has its credentials, and goes on by itself."""
         return replace(self, needs_credentials=False, unanswered=0)
 
-    def noted(self, note: str) -> UserWorkerState:
+    def with_note(self, note: str) -> UserWorkerState:
         return replace(self, note=note)
 
     def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
@@ -310,7 +310,7 @@ class UserWorkerState:
     def resumed(self, now: float) -> UserWorkerState:
         """An operator found the cause. The run stays until PostgreSQL has forgotten the crashes, too: a new
         one would ask it, and be parked again."""
-        again = self._to(S.POOL_IDLE, now, crashes=(), heeded=True, reason="")
+        again = self._to(S.POOL_IDLE, now, crashes=(), crashes_known=True, reason="")
         return replace(again, deadline=now + CRASH_WINDOW)
 
     def idle(self, now: float) -> UserWorkerState:
@@ -321,14 +321,14 @@ class UserWorkerState:
 
     def used(self, at: float, now: float) -> UserWorkerState:
         """A look found that the worker was last used at `at`: its idle time counts from there."""
-        return replace(self, last_activity=at).looked(at + self.settings.idle_timeout, now)
+        return replace(self, last_activity=at).checked(at + self.settings.idle_timeout, now)
 
-    def looked(self, wanted: float, now: float) -> UserWorkerState:
-        """A look is over; the next is at `wanted`, or later when that would be one too many (`LOOKS`)."""
+    def checked(self, wanted: float, now: float) -> UserWorkerState:
+        """A check is over; the next is at `wanted`, or later if that were one too many (`CHECKS_MAX`)."""
         window = 2 * self.settings.idle_timeout
-        looks = (*(at for at in self.looks if now - at < window), now)[-LOOKS:]
-        earliest = looks[0] + window if len(looks) == LOOKS else now
-        return replace(self, looks=looks, deadline=max(wanted, earliest))
+        checks = (*(at for at in self.checks if now - at < window), now)[-CHECKS_MAX:]
+        earliest = checks[0] + window if len(checks) == CHECKS_MAX else now
+        return replace(self, checks=checks, deadline=max(wanted, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
         """What is under way takes until `until`."""
@@ -385,7 +385,7 @@ class UserWorkerState:
         worker = known.get("worker")
         known["worker"] = WorkerRef(**worker) if worker else None
         known["state"] = WorkerState(known["state"])
-        for name in ("crashes", "looks"):
+        for name in ("crashes", "checks"):
             known[name] = tuple(known.get(name, ()))
         known["settings"] = settings
         return cls(**known)

@@ -15,7 +15,7 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from workflows.user_worker import messages as m
-    from workflows.user_worker.state import LOOK_AGAIN, RELOAD_TRIES
+    from workflows.user_worker.state import CHECK_AGAIN, RELOAD_TRIES
 
 from workflows import calls
 from workflows.calls import cause
@@ -66,7 +66,7 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
         return WorkerDecision(replace="the worker was gone")
     if health is not None and not health.marked and unmarked and health.generation == unmarked:
         return WorkerDecision(replace="the worker's mark expired")
-    if not life.doomed:
+    if not life.ending:
         life.start_succeeded()
     return KEEP
 
@@ -79,7 +79,7 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
         return KEEP
     last = max(state.last_activity, health.last_activity if health else 0.0)
     if health is None or (not health.marked and health.running is not False):
-        life.state = state.looked(now + LOOK_AGAIN, now)
+        life.state = state.checked(now + CHECK_AGAIN, now)
     elif last + state.settings.idle_timeout <= now:
         return WorkerDecision(idle=True)
     elif health.running is False:
@@ -88,7 +88,7 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
         life.state = state.reconnected(now).used(last, now)  # its event was lost, with Valkey's memory
     elif state.state == S.RECONNECTING:
         idle = last + state.settings.idle_timeout
-        life.state = state.looked(min(now + LOOK_AGAIN, idle), now)
+        life.state = state.checked(min(now + CHECK_AGAIN, idle), now)
     else:
         life.state = state.used(last, now)
     return KEEP
@@ -139,7 +139,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
         return KEEP  # the next step sees why
     except FailureError as error:
         life.restore_failures += 1
-        life.state = life.state.noted(f"credentials not given: {cause(error)}")
+        life.state = life.state.with_note(f"credentials not given: {cause(error)}")
         await _pause_restore(life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX))
         return KEEP
     life.restore_failures = 0
@@ -153,11 +153,11 @@ async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> Wor
     if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
         return KEEP
     if result.ok:
-        life.state = state.reconnected(life.now()).noted("")
+        life.state = state.reconnected(life.now()).with_note("")
     elif error.retryable and isinstance(error, errors.BrokerError):
         life.state = state.provided().degraded(why, life.now())  # it goes on by itself and tells CONNECTED
     elif error.retryable or isinstance(error, errors.InvalidSeal):  # sealed to the key of its predecessor
-        life.state = state.not_answered().noted(f"credentials not given: {why}")
+        life.state = state.not_answered().with_note(f"credentials not given: {why}")
         if life.state.unanswered >= RELOAD_TRIES:
             return WorkerDecision(replace="the replaced session did not take its credentials")
         await _pause_restore(life, float(life.state.unanswered))
@@ -200,7 +200,7 @@ async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResul
         why = cause(error) if isinstance(error, FailureError) else str(error)
         result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
     refused = f"credentials refused: {result.failure_code}: {result.failure_detail}"
-    life.state = life.state.noted("" if result.ok else refused)
+    life.state = life.state.with_note("" if result.ok else refused)
     ticket.succeed(result)
 
 

@@ -42,7 +42,7 @@ class Timeline:
         self._pending = [value_to_type(m.Transition, item) for item in left.get("pending", [])]
         self._task: asyncio.Task[None] | None = None
 
-    def note(self, before: UserWorkerState, after: UserWorkerState) -> None:
+    def record(self, before: UserWorkerState, after: UserWorkerState) -> None:
         """Takes a change of state in; other changes are no transitions."""
         if (before.state, before.since) == (after.state, after.since):
             return

@@ -84,7 +84,7 @@ class UserWorkerWorkflow:
         Fails with an `ApplicationError` whose type is the reason's code.
         """
         life = self._life
-        if life.state.serving and not life.doomed:
+        if life.state.serving and not life.ending:
             if not request.mark_missing:
                 return life.answer()
             life.suspect = True
@@ -180,7 +180,7 @@ class UserWorkerWorkflow:
         """A `WorkerEventSignal`: what a worker told on its stream."""
         event = read_payload("worker_event", payload, m.WorkerEventSignal)
         if event is not None:
-            self._life.hear(event)
+            self._life.take_event(event)
 
     @workflow.query(name="view")
     def view(self) -> m.UserWorkerView:
@@ -250,16 +250,16 @@ class UserWorkerWorkflow:
             else:
                 await self._drain(f"nobody came while {state.state}", reopen=False)
 
-    async def _follow(self, verdict: WorkerDecision) -> None:
+    async def _follow(self, decision: WorkerDecision) -> None:
         life = self._life
-        if verdict.replace:
-            await self._replace(verdict.replace)
-        elif verdict.give_up:
-            await self._give_up(verdict.give_up)
-        elif verdict.idle:
+        if decision.replace:
+            await self._replace(decision.replace)
+        elif decision.give_up:
+            await self._give_up(decision.give_up)
+        elif decision.idle:
             life.state = life.state.idle(life.now())
             await self._drain("idle", reopen=True)
-        elif verdict.move:
+        elif decision.move:
             await self._drain(MOVES, reopen=True)
 
     async def _begin(self) -> None:

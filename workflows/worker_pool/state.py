@@ -22,7 +22,7 @@ BACKOFF_MAX = 60.0
 #: Launches under way at most: a hundred fit well below Temporal's 2,000 pending activities.
 IN_FLIGHT_MAX = 100
 #: Rounds of failing launches after which it is told, once for the whole episode: one failure is a hiccup.
-TELL_AFTER = 3
+REPORT_AFTER = 3
 #: Rounds in a row in which no worker became ready, after which refilling stops (the circuit opens): with the
 #: backoff between them that is a bad image, not a slow host. A round is one launch once they fail.
 CIRCUIT_AFTER = 5
@@ -60,7 +60,7 @@ class PoolState:
     #: Those of them in which the worker never became ready.
     never_ready: int = 0
     #: The episode of failures was told.
-    told: bool = False
+    failures_reported: bool = False
     #: Before which nothing is launched.
     not_before: float = 0.0
     last_failure: str = ""
@@ -123,39 +123,39 @@ class PoolState:
     def launched(self, release: Release) -> PoolState:
         """One of this release became ready."""
         good = (release.version, release.image)
-        return replace(self.hopeful(), launches=self.launches + 1, good_release=good)
+        return replace(self.without_failures(), launches=self.launches + 1, good_release=good)
 
     def failed(self, why: str, now: float, *, seen: int, never_ready: bool = False) -> PoolState:
         """`seen`: `failing` when this launch began."""
         failing = max(self.failing, seen + 1)
-        barren = self.never_ready
-        if never_ready and (failing > self.failing or not barren):
-            barren += 1
+        never_ready_rounds = self.never_ready
+        if never_ready and (failing > self.failing or not never_ready_rounds):
+            never_ready_rounds += 1
         pause = min(2.0 ** min(failing - 1, 10), BACKOFF_MAX)
-        if barren >= CIRCUIT_AFTER:
+        if never_ready_rounds >= CIRCUIT_AFTER:
             pause = PROBE_PERIOD
         return replace(
             self,
             failures=self.failures + 1,
             failing=failing,
-            never_ready=barren,
+            never_ready=never_ready_rounds,
             not_before=now + pause,
             last_failure=why,
         )
 
-    def released(self, release: Release, surge: int) -> PoolState:
+    def with_release(self, release: Release, surge: int) -> PoolState:
         """New workers are of this release from now on; its launches are judged afresh."""
         same = release == self.release
         # Of a pool that has launched nothing since this is written down, the one before counts as good.
         good = self.good_release or (self.version, self.image)
         state = replace(self, version=release.version, image=release.image, surge=max(surge, 0))
-        return state if same else replace(state.hopeful(), good_release=good)
+        return state if same else replace(state.without_failures(), good_release=good)
 
-    def hopeful(self) -> PoolState:
+    def without_failures(self) -> PoolState:
         """Something changed for the better: launches begin at once."""
-        return replace(self, failing=0, never_ready=0, not_before=0.0, told=False)
+        return replace(self, failing=0, never_ready=0, not_before=0.0, failures_reported=False)
 
-    def surplus(self, now: float) -> PoolState:
+    def with_surplus(self, now: float) -> PoolState:
         return self if self.surplus_since is not None else replace(self, surplus_since=now)
 
     # --- what it means --------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ class PoolState:
         surge = 0 if self.draining else self.surge
         return self.wanted + surge - self.ready - self.starting - in_flight
 
-    def allowance(self, in_flight: int, now: float) -> int:
+    def launches_allowed(self, in_flight: int, now: float) -> int:
         """How many launches may begin now: one at a time while they fail, none within the backoff."""
         if not self.failing:
             return IN_FLIGHT_MAX - in_flight
         return 0 if in_flight or now < self.not_before else 1
 
-    def nap(self, now: float, *, in_flight: int, period: float) -> float:
+    def seconds_until_count(self, now: float, *, in_flight: int, period: float) -> float:
         """Seconds until the next look when nothing is signalled; `period` at the most."""
         waits = [period]
         if self.until is not None:

@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.sizing import PoolSizing, SizingInput, size_pool
-    from workflows.worker_pool.state import BACKOFF_MAX, TELL_AFTER, PoolState, pool_details, pool_view
+    from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details, pool_view
 
 from workflows import calls
 from workflows.calls import cause
@@ -59,7 +59,7 @@ class WorkerPoolWorkflow:
         workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
         while True:
             self._changed = False
-            await self._look()
+            await self._count()
             self._show()
             if self._due_to_renew():
                 await workflow.wait_condition(
@@ -69,7 +69,7 @@ class WorkerPoolWorkflow:
             with contextlib.suppress(TimeoutError):
                 await workflow.wait_condition(
                     lambda: self._changed,
-                    timeout=self._nap(),
+                    timeout=self._seconds_until_count(),
                     timeout_summary="until the next look at the pool",
                 )
 
@@ -116,13 +116,13 @@ class WorkerPoolWorkflow:
     def _resize(self, policy: PoolPolicy) -> pm.PoolView:
         self._policy = policy
         self._revision += 1
-        self._state = self._state.hopeful()
+        self._state = self._state.without_failures()
         self._resized = self._changed = True
         return self.view()
 
     @workflow.update(name="set_release")
     def set_release(self, wanted: pm.SetRelease) -> pm.PoolView:
-        self._state = self._state.released(wanted.release, wanted.surge)
+        self._state = self._state.with_release(wanted.release, wanted.surge)
         self._changed = True
         return self.view()
 
@@ -140,7 +140,7 @@ class WorkerPoolWorkflow:
     @workflow.update(name="resume")
     def resume(self) -> pm.PoolView:
         """Also tries again at once when launches failed."""
-        self._state = replace(self._state.hopeful(), paused=False, draining=False)
+        self._state = replace(self._state.without_failures(), paused=False, draining=False)
         self._changed = True
         return self.view()
 
@@ -157,7 +157,7 @@ class WorkerPoolWorkflow:
 
     # --- one look after the other ---------------------------------------------------------------------
 
-    async def _look(self) -> None:
+    async def _count(self) -> None:
         # Those under way when the count began, not now: one that ended since is in neither number.
         under_way = (*self._in_flight, *self._state.unsettled)
         busy, resized, self._resized = bool(self._in_flight), self._resized, False
@@ -181,11 +181,11 @@ class WorkerPoolWorkflow:
         gap = self._state.gap(len(under_way))
         if gap < 0:
             if not busy:
-                await self._too_many(-gap, at_once=resized)
+                await self._handle_surplus(-gap, at_once=resized)
             return
         self._state = replace(self._state, surplus_since=None)
         wanted = gap + len(self._state.unsettled)
-        for _ in range(min(wanted, self._state.allowance(len(self._in_flight), workflow.time()))):
+        for _ in range(min(wanted, self._state.launches_allowed(len(self._in_flight), workflow.time()))):
             self._launch()
 
     def _sized(self, count: pm.PoolCount) -> PoolSizing:
@@ -224,7 +224,7 @@ class WorkerPoolWorkflow:
             self._changed = True
 
     def _recovered(self, release: Release) -> None:
-        if self._state.told:
+        if self._state.failures_reported:
             workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
         self._state = self._state.launched(release)
 
@@ -235,17 +235,17 @@ class WorkerPoolWorkflow:
         state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
         if not _nothing_runs(error):
             state = replace(state, unsettled=(*state.unsettled, token))
-        told = {"pool": self._given.pool, "rounds": state.failing, "reason": why}
+        details = {"pool": self._given.pool, "rounds": state.failing, "reason": why}
         if state.circuit_open and not before.circuit_open:
-            workflow.logger.error("pool_refilling_stopped", extra=told)
-            state = replace(state, told=True)
-        elif state.failing >= TELL_AFTER and not before.told:
-            workflow.logger.warning("pool_launches_fail", extra=told)
-            state = replace(state, told=True)
+            workflow.logger.error("pool_refilling_stopped", extra=details)
+            state = replace(state, failures_reported=True)
+        elif state.failing >= REPORT_AFTER and not before.failures_reported:
+            workflow.logger.warning("pool_launches_fail", extra=details)
+            state = replace(state, failures_reported=True)
         self._state = state
 
-    async def _too_many(self, surplus: int, *, at_once: bool) -> None:
-        state = self._state = self._state.surplus(workflow.time())
+    async def _handle_surplus(self, surplus: int, *, at_once: bool) -> None:
+        state = self._state = self._state.with_surplus(workflow.time())
         if state.unsettled:  # they may run or not: the next count sees
             self._state = replace(state, unsettled=())
             self._resized, self._changed = at_once, True
@@ -268,11 +268,11 @@ class WorkerPoolWorkflow:
         except FailureError as error:
             self._state = replace(self._state, last_failure=f"shrink: {cause(error)}")
 
-    def _nap(self) -> float:
+    def _seconds_until_count(self) -> float:
         """Seconds until the next look when nothing is signalled."""
         if self._uncounted:
             return min(2.0 ** min(self._uncounted - 1, 10), BACKOFF_MAX, self._given.check_period)
-        return self._state.nap(
+        return self._state.seconds_until_count(
             workflow.time(), in_flight=len(self._in_flight), period=self._given.check_period
         )
 

@@ -29,7 +29,7 @@ class ListenerWorkflow:
         await workflow.wait_condition(lambda: False)
 
     @workflow.signal(dynamic=True)
-    def hear(self, name: str, args: Sequence[RawValue]) -> None:
+    def take_event(self, name: str, args: Sequence[RawValue]) -> None:
         self._heard.append((name, workflow.payload_converter().from_payload(args[0].payload, dict)))
 
     @workflow.query

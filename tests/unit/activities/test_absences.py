@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.events.absences import FEW, GAP, MANY, TELL_AGAIN, Absences
+from activities.events.absences import FEW, GAP, MANY, SIGNAL_AGAIN, Absences
 from infra.database.workers.sessions import WorkerInService
 
 CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
@@ -27,23 +27,23 @@ class ScriptedWatcher:
     gone: set[WorkerInService] = field(default_factory=set)
     generation: str = "g1"
     now: float = 1_000.0
-    told: list[tuple[float, WorkerInService]] = field(default_factory=list)
+    signalled: list[tuple[float, WorkerInService]] = field(default_factory=list)
 
     def look(self) -> list[WorkerInService]:
         marks = {one: None if one in self.gone else one.mark for one in self.workers}
-        due = self.absences.seen(self.now, self.generation, marks)
+        due = self.absences.update(self.now, self.generation, marks)
         for one in due:
-            self.absences.told(self.now, one)
-            self.told.append((self.now, one))
+            self.absences.signalled(self.now, one)
+            self.signalled.append((self.now, one))
         return due
 
     def go(self, seconds: float) -> list[WorkerInService]:
-        """Looks, as the watcher does, for so long; returns who was told meanwhile."""
-        before, end = len(self.told), self.now + seconds
+        """Looks, as the watcher does, for so long; returns who was signalled."""
+        before, end = len(self.signalled), self.now + seconds
         while self.now < end:
             self.look()
             self.now += self.absences.pause(self.now, PERIOD)
-        return [one for _, one in self.told[before:]]
+        return [one for _, one in self.signalled[before:]]
 
 
 def settled(count: int = 20) -> ScriptedWatcher:
@@ -53,13 +53,13 @@ def settled(count: int = 20) -> ScriptedWatcher:
     return watch
 
 
-def test_a_worker_without_mark_is_told_when_its_absence_is_confirmed() -> None:
+def test_a_worker_without_mark_is_signalled_when_its_absence_is_confirmed() -> None:
     watch = settled()
     lost = watch.workers[3]
     watch.gone = {lost}
     began = watch.now
     assert watch.go(20.0) == [lost]
-    assert CONFIRM <= watch.told[0][0] - began <= CONFIRM + PERIOD
+    assert CONFIRM <= watch.signalled[0][0] - began <= CONFIRM + PERIOD
 
 
 def test_a_mark_that_is_back_in_time_is_forgotten() -> None:
@@ -78,11 +78,11 @@ def test_a_mark_of_another_worker_is_as_good_as_none() -> None:
     watch.workers[3] = new
     marks: dict[WorkerInService, bytes | None] = {one: one.mark for one in watch.workers}
     marks[new] = old.mark
-    assert watch.absences.seen(watch.now, "g1", marks) == []
-    assert watch.absences.seen(watch.now + CONFIRM, "g1", marks) == [new]
+    assert watch.absences.update(watch.now, "g1", marks) == []
+    assert watch.absences.update(watch.now + CONFIRM, "g1", marks) == [new]
 
 
-def test_a_worker_that_was_replaced_meanwhile_is_not_told() -> None:
+def test_a_worker_that_was_replaced_meanwhile_is_not_signalled() -> None:
     watch = settled()
     watch.gone = {watch.workers[3]}
     watch.go(CONFIRM - 1)
@@ -91,7 +91,7 @@ def test_a_worker_that_was_replaced_meanwhile_is_not_told() -> None:
     assert watch.go(CONFIRM - 1) == []
 
 
-def test_an_emptied_valkey_gets_nobody_told_before_the_workers_could_renew() -> None:
+def test_an_emptied_valkey_gets_nobody_signalled_before_the_workers_could_renew() -> None:
     watch = settled()
     watch.generation, watch.gone = "g2", {watch.workers[0]}
     assert watch.go(SETTLE - 1) == []
@@ -108,11 +108,11 @@ def test_a_generation_that_changes_between_two_looks_starts_all_clocks_anew() ->
     assert watch.go(SETTLE * 2) == []
 
 
-def test_a_valkey_out_of_reach_gets_nobody_told_when_it_is_back() -> None:
+def test_a_valkey_out_of_reach_gets_nobody_signalled_when_it_is_back() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.look()
-    watch.absences.blind()
+    watch.absences.reset()
     watch.now += 40.0
     assert watch.go(SETTLE - 1) == []
 
@@ -125,7 +125,7 @@ def test_a_watcher_that_slept_starts_anew() -> None:
     assert watch.go(SETTLE - 1) == []
 
 
-def test_when_many_are_missing_nobody_is_told_also_not_when_most_are_back() -> None:
+def test_when_many_are_missing_nobody_is_signalled_also_not_when_most_are_back() -> None:
     watch = settled(20)
     watch.gone = set(watch.workers[:10])
     assert watch.go(120.0) == []
@@ -135,20 +135,20 @@ def test_when_many_are_missing_nobody_is_told_also_not_when_most_are_back() -> N
     assert watch.go(PERIOD * 3) == [watch.workers[0]]
 
 
-def test_up_to_three_are_told_however_few_there_are() -> None:
+def test_up_to_three_are_signalled_however_few_there_are() -> None:
     watch = settled(3)
     watch.gone = set(watch.workers)
     assert set(watch.go(20.0)) == set(watch.workers)
-    assert len(watch.told) == 3
+    assert len(watch.signalled) == 3
 
 
-def test_one_that_stays_unmarked_is_told_again_but_not_at_every_look() -> None:
+def test_one_that_stays_unmarked_is_signalled_again_but_not_at_every_look() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
-    watch.go(TELL_AGAIN * 2 + CONFIRM + PERIOD * 2)
-    times = [at for at, _ in watch.told]
+    watch.go(SIGNAL_AGAIN * 2 + CONFIRM + PERIOD * 2)
+    times = [at for at, _ in watch.signalled]
     assert len(times) == 3
-    assert all(later - earlier >= TELL_AGAIN for earlier, later in itertools.pairwise(times))
+    assert all(later - earlier >= SIGNAL_AGAIN for earlier, later in itertools.pairwise(times))
 
 
 def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
@@ -157,17 +157,17 @@ def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
     watch.gone = set(stale)
     watch.go(CONFIRM + PERIOD)
     for one in stale:
-        watch.absences.forsaken(one)
+        watch.absences.without_workflow(one)
     watch.gone |= {watch.workers[5]}
-    assert watch.go(TELL_AGAIN * 3)[0] == watch.workers[5]
-    assert {one for at, one in watch.told if at > watch.now - TELL_AGAIN * 2} == {watch.workers[5]}
+    assert watch.go(SIGNAL_AGAIN * 3)[0] == watch.workers[5]
+    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_AGAIN * 2} == {watch.workers[5]}
 
 
 def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
-    watch.absences.excused(watch.now, [watch.workers[0]])
+    watch.absences.restored(watch.now, [watch.workers[0]])
     assert watch.go(SETTLE) == []
     assert watch.go(CONFIRM + PERIOD) == [watch.workers[0]]
 
@@ -180,7 +180,7 @@ def test_a_telling_that_failed_is_tried_at_the_next_look() -> None:
     for _ in range(3):
         watch.now += PERIOD
         assert watch.absences.pause(watch.now, PERIOD) > 0
-        due = watch.absences.seen(watch.now, "g1", marks)
+        due = watch.absences.update(watch.now, "g1", marks)
     assert due == [watch.workers[0]]
 
 
@@ -195,7 +195,7 @@ LOOKS = st.lists(
 
 
 @given(looks=LOOKS)
-def test_whoever_is_told_was_missing_long_enough_at_every_look_of_a_quiet_time(
+def test_whoever_is_signalled_was_missing_long_enough_at_every_look_of_a_quiet_time(
     looks: list[tuple[float, str, set[int] | None]],
 ) -> None:
     """`None` is a look that failed."""
@@ -208,10 +208,10 @@ def test_whoever_is_told_was_missing_long_enough_at_every_look_of_a_quiet_time(
         now += wait
         history.append((now, generation, gone))
         if gone is None:
-            absences.blind()
+            absences.reset()
             continue
         marks = {one: None if number in gone else one.mark for number, one in enumerate(workers)}
-        for one in absences.seen(now, generation, marks):
+        for one in absences.update(now, generation, marks):
             number = workers.index(one)
             assert len(gone) <= FEW or len(gone) < MANY * len(workers)
             began, confirmed = now, False
@@ -222,5 +222,5 @@ def test_whoever_is_told_was_missing_long_enough_at_every_look_of_a_quiet_time(
                 confirmed = confirmed or now - at >= CONFIRM
                 began = at
             assert confirmed
-            assert now - began >= settle, "told although the time before was not quiet"
-            absences.told(now, one)
+            assert now - began >= settle, "reported although the time before was not quiet"
+            absences.signalled(now, one)

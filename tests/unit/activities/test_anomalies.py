@@ -53,7 +53,7 @@ def served(count: int, free: int) -> FleetSnapshot:
         open=[row(user, f"w-{user}") for user in users],
         tasks=[task(f"w-{user}") for user in users] + [task(worker) for worker in sorted(ready)],
         marks={user: f"1:w-{user}" for user in users},
-        told={
+        reported={
             user: ReportedState(state="Active", task_id=f"w-{user}/1", last_activity=NOW) for user in users
         },
         entries={worker: EntryState(state="ready", claim="", expires=1) for worker in ready},
@@ -64,9 +64,9 @@ def served(count: int, free: int) -> FleetSnapshot:
 
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(count: int, free: int) -> None:
-    picture = served(count, free)
-    assert find_anomalies(picture, LIMITS) == []
-    assert (picture.size, picture.in_service, picture.unmarked, picture.unlisted) == (
+    snapshot = served(count, free)
+    assert find_anomalies(snapshot, LIMITS) == []
+    assert (snapshot.size, snapshot.in_service, snapshot.unmarked, snapshot.unlisted) == (
         count + free,
         count,
         0,
@@ -75,29 +75,29 @@ def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(count
 
 
 def test_a_claim_under_way_is_not_odd() -> None:
-    picture = FleetSnapshot(
+    snapshot = FleetSnapshot(
         open=[row("u", "", connected=False), row("v", "w", connected=False)],
         tasks=[task("c"), task("w")],
         marks={},
-        told={},
+        reported={},
         # Launched for the claim, and claimed from birth on.
         entries={"c": EntryState(state="claimed", claim="u-1", expires=1)},
         free={"p": set()},
         now=NOW,
     )
-    assert find_anomalies(picture, LIMITS) == []
-    late = replace_rows(picture, [one._replace(age=301.0) for one in picture.open])
+    assert find_anomalies(snapshot, LIMITS) == []
+    late = replace_rows(snapshot, [one._replace(age=301.0) for one in snapshot.open])
     assert [one.kind for one in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
 
 
-def replace_rows(picture: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSnapshot:
-    return replace(picture, open=rows)
+def replace_rows(snapshot: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSnapshot:
+    return replace(snapshot, open=rows)
 
 
 def test_of_a_worker_that_runs_twice_the_task_of_the_books_stays() -> None:
-    picture = served(1, 1)
-    picture = replace(picture, tasks=[*picture.tasks, task("w-u0", 2), task("f0", 2)])
-    assert {(one.kind, one.task_id) for one in find_anomalies(picture, LIMITS)} == {
+    snapshot = served(1, 1)
+    snapshot = replace(snapshot, tasks=[*snapshot.tasks, task("w-u0", 2), task("f0", 2)])
+    assert {(one.kind, one.task_id) for one in find_anomalies(snapshot, LIMITS)} == {
         (AnomalyKind.DUPLICATE, "w-u0/2"),  # the assignment names the first one
         (AnomalyKind.DUPLICATE, "f0/1"),  # nobody names one: the older one goes
     }
@@ -130,7 +130,7 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
         expires=st.just(5),
     )
     marks = st.builds("{}:{}".format, st.integers(1, 2), st.sampled_from(WORKERS))
-    told = st.builds(
+    reported = st.builds(
         ReportedState,
         state=st.sampled_from(["Active", "Draining"]),
         task_id=st.just(""),
@@ -142,7 +142,7 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
         open=rows,
         tasks=tasks,
         marks=draw(st.dictionaries(st.sampled_from(USERS), marks)),
-        told=draw(st.dictionaries(st.sampled_from(USERS), told)),
+        reported=draw(st.dictionaries(st.sampled_from(USERS), reported)),
         entries=draw(st.dictionaries(st.sampled_from(WORKERS), entry)),
         free={"p": draw(st.sets(st.sampled_from(WORKERS)))},
         last=ended if draw(st.booleans()) else {},
@@ -152,28 +152,28 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
 
 @settings(max_examples=60)
 @given(pictures())
-def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(picture: FleetSnapshot) -> None:
-    for one in find_anomalies(picture, LIMITS):
+def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(snapshot: FleetSnapshot) -> None:
+    for one in find_anomalies(snapshot, LIMITS):
         rows = [
-            each for each in picture.open if one.user_id == each.user_id or one.worker_id == each.worker_id
+            each for each in snapshot.open if one.user_id == each.user_id or one.worker_id == each.worker_id
         ]
         workers = {one.worker_id, *(each.worker_id for each in rows)}
         users = {one.user_id, *(each.user_id for each in rows)}
         part = FleetSnapshot(
             open=rows,
-            tasks=[each for each in picture.tasks if each.worker_id in workers],
-            marks={user: mark for user, mark in picture.marks.items() if user in users},
-            told={user: told for user, told in picture.told.items() if user in users},
-            entries=picture.entries,
-            free={pool: some & workers for pool, some in picture.free.items()},
-            last=picture.last,
-            now=picture.now,
+            tasks=[each for each in snapshot.tasks if each.worker_id in workers],
+            marks={user: mark for user, mark in snapshot.marks.items() if user in users},
+            reported={user: reported for user, reported in snapshot.reported.items() if user in users},
+            entries=snapshot.entries,
+            free={pool: some & workers for pool, some in snapshot.free.items()},
+            last=snapshot.last,
+            now=snapshot.now,
         )
         assert one in find_anomalies(part, LIMITS)
 
 
 @settings(max_examples=60)
 @given(pictures())
-def test_each_anomaly_is_found_once(picture: FleetSnapshot) -> None:
-    found = find_anomalies(picture, LIMITS)
+def test_each_anomaly_is_found_once(snapshot: FleetSnapshot) -> None:
+    found = find_anomalies(snapshot, LIMITS)
     assert len(found) == len(set(found))

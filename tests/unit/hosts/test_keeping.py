@@ -23,7 +23,7 @@ class ScriptedPools:
     def __init__(self, missing: int | None) -> None:
         self.missing = missing
 
-    async def of(self, pool: str) -> PoolSnapshot | None:
+    async def snapshot(self, pool: str) -> PoolSnapshot | None:
         return None if self.missing is None else PoolSnapshot(missing=self.missing)
 
 

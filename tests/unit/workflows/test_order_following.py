@@ -1,4 +1,4 @@
-"""What an order's workflow makes of its looks, without Temporal."""
+"""What an order's workflow makes of its checks, without Temporal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.order.messages import FollowSettings, OrderStanding, Verified
+from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 from workflows.order.state import FollowedOrder, OrderStep
 
 SETTINGS = FollowSettings()
 DAY_END = 100_000.0
 UNASKED = Verified(
-    standing=OrderStanding.UNASKED, state="submitted", code="BROKER_UNREACHABLE", detail="no route"
+    finding=VerificationFinding.UNASKED, state="submitted", code="BROKER_UNREACHABLE", detail="no route"
 )
 
 
@@ -22,7 +22,7 @@ def missing(
     *, state: str = "unknown", certain: bool = True, dead: bool = True, quiet: float = 0.0
 ) -> Verified:
     return Verified(
-        standing=OrderStanding.MISSING,
+        finding=VerificationFinding.MISSING,
         state=state,
         complete=True,
         certain=certain,
@@ -31,15 +31,15 @@ def missing(
     )
 
 
-def after(*looks: tuple[float, Verified]) -> FollowedOrder:
+def after(*checks: tuple[float, Verified]) -> FollowedOrder:
     follow = FollowedOrder()
-    for now, seen in looks:
-        follow = follow.saw(seen, now, SETTINGS)
+    for now, seen in checks:
+        follow = follow.after_check(seen, now, SETTINGS)
     return follow
 
 
 def test_a_final_order_ends_it() -> None:
-    follow = after((1.0, Verified(standing=OrderStanding.FINAL, state="filled")))
+    follow = after((1.0, Verified(finding=VerificationFinding.FINAL, state="filled")))
     assert follow.step(1.0, DAY_END) == OrderStep.END
 
 
@@ -48,7 +48,7 @@ def test_two_complete_listings_after_a_while_prove_absence(dead: bool, wait: flo
     early = missing(dead=dead)
     follow = after((0.0, early), (10.0, early), (wait - 1, early), (wait, early))
     assert follow.step(wait, DAY_END) == OrderStep.WAIT
-    follow = follow.saw(early, wait + 2, SETTINGS)
+    follow = follow.after_check(early, wait + 2, SETTINGS)
     assert follow.step(wait + 2, DAY_END) == OrderStep.SETTLE
 
 
@@ -56,24 +56,24 @@ def test_a_listing_that_is_behind_proves_only_what_it_shows() -> None:
     late = replace(missing(), behind=90.0)
     follow = after((60.0, late), (100.0, late), (149.0, late))
     assert (follow.missing, follow.step(149.0, DAY_END)) == (0, OrderStep.WAIT)
-    follow = follow.saw(late, 150.0, SETTINGS).saw(late, 152.0, SETTINGS)
+    follow = follow.after_check(late, 150.0, SETTINGS).after_check(late, 152.0, SETTINGS)
     assert follow.step(152.0, DAY_END) == OrderStep.SETTLE
 
 
 def test_a_listing_that_proves_nothing_does_not_count_beside_one_that_does() -> None:
     follow = after((100.0, missing(certain=False)), (102.0, missing()))
     assert follow.step(102.0, DAY_END) == OrderStep.WAIT
-    assert follow.saw(missing(), 104.0, SETTINGS).step(104.0, DAY_END) == OrderStep.SETTLE
+    assert follow.after_check(missing(), 104.0, SETTINGS).step(104.0, DAY_END) == OrderStep.SETTLE
 
 
 def test_an_incomplete_listing_proves_nothing() -> None:
-    partial = Verified(standing=OrderStanding.MISSING, state="unknown", certain=False, dead=True)
+    partial = Verified(finding=VerificationFinding.MISSING, state="unknown", certain=False, dead=True)
     follow = after(*((100.0 * look, partial) for look in range(10)))
     assert follow.step(1000.0, DAY_END) == OrderStep.WAIT
 
 
 def test_a_listing_that_shows_it_starts_the_count_anew() -> None:
-    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
+    listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
     follow = after((100.0, missing()), (102.0, listed), (104.0, missing()))
     assert follow.step(104.0, DAY_END) == OrderStep.WAIT
 
@@ -98,34 +98,34 @@ def test_a_person_is_told_when_the_broker_was_out_of_reach_for_long() -> None:
 
 
 def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
-    follow = after((DAY_END, Verified(standing=OrderStanding.LISTED, state="submitted")))
+    follow = after((DAY_END, Verified(finding=VerificationFinding.LISTED, state="submitted")))
     assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
-    assert follow.told(concern).step(DAY_END, DAY_END) == OrderStep.END
-    assert "look 1: listed, submitted" in follow.whole_story(concern)
+    assert follow.with_attention(concern).step(DAY_END, DAY_END) == OrderStep.END
+    assert "look 1: listed, submitted" in follow.full_story(concern)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
-    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
+    listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
     follow, pauses = FollowedOrder(), []
     for look in range(8):
-        follow = follow.saw(listed, float(look), SETTINGS)
+        follow = follow.after_check(listed, float(look), SETTINGS)
         pauses.append(follow.pause(float(look), DAY_END, SETTINGS))
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
 def test_a_recheck_looks_often_again_and_tells_a_person_anew() -> None:
-    listed = Verified(standing=OrderStanding.LISTED, state="submitted")
-    follow = after(*((float(look), listed) for look in range(8))).told("?").rechecked()
+    listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
+    follow = after(*((float(look), listed) for look in range(8))).with_attention("?").rechecked()
     assert (follow.attention, follow.pause(8.0, DAY_END, SETTINGS)) == ("", 2.0)
 
 
-LOOKS = st.lists(
+CHECKS_MAX = st.lists(
     st.tuples(
         st.floats(0, 500),
         st.builds(
             Verified,
-            standing=st.sampled_from([*OrderStanding]),
+            finding=st.sampled_from([*VerificationFinding]),
             state=st.sampled_from(["accepted", "submitting", "unknown", "submitted", "part_filled"]),
             code=st.just("X"),
             complete=st.booleans(),
@@ -139,12 +139,12 @@ LOOKS = st.lists(
 )
 
 
-@given(looks=LOOKS)
-def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(looks: list[tuple[float, Verified]]) -> None:
+@given(checks=CHECKS_MAX)
+def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(checks: list[tuple[float, Verified]]) -> None:
     follow, now = FollowedOrder(), 0.0
-    for gap, seen in looks:
+    for gap, seen in checks:
         now += gap
-        follow = follow.saw(seen, now, SETTINGS)
+        follow = follow.after_check(seen, now, SETTINGS)
         assert FollowedOrder.carried(asdict(follow)) == follow
         pause = follow.pause(now, DAY_END, SETTINGS)
         assert 0 < pause <= 300

@@ -22,8 +22,8 @@ from workflows.worker_pool.state import (
 @pytest.mark.parametrize("in_flight", [0, 1, 5])
 def test_failing_launches_are_tried_one_at_a_time(in_flight: int) -> None:
     state = PoolState(wanted=9).failed("no room", 100.0, seen=0)
-    assert state.allowance(in_flight, 100.5) == 0
-    assert state.allowance(in_flight, 101.5) == (1 if in_flight == 0 else 0)
+    assert state.launches_allowed(in_flight, 100.5) == 0
+    assert state.launches_allowed(in_flight, 101.5) == (1 if in_flight == 0 else 0)
 
 
 def test_the_backoff_doubles_up_to_its_cap_and_a_success_ends_it() -> None:
@@ -33,7 +33,7 @@ def test_the_backoff_doubles_up_to_its_cap_and_a_success_ends_it() -> None:
         pauses.append(state.not_before)
     assert pauses == [1, 2, 4, 8, 16, 32, BACKOFF_MAX, BACKOFF_MAX, BACKOFF_MAX]
     assert not state.circuit_open
-    assert state.launched(Release()).allowance(3, 0.0) == IN_FLIGHT_MAX - 3
+    assert state.launched(Release()).launches_allowed(3, 0.0) == IN_FLIGHT_MAX - 3
 
 
 def test_launches_that_fail_together_are_one_round() -> None:
@@ -50,14 +50,14 @@ def test_refilling_stops_when_no_worker_becomes_ready_and_is_probed_after_a_long
         assert not state.circuit_open
         state = state.failed("hangs", float(number), seen=state.failing, never_ready=True)
     assert state.circuit_open
-    assert state.allowance(0, CIRCUIT_AFTER + BACKOFF_MAX) == 0
+    assert state.launches_allowed(0, CIRCUIT_AFTER + BACKOFF_MAX) == 0
     probe = CIRCUIT_AFTER - 1 + PROBE_PERIOD
-    assert state.allowance(0, probe) == 1
+    assert state.launches_allowed(0, probe) == 1
     again = state.failed("hangs", probe, seen=state.failing, never_ready=True)
     assert again.not_before == probe + PROBE_PERIOD
-    for closed in (again.launched(Release()), again.hopeful()):
+    for closed in (again.launched(Release()), again.without_failures()):
         assert not closed.circuit_open
-        assert closed.allowance(0, probe) == IN_FLIGHT_MAX
+        assert closed.launches_allowed(0, probe) == IN_FLIGHT_MAX
 
 
 @given(st.lists(st.booleans(), max_size=20))
@@ -85,20 +85,20 @@ def test_what_is_launched_never_exceeds_what_is_wanted(
 
 def test_a_pool_sleeps_until_something_can_change() -> None:
     rest = PoolState()
-    assert rest.nap(100.0, in_flight=0, period=60.0) == 60.0
-    assert replace(rest, until=130.0).nap(100.0, in_flight=0, period=60.0) == 30.0
-    assert replace(rest, starting=1).nap(100.0, in_flight=0, period=60.0) == SOON
+    assert rest.seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
+    assert replace(rest, until=130.0).seconds_until_count(100.0, in_flight=0, period=60.0) == 30.0
+    assert replace(rest, starting=1).seconds_until_count(100.0, in_flight=0, period=60.0) == SOON
     failing = rest.failed("no room", 100.0, seen=0)
-    assert failing.nap(100.0, in_flight=0, period=60.0) == 1.0
-    assert failing.nap(100.0, in_flight=1, period=60.0) == 60.0
-    assert replace(failing, draining=True).nap(100.0, in_flight=0, period=60.0) == 60.0
+    assert failing.seconds_until_count(100.0, in_flight=0, period=60.0) == 1.0
+    assert failing.seconds_until_count(100.0, in_flight=1, period=60.0) == 60.0
+    assert replace(failing, draining=True).seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
 
 
 def test_the_last_good_release_is_the_one_of_which_a_worker_became_ready() -> None:
     old, new = Release(version="1", image="w:1"), Release(version="2", image="w:2")
-    state = PoolState(version="1", image="w:1").released(new, 1)
+    state = PoolState(version="1", image="w:1").with_release(new, 1)
     assert state.good == old  # what it had, when nothing else is known
     assert state.failed("it ended", 0.0, seen=0, never_ready=True).good == old
     assert state.launched(new).good == new
-    assert state.launched(new).released(old, 0).good == new
+    assert state.launched(new).with_release(old, 0).good == new
     assert PoolState().good is None

@@ -71,7 +71,7 @@ def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None)
     state = RolloutState.begun(GIVEN, 0.0)
     due = list(claims or [])
     for _ in range(rounds):
-        state, step = state.looked(pool.look(state), GIVEN)
+        state, step = state.after_check(pool.look(state), GIVEN)
         pool.do(step, state)
         state = state.has_retired(step.retire)
         for _ in range(due.pop(0) if due else 0):
@@ -105,7 +105,7 @@ def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, b
     pool = ScriptedPool(wanted, free=["1"] * wanted)
     state, given_ = RolloutState.begun(GIVEN, 0.0), replace(GIVEN, batch=batch)
     for _ in range(200):
-        state, step = state.looked(pool.look(state), given_)
+        state, step = state.after_check(pool.look(state), given_)
         pool.do(step, state)
         assert len(pool.free) >= wanted
         pool.refill(most=1)  # launches come one by one
@@ -119,7 +119,7 @@ def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int,
     state = RolloutState.begun(GIVEN, 0.0)
     for turn in range(200):
         pool.bad = frozenset({"2"} if turn >= ready_first else set())
-        state, step = state.looked(pool.look(state), GIVEN)
+        state, step = state.after_check(pool.look(state), GIVEN)
         pool.do(step, state)
         assert len(pool.free) >= wanted
         if step.move:
@@ -138,7 +138,7 @@ def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int,
 
 def moving(**changes: object) -> RolloutState:
     """All free workers are new, and nobody is left to move."""
-    state, _ = RolloutState.begun(GIVEN, 0.0).looked(QUIET, GIVEN)
+    state, _ = RolloutState.begun(GIVEN, 0.0).after_check(QUIET, GIVEN)
     return replace(state, phase=RolloutPhase.MOVING, **changes)  # type: ignore[arg-type]
 
 
@@ -147,14 +147,14 @@ QUIET = ReleaseLook(before=OLD, new=4, old=0, users=0, wanted=4, at=100.0)
 
 def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_it_any_more() -> None:
     state = moving()
-    state, step = state.looked(replace(QUIET, users=5, failed=2), GIVEN)
+    state, step = state.after_check(replace(QUIET, users=5, failed=2), GIVEN)
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
     assert state.held == "2 users in a row got a worker that did not serve them"
-    state, step = state.looked(replace(QUIET, users=5, failed=3), GIVEN)
+    state, step = state.after_check(replace(QUIET, users=5, failed=3), GIVEN)
     assert (state.phase, state.condemned, step) == (RolloutPhase.ROLLING_BACK, True, RolloutStep())
     assert state.reason == "3 users in a row got a worker that did not serve them"
     # On the way back they say nothing about what was before.
-    state, _ = state.looked(replace(QUIET, new=0, old=4, failed=9), GIVEN)
+    state, _ = state.after_check(replace(QUIET, new=0, old=4, failed=9), GIVEN)
     assert state.phase == RolloutPhase.ROLLING_BACK
 
 
@@ -164,14 +164,14 @@ def test_what_an_operator_takes_back_is_not_condemned() -> None:
 
 def test_a_rollout_waits_for_a_first_user_whom_it_serves_but_not_for_ever() -> None:
     given_ = replace(GIVEN, proof=60.0)
-    waiting, _ = moving().looked(QUIET, given_)
+    waiting, _ = moving().after_check(QUIET, given_)
     assert (waiting.phase, waiting.unproven_since) == (RolloutPhase.MOVING, 100.0)
     assert waiting.held == "no user was served by the new version yet"
-    still, _ = waiting.looked(replace(QUIET, at=159.0), given_)
+    still, _ = waiting.after_check(replace(QUIET, at=159.0), given_)
     assert still.phase == RolloutPhase.MOVING
-    assert still.looked(replace(QUIET, at=160.0), given_)[0].phase == RolloutPhase.DONE
-    assert still.looked(replace(QUIET, at=159.0, served=1), given_)[0].phase == RolloutPhase.DONE
-    assert still.looked(replace(QUIET, at=159.0, failed=3), given_)[0].phase == RolloutPhase.ROLLING_BACK
+    assert still.after_check(replace(QUIET, at=160.0), given_)[0].phase == RolloutPhase.DONE
+    assert still.after_check(replace(QUIET, at=159.0, served=1), given_)[0].phase == RolloutPhase.DONE
+    assert still.after_check(replace(QUIET, at=159.0, failed=3), given_)[0].phase == RolloutPhase.ROLLING_BACK
 
 
 @given(at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0]))
@@ -179,13 +179,13 @@ def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_looks
     at: float, wanted: int, proof: float
 ) -> None:
     look = replace(QUIET, new=wanted, wanted=wanted, at=at)
-    state, _ = moving().looked(look, replace(GIVEN, proof=proof))
+    state, _ = moving().after_check(look, replace(GIVEN, proof=proof))
     assert (state.phase == RolloutPhase.MOVING) == bool(at and wanted and proof)
 
 
 def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
-    state, _ = state.looked(ScriptedPool(2, free=["1", "1"]).look(state), GIVEN)
+    state, _ = state.after_check(ScriptedPool(2, free=["1", "1"]).look(state), GIVEN)
     back = state.rolled_back("an operator said so")
     assert back.target == OLD
     assert back.rolled_back("again") is back
@@ -196,16 +196,16 @@ def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
 def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_ready() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
     look = ReleaseLook(before=OLD, new=0, old=0, users=2, wanted=2)
-    state, _ = state.looked(look, GIVEN)
-    state, step = state.looked(look, GIVEN)
+    state, _ = state.after_check(look, GIVEN)
+    state, step = state.after_check(look, GIVEN)
     assert state.phase == RolloutPhase.REPLACING
     assert step == RolloutStep()
-    state, step = state.looked(replace(look, new=1), GIVEN)
+    state, step = state.after_check(replace(look, new=1), GIVEN)
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
 
 
 def test_what_is_carried_into_the_next_run_is_the_same_and_unknown_fields_are_dropped() -> None:
-    state, _ = RolloutState.begun(GIVEN, 5.0).looked(
+    state, _ = RolloutState.begun(GIVEN, 5.0).after_check(
         ReleaseLook(before=OLD, new=1, old=2, users=2, wanted=2, mode="paused"), GIVEN
     )
     assert RolloutState.from_carried({**asdict(state), "of_a_later_release": 1}) == state

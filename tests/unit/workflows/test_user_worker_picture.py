@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workflows.user_worker.diagram import AT_DEADLINE, WHY, diagram, duration, render_page, table
+from tests.unit.workflows.lifecycle_diagram import AT_DEADLINE, WHY, diagram, duration, render_page, table
 from workflows.user_worker.messages import WorkerState
 from workflows.user_worker.state import ALLOWED
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "lifecycle.md"
 
 
 def test_the_page_shows_what_the_code_says() -> None:
-    """If not: `python -m workflows.user_worker.diagram docs/lifecycle.md`."""
+    """If not: `python -m tests.unit.workflows.lifecycle_diagram docs/lifecycle.md`."""
     page = PAGE.read_text(encoding="utf-8")
     assert page == render_page(page)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from worker_runtime.protocol.messages import WorkerEventKind
 from workflows.user_worker import messages as m
 from workflows.user_worker.events import EventEffect, apply_event
-from workflows.user_worker.state import ALLOWED, LOOKS, IllegalTransition, UserWorkerState
+from workflows.user_worker.state import ALLOWED, CHECKS_MAX, IllegalTransition, UserWorkerState
 
 S = m.WorkerState
 
@@ -112,14 +112,14 @@ class LifeOfAWorker(RuleBasedStateMachine):
     def an_event_comes(self, event: m.WorkerEventSignal, repeats: int) -> None:
         self.heard.append(event)
         for _ in range(repeats):
-            self.hear(event)
+            self.take_event(event)
 
     @rule(data=st.data())
     def an_old_event_comes_again(self, data: st.DataObject) -> None:
         if self.heard:
-            self.hear(data.draw(st.sampled_from(self.heard)))
+            self.take_event(data.draw(st.sampled_from(self.heard)))
 
-    def hear(self, event: m.WorkerEventSignal) -> None:
+    def take_event(self, event: m.WorkerEventSignal) -> None:
         before, owner = self.state, self.state.worker
         result = apply_event(before, event, self.now)
         news = owner is not None and (owner.worker_id, owner.epoch) == (event.worker_id, event.epoch)
@@ -251,10 +251,12 @@ def test_events_alone_never_end_a_worker_or_give_it_away(history: list[m.WorkerE
 def test_no_pattern_of_use_makes_more_than_three_looks_within_two_idle_timeouts(gaps: list[float]) -> None:
     """`gaps`: how long before each look the worker was last used."""
     state = fresh().claimed("c1", 1000.0).assigned(worker(1)).connecting(1, 1000.0).active(1.0, 2.0, 1000.0)
-    looks = []
+    checks = []
     for gap in gaps:
         assert state.deadline is not None
-        looks.append(now := state.deadline)
+        checks.append(now := state.deadline)
         state = state.used(now - gap, now)
     window = 2 * state.settings.idle_timeout
-    assert all(later - earlier >= window - 1e-6 for earlier, later in zip(looks, looks[LOOKS:], strict=False))
+    assert all(
+        later - earlier >= window - 1e-6 for earlier, later in zip(checks, checks[CHECKS_MAX:], strict=False)
+    )

@@ -12,7 +12,7 @@ from workflows.order.workflow import OrderWorkflow
 
 def missing(now: float, *, certain: bool = True) -> om.Verified:
     return om.Verified(
-        standing=om.OrderStanding.MISSING,
+        finding=om.VerificationFinding.MISSING,
         state="unknown",
         complete=True,
         certain=certain,

@@ -332,7 +332,7 @@ async def test_a_new_run_waits_as_long_as_the_last_one_would_have(
         active = await call
     assert (seen.crashes, seen.worker, seen.next_step) == (4, None, "tries again after a pause")
     assert active.worker.worker_id == "w2"
-    assert fleet.heeded == [True, False]
+    assert fleet.crashes_known == [True, False]
     assert not fleet.stops
 
 
@@ -350,7 +350,7 @@ async def test_a_user_whose_workers_crashed_too_often_is_parked_before_anything_
     assert isinstance(failed.value.cause, ApplicationError)
     assert failed.value.cause.type == "PARKED"
     assert seen.crashes == 5
-    assert fleet.heeded == [True, False]
+    assert fleet.crashes_known == [True, False]
 
 
 async def test_a_resumed_user_has_ten_minutes_to_come_back(
@@ -376,5 +376,5 @@ async def test_only_the_first_claim_of_a_run_asks_for_earlier_crashes(
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
         await until_worker(skipping, "w2")
-    assert fleet.heeded == [True, False]
+    assert fleet.crashes_known == [True, False]
     assert [stop.crashed for stop in fleet.stops] == [True]

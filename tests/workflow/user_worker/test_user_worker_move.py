@@ -55,17 +55,17 @@ async def test_a_worker_in_use_moves_when_the_user_pauses(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u")
         began = await ask(skipping, quiet=60.0, deadline=7200.0)
-        looks: list[float] = []  # at the first worker
+        checks: list[float] = []  # at the first worker
 
         def last_use(now: float) -> float:
             """Orders come every few seconds for ten minutes, and then none."""
-            looks.append(now)
+            checks.append(now)
             return min(now - 1.0, began + 600.0)
 
         fleet.last_use = last_use
         view = await moved(skipping, fleet)
     assert began + 660 <= view.since < began + 900
-    assert len(looks) <= (view.since - began) / 60 + 2, "a look a minute at the most"
+    assert len(checks) <= (view.since - began) / 60 + 2, "a look a minute at the most"
 
 
 async def test_at_the_deadline_it_moves_though_it_is_in_use(

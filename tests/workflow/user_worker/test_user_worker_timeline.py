@@ -117,11 +117,11 @@ async def test_what_is_not_written_goes_into_the_next_run_and_numbers_go_on(
 def test_only_changes_of_state_are_transitions_and_the_backlog_is_bounded() -> None:
     state = UserWorkerState(user_id="u1", pool="default", settings=m.UserWorkerSettings()).opened(1.0)
     timeline = Timeline("u1")
-    timeline.note(state, state.noted("credentials refused"))
+    timeline.record(state, state.with_note("credentials refused"))
     assert timeline.carried()["pending"] == []
     for number in range(PENDING_MAX):
         state, before = state.drains("again", 2.0 + number), state
-        timeline.note(before, state)
+        timeline.record(before, state)
     carried = timeline.carried()
     assert len(carried["pending"]) == carried["number"] == PENDING_MAX
     assert Timeline("u1", carried).carried() == carried

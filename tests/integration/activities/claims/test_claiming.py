@@ -209,7 +209,7 @@ async def test_an_unknown_user_is_said_so_also_to_a_heedful_claim(yard: Yard) ->
 
 
 def heedful(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
-    return replace(yard.claim(user, claim_id), heed_crashes=True)
+    return replace(yard.claim(user, claim_id), check_crashes=True)
 
 
 async def claimed(yard: Yard, worker: ScriptedPoolWorker) -> tuple[str, m.WorkerRef]:

@@ -19,20 +19,20 @@ from workflows.worker_pool.policy import PoolPolicy
 OLD, NEW = Release(version="1"), Release(version="2")
 
 
-class ToldPools:
+class FixedPools:
     """Says of every pool what a test tells it."""
 
-    def __init__(self, standing: PoolSnapshot | None) -> None:
-        self.standing = standing
+    def __init__(self, snapshot: PoolSnapshot | None) -> None:
+        self.scripted = snapshot
 
-    async def of(self, pool: str) -> PoolSnapshot | None:
-        return self.standing
+    async def snapshot(self, pool: str) -> PoolSnapshot | None:
+        return self.scripted
 
 
-def launching(yard: Yard, standing: PoolSnapshot | None, *, limit: int = 0) -> LaunchActivities:
+def launching(yard: Yard, snapshot: PoolSnapshot | None, *, limit: int = 0) -> LaunchActivities:
     settings = yard.settings.model_copy(update={"pool_limit": limit})
     return LaunchActivities(
-        yard.client, yard.database, yard.launcher, settings, yard.keys, ToldPools(standing)
+        yard.client, yard.database, yard.launcher, settings, yard.keys, FixedPools(snapshot)
     )
 
 

@@ -119,7 +119,7 @@ async def test_an_end_that_the_workflow_ordered_is_not_told_again(yard: Yard, te
     async with listening(temporal, names.user_worker_id(user)) as handle:
         yard.launcher.end(worker.task_id)
         async for ended in yard.launcher.exits():
-            await watch(yard, temporal).tell(ended)
+            await watch(yard, temporal).report(ended)
             break
         assert await handle.query(ListenerWorkflow.heard) == []
 
@@ -128,7 +128,7 @@ async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Clien
     _, worker = await user_with_worker(yard, "alone")
     yard.launcher.end(worker.task_id)
     async for ended in yard.launcher.exits():
-        await watch(yard, temporal).tell(ended)
+        await watch(yard, temporal).report(ended)
         break
     assert not await reply_of(yard.client.exists(keys.pool_worker(POOL, worker.worker_id)))
 
@@ -170,7 +170,7 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
     _, worker = await user_with_worker(yard, "closes")
     yard.launcher.end(worker.task_id)
     async for ended in yard.launcher.exits():
-        await watch(yard, temporal).tell(ended)
+        await watch(yard, temporal).report(ended)
         break
     async with yard.database.session() as session:
         assert await worker_sessions.open_session_of_worker(session, worker.worker_id) is None

@@ -69,7 +69,7 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, 
                 await asyncio.to_thread(server.stop)
                 await tell(yard, talker, 6)
                 yard.launcher.end(first.task_id)
-                await until(logs, "event_stream_waits", "exit_not_told")
+                await until(logs, "event_stream_waits", "exit_not_reported")
         # Now no orchestrator runs either. What the first one had taken is still its own.
         assert (await reply_of(yard.client.xpending(keys.EVENTS, RELAY_GROUP)))["pending"] == 1
         for sequence in (8, 10, 12):

@@ -66,9 +66,9 @@ class MaintainedFleet:
         """Maintenance takes this way to Valkey from now on."""
         yard = self.yard
         settings = yard.settings.model_copy(update={"maintenance_confirm": confirm})
-        survey = FleetScanner(client, yard.database, yard.launcher, pool=POOL)
+        scanner = FleetScanner(client, yard.database, yard.launcher, pool=POOL)
         cleaning = AnomalyCleaner(client, yard.database, yard.launcher, self.temporal)
-        self.maintenance = MaintenanceActivities(survey, cleaning, yard.database, settings)
+        self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings)
 
     async def fill(self, serving: int, free: int) -> None:
         for _ in range(serving):

@@ -122,15 +122,15 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
         yard.database.engine.connect() as connection,
     ):
-        await watcher.look(connection, absences)
+        await watcher.check_marks(connection, absences)
         assert absences.missing == []
         before = await reply_of(yard.client.get(keys.GENERATION))
         await yard.client.flushall()
         assert [await one.renew() for one in workers] == ["no_owner", "no_owner"]
-        await watcher.look(connection, absences)
+        await watcher.check_marks(connection, absences)
         assert len(absences.missing) == 2
         assert [await one.renew() for one in workers] == ["ok", "ok"]
-        await watcher.look(connection, absences)
+        await watcher.check_marks(connection, absences)
         assert absences.missing == []
         assert await handle.query(ListenerWorkflow.heard) == []
     after = await reply_of(yard.client.get(keys.GENERATION))
@@ -149,9 +149,9 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard,
         yard.database.engine.connect() as connection,
     ):
         await one.die()
-        await MarkWatcher(away, temporal, yard.settings).look(connection, absences)
+        await MarkWatcher(away, temporal, yard.settings).check_marks(connection, absences)
         assert await handle.query(ListenerWorkflow.heard) == []
-        await MarkWatcher(yard.client, temporal, yard.settings).look(connection, absences)
+        await MarkWatcher(yard.client, temporal, yard.settings).check_marks(connection, absences)
         assert len(await signals(handle, 1)) == 1
     await away.aclose()
 
@@ -163,7 +163,7 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(yard: Yard, tem
     async with yard.database.engine.connect() as connection:
         with structlog.testing.capture_logs() as logs:
             for _ in range(3):
-                await watcher.look(connection, absences)
+                await watcher.check_marks(connection, absences)
     assert [line["event"] for line in logs] == ["unmarked_worker_of_no_workflow"]
 
 

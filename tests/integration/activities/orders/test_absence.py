@@ -106,7 +106,7 @@ class AbsenceScene:
         worker.broker = lambda: self.asked.orders(5.0)
         async with worker:
             while follow.step(time.time(), FAR) == OrderStep.WAIT:
-                follow = follow.saw(await self.look(order_id), time.time(), SHORT)
+                follow = follow.after_check(await self.look(order_id), time.time(), SHORT)
                 if follow.concern(time.time(), FAR, SHORT):
                     break
                 if meanwhile is not None:
@@ -169,11 +169,11 @@ async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(s
     worker.broker = lambda: scene.asked.orders(5.0)
     async with worker:
         seen = await scene.look(order_id)
-    assert (seen.standing, seen.certain) == (om.OrderStanding.MISSING, True)
+    assert (seen.finding, seen.certain) == (om.VerificationFinding.MISSING, True)
     assert seen.behind >= 90
     follow, quiet = FollowedOrder(), seen.quiet_since
     for later in (60.0, 90.0, 119.0, 121.0, 149.0):
-        follow = follow.saw(seen, quiet + later, om.FollowSettings())
+        follow = follow.after_check(seen, quiet + later, om.FollowSettings())
         assert follow.step(quiet + later, FAR) == OrderStep.WAIT
     assert await scene.in_ledger(order_id)
 

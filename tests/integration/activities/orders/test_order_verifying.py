@@ -94,11 +94,11 @@ async def test_a_final_order_asks_nobody(stage: SweeperStage) -> None:
     order_id = await stage.order(state="filled")
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state, worker.asked) == (om.OrderStanding.FINAL, "filled", [])
+    assert (seen.finding, seen.state, worker.asked) == (om.VerificationFinding.FINAL, "filled", [])
 
 
 async def test_an_order_that_nobody_knows_ends_its_workflow(stage: SweeperStage) -> None:
-    assert (await look(stage, uuid.uuid4())).standing == om.OrderStanding.GONE
+    assert (await look(stage, uuid.uuid4())).finding == om.VerificationFinding.GONE
 
 
 async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: SweeperStage) -> None:
@@ -106,7 +106,7 @@ async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: Sw
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = encode(Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    assert (await look(stage, order_id)).standing == om.OrderStanding.FINAL
+    assert (await look(stage, order_id)).finding == om.VerificationFinding.FINAL
     assert (await stage.row(order_id)).filled_quantity == 2
 
 
@@ -115,7 +115,7 @@ async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(stage: Sweepe
     found = await listed(stage, order_id, OrderState.FILLED, 1, 1)
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
+    assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
     row = await stage.row(order_id)
     assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
     assert (row.average_price, row.verify_at) == (Decimal("100.5"), None)
@@ -128,7 +128,7 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
     found = structs.replace(await listed(stage, order_id, OrderState.FILLED, 2), symbol="TXFL6")
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.OrderStanding.FINAL, "filled")
+    assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
 
 
 async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncertain(
@@ -138,7 +138,7 @@ async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncert
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     async with ReportingWorker(stage.client, stage.user_id, sold):
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.complete, seen.certain) == (om.OrderStanding.MISSING, True, False)
+    assert (seen.finding, seen.complete, seen.certain) == (om.VerificationFinding.MISSING, True, False)
 
 
 async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperStage) -> None:
@@ -147,7 +147,7 @@ async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperSt
     async with ReportingWorker(stage.client, stage.user_id, found):
         for _ in range(2):
             seen = await look(stage, order_id)
-    assert (seen.standing, seen.state) == (om.OrderStanding.LISTED, "part_filled")
+    assert (seen.finding, seen.state) == (om.VerificationFinding.LISTED, "part_filled")
     assert (await stage.row(order_id)).filled_quantity == 1
 
 
@@ -161,7 +161,7 @@ async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: Sw
         row.broker_order_id = taken.broker_order_id
     async with ReportingWorker(stage.client, stage.user_id, sold, taken):
         seen = await look(stage, order_id)
-    assert seen.standing == om.OrderStanding.MISSING
+    assert seen.finding == om.VerificationFinding.MISSING
 
 
 async def serve(stage: SweeperStage, *, ended: bool) -> int:
@@ -199,8 +199,8 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Sweep
         unsure = await look(stage, order_id)
         worker.complete = False
         partial = await look(stage, order_id)
-    assert (seen.standing, seen.complete, seen.certain, seen.dead) == (
-        om.OrderStanding.MISSING,
+    assert (seen.finding, seen.complete, seen.certain, seen.dead) == (
+        om.VerificationFinding.MISSING,
         True,
         True,
         died,
@@ -215,8 +215,8 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         worker.failure = SessionDown("it is being rebuilt")
         seen = await look(stage, order_id)
-    assert (seen.standing, seen.code, seen.detail) == (
-        om.OrderStanding.UNASKED,
+    assert (seen.finding, seen.code, seen.detail) == (
+        om.VerificationFinding.UNASKED,
         "SESSION_DOWN",
         "it is being rebuilt",
     )
@@ -224,7 +224,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
 
 async def test_without_a_worker_one_is_asked_for_first(stage: SweeperStage) -> None:
     seen = await look(stage, await stage.order(state="unknown"))
-    assert (seen.standing, seen.code) == (om.OrderStanding.UNASKED, "WORKER_UNAVAILABLE")
+    assert (seen.finding, seen.code) == (om.VerificationFinding.UNASKED, "WORKER_UNAVAILABLE")
     assert "no worker within" in seen.detail
 
 
@@ -233,7 +233,7 @@ async def test_looks_at_one_account_share_a_question(stage: SweeperStage) -> Non
     ids = [await stage.order(state="unknown") for _ in range(5)]
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await asyncio.gather(*(look(stage, order_id, by) for order_id in ids))
-    assert {one.standing for one in seen} == {om.OrderStanding.MISSING}
+    assert {one.finding for one in seen} == {om.VerificationFinding.MISSING}
     assert len(worker.asked) < 5
 
 

@@ -1,6 +1,6 @@
 """The states of a user's worker as a picture and a table, made from the code.
 
-`python -m workflows.user_worker.diagram docs/lifecycle.md` puts both between the file's markers.
+`python -m tests.unit.workflows.lifecycle_diagram docs/lifecycle.md` puts both between the file's markers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerState
 from workflows.user_worker.state import ALLOWED, CRASH_LIMIT, NEXT_STEP, UserWorkerState
 
-BEGIN = "<!-- states: made by python -m workflows.user_worker.diagram; do not edit -->"
+BEGIN = "<!-- states: made by python -m tests.unit.workflows.lifecycle_diagram; do not edit -->"
 END = "<!-- end of states -->"
 
 S = WorkerState
