@@ -152,10 +152,15 @@ class Settings(BaseSettings):
     promote: bool = True
     #: Workflows a second that are brought to a new version, at the most.
     move_rate: float = Field(default=20.0, gt=0)
+    #: Seconds between two checks for workflows of another version, while there are none.
+    move_period: float = Field(default=15.0, gt=0)
     #: An account whose books differ from the broker's after a login takes no orders until somebody looked.
     differences_block: bool = False
     #: How often the sweeper looks for orders that are not final a while after their acceptance.
     sweep_period: float = Field(default=0.5, gt=0)
+    #: Seconds after which another sweeper takes over the orders of one that died. Longer than a round takes
+    #: with servers that answer slowly (Valkey's socket timeout is 5 s).
+    sweep_lease: float = Field(default=10.0, gt=0)
     #: An order that is followed is looked at after this pause, which doubles up to the longest.
     verify_pause: float = Field(default=2.0, gt=0)
     verify_longest_pause: float = Field(default=60.0, gt=0)

@@ -26,6 +26,7 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
 from tests.databases import MigratedDatabases
+from tests.groups import group_items
 from tests.stacks import all_stacks
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -177,8 +178,10 @@ def pytest_exception_interact() -> None:
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test with real containers pays for the daemon and the image: 90 s without any cache."""
+@pytest.hookimpl(tryfirst=True)  # before xdist, which puts the unit at the end of a test's name
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Units for xdist. And a longer limit with containers: the first such test waits for daemon and image."""
+    group_items(items, config.rootpath)
     for item in items:
         if "docker_house" in getattr(item, "fixturenames", ()) or "docker" in item.name.partition("[")[2]:
             item.add_marker(pytest.mark.timeout(240))

@@ -23,8 +23,6 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two rounds while something is left on another version.
 SOON = 1.0
-#: Seconds between two looks otherwise: one listing and one look at the deployment.
-REST = 15.0
 #: Longest time in seconds for the runs of one version in a round, which keeps a database connection.
 ROUND = 5.0
 #: Seconds until an entity is asked again. One that connects renews when it is Active.
@@ -39,13 +37,24 @@ class WorkflowMover:
     """A background loop of each orchestrator; PostgreSQL lets one work at a time."""
 
     def __init__(
-        self, database: Database, deployment: Deployment, promotion: Promotion, *, rate: float
+        self,
+        database: Database,
+        deployment: Deployment,
+        promotion: Promotion,
+        *,
+        rate: float,
+        period: float,
     ) -> None:
-        """`rate`: workflows a second. A move costs two workflow tasks and a replay."""
+        """`rate`: workflows a second. A move costs two workflow tasks and a replay.
+
+        `period`: seconds between two checks while nothing is left to move. One costs a listing and a look at
+        the deployment.
+        """
         self._database = database
         self._deployment = deployment
         self._promotion = promotion
         self._pause = 1.0 / rate
+        self._period = period
         #: (run id, handed over) → when it was done.
         self._done: dict[tuple[str, bool], float] = {}
 
@@ -57,7 +66,7 @@ class WorkflowMover:
             except (RPCError, BerthError) as error:
                 log.warning("move_failed", reason=str(error)[:200])
                 left = True
-            await asyncio.sleep(SOON if left else REST)
+            await asyncio.sleep(SOON if left else self._period)
 
     async def round(self) -> bool:
         """Moves for some seconds. Whether something is left that is ours to move."""

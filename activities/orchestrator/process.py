@@ -82,7 +82,9 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
         promotion = Promotion(deployment, wanted=settings.promote, queues=versioned)
         loops = _loops(temporal, starter, parts)
         if _hosts_workflows(settings):
-            mover = WorkflowMover(parts.database, deployment, promotion, rate=settings.move_rate)
+            mover = WorkflowMover(
+                parts.database, deployment, promotion, rate=settings.move_rate, period=settings.move_period
+            )
             loops = [*loops, mover.run]
         for worker in workers:
             await stack.enter_async_context(worker)

@@ -46,9 +46,6 @@ from workflows.order import messages as om
 
 #: Orders taken at once: with one round trip each for most of them, about 0.1 s of work.
 MOST = 100
-#: Seconds that an order stays in the hand of one sweeper; longer than a round takes with servers that answer
-#: slowly (Valkey's socket timeout is 5 s).
-LEASE = 10.0
 #: Seconds past its deadline after which an unanswered order is looked into: the API takes its own back 1 s
 #: after it, and a worker that popped it right before answers meanwhile.
 GRACE = 2.0
@@ -77,7 +74,6 @@ class OrderSweeper:
         starter: WorkerStarter,
         settings: Settings,
         *,
-        lease: float = LEASE,
         grace: float = GRACE,
     ) -> None:
         self._client = client
@@ -86,7 +82,6 @@ class OrderSweeper:
         self._temporal = temporal
         self._starter = starter
         self._settings = settings
-        self._lease = lease
         self._grace = grace
         #: Workers that are being made active for orders that wait.
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -107,7 +102,7 @@ class OrderSweeper:
         """One look; returns how many orders were due. Raises `DatabaseUnavailable`."""
         async with self._database.session(autocommit=True) as session:
             found = await order_watch.take_due_orders(
-                session, most=MOST, lease=self._lease, grace=self._grace
+                session, most=MOST, lease=self._settings.sweep_lease, grace=self._grace
             )
         if not found:
             return 0

@@ -98,12 +98,18 @@ class Target:
 
         asyncio.run(send())
 
+    def fill_pool(self, wanted: int) -> None:
+        """Sets the pool's target, and waits until as many workers are ready. Raises `ServerFailed`."""
+        self.pool_update("set_target", {"target": wanted})
+        self.pool_update("resume")
+        self.wait_ready(wanted)
+
     def wait_ready(self, wanted: int, timeout: float = 120.0) -> None:
-        """Until so many workers are free for a claim; raises `ServerFailed`."""
+        """Waits until `wanted` workers are free for a claim. Raises `ServerFailed`."""
         self.stack.wait_pool(wanted, timeout)
 
     def wait_workers(self, wanted: int, timeout: float = 60.0) -> None:
-        """Until no more than so many workers run; raises `ServerFailed`."""
+        """Waits until at most `wanted` workers run. Raises `ServerFailed`."""
         until = time.monotonic() + timeout
         while (count := len(self.workers())) > wanted:
             if time.monotonic() > until:

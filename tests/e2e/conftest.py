@@ -189,6 +189,10 @@ def until(condition: Callable[[], T | None], what: str, patience: float = PATIEN
         pause.wait(min(max(0.02, 2 * (now - began)), 0.5))
 
 
+#: Seconds after which an order is certainly absent; 60 in real life, and longer with lists that lag.
+ABSENT = 2.0
+
+
 @pytest.fixture(scope="package")
 def running_house() -> Iterator[House]:
     """Ends with the tests of this folder: left running it would take its share of the machine from all later
@@ -196,7 +200,7 @@ def running_house() -> Iterator[House]:
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
-        with LocalStack(folder, pool_target=POOL, connect_timeout=5.0) as stack:
+        with LocalStack(folder, pool_target=POOL, connect_timeout=5.0, absent_after=ABSENT) as stack:
             house = House(stack)
             yield house
             house.threads.shutdown()

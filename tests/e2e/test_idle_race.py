@@ -29,7 +29,9 @@ def restless_house() -> Iterator[House]:
     folder = Path(tempfile.mkdtemp(prefix="berth-idle-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
-        with LocalStack(folder, pool_target=USERS, connect_timeout=5.0, idle_timeout=IDLE) as stack:
+        with LocalStack(
+            folder, pool_target=USERS, connect_timeout=5.0, idle_timeout=IDLE, durable=False, api_processes=1
+        ) as stack:
             house = House(stack)
             yield house
             house.threads.shutdown()

@@ -1,41 +1,17 @@
-"""Invariant nothing-lost on the whole system: orders whose way broke off end by themselves."""
+"""Invariant nothing-lost on the whole system: orders whose handling broke off end by themselves."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import pytest
 
 from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
-from infra.local.stack import LocalStack
 from infra.market.calendar import TAIPEI
 from tests.e2e.conftest import House, Trader, until
-
-#: Seconds after which an order is certainly absent; 60 in real life, and longer with lists that lag.
-ABSENT = 2.0
-
-
-@pytest.fixture(scope="module")
-def quick_house() -> Iterator[House]:
-    """A system of its own, which does not wait a minute before it believes the broker's lists."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with LocalStack(folder, pool_target=2, connect_timeout=5.0, absent_after=ABSENT) as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def seen(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
@@ -51,23 +27,23 @@ def final(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
     return until(ended, "final order", 90.0)
 
 
-def strike(house: House, trader: Trader, *points: FaultPoint) -> None:
+def inject_faults(house: House, trader: Trader, *points: FaultPoint) -> None:
     behaviour = Behaviour(faults=dict.fromkeys(points, 1))
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behaviour))
 
 
-def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(quick_house: House) -> None:
-    house, trader = quick_house, quick_house.trader()
+def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(house: House) -> None:
+    trader = house.trader()
     house.start_until_active(trader)
-    strike(house, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
+    inject_faults(house, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
     order_id = house.order(trader).json()["id"]
     found = final(house, trader, order_id)
     assert (found["state"], found["filled_quantity"]) == ("filled", 1)
     assert [one.broker_order_id for one in house.ledger(trader)] == [found["broker_order_id"]]
 
 
-def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(quick_house: House) -> None:
-    house, trader = quick_house, quick_house.trader()
+def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(house: House) -> None:
+    trader = house.trader()
     house.start_until_active(trader)
     # A list that is a minute behind proves no absence: so nothing is certain before the symbol was tried.
     behind = Behaviour(faults={FaultPoint.LOST_REQUEST: 1}, listing_lag_ms=60_000)
@@ -85,8 +61,8 @@ def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(qui
     assert len(house.ledger(trader)) == 1
 
 
-def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(quick_house: House) -> None:
-    house, trader = quick_house, quick_house.trader()
+def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: House) -> None:
+    trader = house.trader()
     with house.valkey() as client:
         generation = client.get("berth:generation")
     assert isinstance(generation, bytes)

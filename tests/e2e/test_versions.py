@@ -42,7 +42,14 @@ class VersionedFleet:
         made.start()
         return made
 
-    def only(self, kept: OrchestratorComponent) -> None:
+    def sole(self) -> OrchestratorComponent | None:
+        """The only orchestrator that runs, if its version is the current one."""
+        running = [one for one in self.stack.orchestrators if one.running]
+        if len(running) == 1 and self.current() == running[0].settings.build_id:
+            return running[0]
+        return None
+
+    def stop_all_but(self, kept: OrchestratorComponent) -> None:
         for one in self.stack.orchestrators:
             if one is not kept and one.running:
                 one.stop()
@@ -89,7 +96,7 @@ class VersionedFleet:
         return self.ask(update)
 
     def wait_moved(self, build: str) -> None:
-        """Until no open workflow is of another version. The mover rests 15 s, and asks again after 30 s."""
+        """Waits until no open workflow is of another version. The mover asks an entity again after 30 s."""
 
         async def left(client: Client) -> int:
             return len(await Deployment(client, name="berth", build=build).running(other_than=build))
@@ -101,28 +108,31 @@ class VersionedFleet:
 
 
 @pytest.fixture(scope="module")
-def stack_with_versions() -> Iterator[House]:
+def fleet() -> Iterator[VersionedFleet]:
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
-        with LocalStack(folder, pool_target=POOL, connect_timeout=10.0, build_id="b0") as stack:
+        with LocalStack(
+            folder,
+            durable=False,
+            pool_target=POOL,
+            connect_timeout=10.0,
+            api_processes=1,
+            move_period=1.0,
+            build_id="b0",
+        ) as stack:
             house = House(stack)
-            yield house
+            yield VersionedFleet(house)
             house.threads.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
-def fleet(stack_with_versions: House) -> VersionedFleet:
-    return VersionedFleet(stack_with_versions)
-
-
-@pytest.fixture
 def old(fleet: VersionedFleet) -> OrchestratorComponent:
     """The only orchestrator; its version is current and has all workflows."""
-    made = fleet.start()
-    fleet.only(made)
+    made = fleet.sole() or fleet.start()
+    fleet.stop_all_but(made)
     fleet.wait_moved(made.settings.build_id)
     fleet.stack.wait_pool(POOL)
     return made

@@ -67,23 +67,28 @@ async def double_claims(target: Target) -> int:
 
 
 def run(rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int = 40) -> dict[str, Any]:
-    """`n` claims at `rate` a second from a full pool, then `refill_n` at `refill_rate` with refill on."""
+    """Measures `n` claims at `rate` a second from a full pool, then `refill_n` while it is refilled."""
     with running(pool_target=n) as target:
-        full = target.make_users("full", n)
-        refilled = target.make_users("refill", refill_n)
-        target.wait_ready(n)
-        target.pool_update("pause")
-        latencies, warm = open_loop(target, full, rate)
-        for user in full:
-            admin = target.admin()
-            admin.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
-            admin.close()
-        target.pool_update("set_target", {"target": _POOL})
-        target.pool_update("resume")
-        target.wait_ready(_POOL)
-        target.wait_workers(_POOL)  # those told to stop have ended
-        with_refill, warm_refill = open_loop(target, refilled, refill_rate)
-        doubled = asyncio.run(double_claims(target))
+        return measure(target, rate, n, refill_rate, refill_n)
+
+
+def measure(
+    target: Target, rate: float, n: int, refill_rate: float, refill_n: int, pool: int = _POOL
+) -> dict[str, Any]:
+    """Measures on a stack that runs; `pool` workers are kept warm while the refill is on."""
+    full = target.make_users("full", n)
+    refilled = target.make_users("refill", refill_n)
+    target.fill_pool(n)
+    target.pool_update("pause")
+    latencies, warm = open_loop(target, full, rate)
+    for user in full:
+        admin = target.admin()
+        admin.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
+        admin.close()
+    target.fill_pool(pool)
+    target.wait_workers(pool)  # those that were stopped have ended
+    with_refill, warm_refill = open_loop(target, refilled, refill_rate)
+    doubled = asyncio.run(double_claims(target))
     return {
         "rate": rate,
         "n": n,
@@ -93,7 +98,7 @@ def run(rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int 
         "refill": {
             "rate": refill_rate,
             "n": refill_n,
-            "pool": _POOL,
+            "pool": pool,
             **figures.milliseconds(with_refill, 50, 90, 99),
             "warm_share": round(sum(warm_refill) / len(warm_refill), 3),
         },

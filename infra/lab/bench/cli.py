@@ -51,10 +51,13 @@ def bench_order(
 @app.command("memory")
 def bench_memory(
     workers: Annotated[int, typer.Option(min=1, help="Idle workers in the pool.")] = 10,
+    settle: Annotated[
+        float, typer.Option(min=0, help="Seconds until a fresh worker counts as one that no longer grows.")
+    ] = 8.0,
     json: JsonFile = None,
 ) -> None:
     """Proportional set size of a worker with all its processes: idle in a pool, alone, and active."""
-    _bench({"memory": {"workers": workers}}, json)
+    _bench({"memory": {"workers": workers, "settle": settle}}, json)
 
 
 @app.command("density")

@@ -17,7 +17,7 @@ from infra.lab.rest import RestConnection
 from infra.lab.target import Target, running
 
 #: Seconds after which a fresh worker no longer grows.
-_SETTLE = 8.0
+SETTLE = 8.0
 
 
 def pss_mib(pid: int) -> float:
@@ -36,21 +36,24 @@ def _mean(target: Target, only: set[str] | None = None) -> float:
     return sum(sizes) / len(sizes)
 
 
-def run(workers: int = 10) -> dict[str, Any]:
-    """One idle worker alone, then `workers` of them, then one that is active beside them."""
+def run(workers: int = 10, settle: float = SETTLE) -> dict[str, Any]:
+    """Measures one idle worker alone, then `workers` of them, then an active one beside them.
+
+    Each time it waits `settle` seconds first.
+    """
     with running(pool_target=1) as target:
         target.wait_ready(1)
-        time.sleep(_SETTLE)
+        time.sleep(settle)
         alone = _mean(target)
         target.pool_update("set_target", {"target": workers})
         target.wait_ready(workers)
-        time.sleep(_SETTLE)
+        time.sleep(settle)
         idle = _mean(target)
         [user] = target.make_users("holder", 1)
         connection = RestConnection(target.api_url, user.api_key)
         started = connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
         connection.close()
-        time.sleep(_SETTLE)
+        time.sleep(settle)
         active = _mean(target, {started["worker_id"]})
     return {
         "workers": workers,

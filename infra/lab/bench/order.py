@@ -18,7 +18,7 @@ from infra.lab.target import BenchUser, Target, running
 
 _WARM_UP = 100
 #: The real broker bans a person beyond 250; this measures our path, not that limit.
-_ORDERS_PER_10S = 1_000_000
+ORDERS_PER_10S = 1_000_000
 
 
 def order_body(user: BenchUser) -> dict[str, object]:
@@ -84,26 +84,33 @@ def run(
 ) -> dict[str, Any]:
     """`n` orders of one user, one after the other; then `users` users at once for `seconds`; then
     `knee_users` at growing rates from `knee_first` orders a second, `seconds` each."""
-    with running(pool_target=users, exchange_orders_per_10s=_ORDERS_PER_10S) as target:
-        target.wait_ready(users)
-        target.pool_update("pause")  # launches of new workers would run into the measurement
-        traders = _active(target, "trader", users)
-        connection = RestConnection(target.api_url, traders[0].api_key)
-        for _ in range(_WARM_UP):
-            send_order(connection, traders[0])
-        meter, stolen = CpuMeter(target), StolenTime()
-        taken = [send_order(connection, traders[0]) for _ in range(n)]
-        cpu, stolen_percent = meter.milliseconds(n), stolen.percent()
-        connection.close()
-        bare = floor.measure(target.settings.valkey_url, n)
-        together = _closed_loop(target, traders, seconds)
-        bend = _knee(target, traders, knee_users, knee_first, seconds)
+    with running(pool_target=users, exchange_orders_per_10s=ORDERS_PER_10S) as target:
+        return measure(target, n, users, seconds, knee_users, knee_first)
+
+
+def measure(
+    target: Target, n: int, users: int, seconds: float, knee_users: int, knee_first: float
+) -> dict[str, Any]:
+    """Measures on a stack that runs, with at least `ORDERS_PER_10S` at its exchange."""
+    target.fill_pool(users)
+    target.pool_update("pause")  # launches of new workers would run into the measurement
+    traders = _active(target, "trader", users)
+    connection = RestConnection(target.api_url, traders[0].api_key)
+    for _ in range(_WARM_UP):
+        send_order(connection, traders[0])
+    meter, stolen = CpuMeter(target), StolenTime()
+    taken = [send_order(connection, traders[0]) for _ in range(n)]
+    cpu, stolen_percent = meter.milliseconds(n), stolen.percent()
+    connection.close()
+    bare = floor.measure(target.settings.valkey_url, n)
+    together = _closed_loop(target, traders, seconds)
+    bend = _knee(target, traders, knee_users, knee_first, seconds)
     return {
         "n": n,
         **figures.milliseconds(taken, 50, 99),
         "floor_p50_ms": figures.milliseconds(bare, 50)["p50_ms"],
         "floor_p99_ms": figures.milliseconds(bare, 99)["p99_ms"],
-        "exchange_orders_per_10s": _ORDERS_PER_10S,
+        "exchange_orders_per_10s": ORDERS_PER_10S,
         "users": users,
         "orders_per_s": round(together, 1),
         "cpu_ms_per_order": cpu,
@@ -117,7 +124,7 @@ def _knee(
 ) -> dict[str, Any]:
     target.pool_update("resume")
     more = _active(target, "more", users - len(traders)) if users > len(traders) else []
-    target.wait_ready(target.settings.pool_target)  # nothing is launched any more
+    target.wait_ready(len(traders))  # nothing is launched any more
     target.pool_update("pause")
     chosen = [*traders, *more][:users]
     for user in chosen:  # connections are made, and code is loaded

@@ -131,23 +131,29 @@ class RecoveryRounds:
 
 
 def run(n: int = 40, replaced: int = 8, frozen: int = 3, say: Say = silent) -> dict[str, Any]:
-    """`n` kills: every fourth of the first process only, the others of all processes at once.
+    """Makes `n` kills: every fourth of the first process only, the others of all processes at once.
 
     Then `replaced` kills of the session process alone, and `frozen` stops of it.
     """
+    with running(pool_target=_POOL) as target:
+        return measure(target, n, replaced, frozen, say)
+
+
+def measure(target: Target, n: int, replaced: int, frozen: int, say: Say = silent) -> dict[str, Any]:
+    """Measures on a stack that runs: one round, and one new user, for each kill."""
     plan = [WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE for number in range(1, n + 1)]
     plan += [WorkerKill.SESSION] * replaced + [WorkerKill.FROZEN] * frozen
     done: list[RecoveryRound] = []
-    with running(pool_target=_POOL) as target:
-        users = target.make_users("phoenix", len(plan))
-        rounds = RecoveryRounds(target)
-        try:
-            for user, what in zip(users, plan, strict=True):
-                done.append(rounds.one(user, what))
-                say(f"recovery: {len(done)} of {len(plan)} rounds, the last one took {done[-1].active:.2f} s")
-        finally:
-            rounds.close()
-        pulse_timeout = target.settings.pulse_timeout
+    target.fill_pool(_POOL)
+    users = target.make_users("phoenix", len(plan))
+    rounds = RecoveryRounds(target)
+    try:
+        for user, what in zip(users, plan, strict=True):
+            done.append(rounds.one(user, what))
+            say(f"recovery: {len(done)} of {len(plan)} rounds, the last one took {done[-1].active:.2f} s")
+    finally:
+        rounds.close()
+    pulse_timeout = target.settings.pulse_timeout
     parts = {what: [one for one in done if one.killed is what] for what in WorkerKill}
     workers = [what for what in WorkerKill if not what.in_place]
     return {

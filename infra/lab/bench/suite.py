@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -53,6 +54,8 @@ def run_benchmarks(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | No
 
     Returns the exit code: 1 with the reason on standard error when a benchmark could not be run.
     """
+    for name, arguments in wanted.items():
+        inspect.signature(_RUN[name]).bind(**arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
     results: dict[str, dict[str, Any]] = {}

@@ -1,27 +1,45 @@
-"""`berth bench …` with small numbers: it ends well, writes its figures and leaves nothing behind."""
+"""The benchmarks with small numbers: each ends well, gives its figures and leaves nothing behind.
+
+Two of them run whole, as `berth bench …`: one on a stack, one on a bare server. The others are called in this
+process, and those that need no stack of their own share one.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from infra.cli.app import app
+from infra.lab.bench import claim, order, recovery
+from infra.lab.bench.claim_race import race
+from infra.lab.bench.fleet import idle, sweep
+from infra.lab.bench.jobs import comparison
+from infra.lab.bench.starvation import heartbeat
 from infra.lab.bench.starvation.cpu_group import cpu_group
+from infra.lab.target import Target, running
 from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
+#: Of the stack that several benchmarks share. Seconds: a session that stands still is replaced after it.
+PULSE_TIMEOUT = 4.0
+POOL = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def _bench(folder: Path, *words: str) -> dict[str, Any]:
-    """Runs one benchmark whose folders lie in `folder`; its figures. Nothing of it may be left."""
+    """Runs one benchmark as a command with its folders in `folder`; its figures. It must leave nothing."""
     folder.chmod(0o755)  # PostgreSQL may run as another user
     figures = folder / "figures.json"
     own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
@@ -44,10 +62,69 @@ def _bench(folder: Path, *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.fixture(scope="module")
+def bench_folder() -> Iterator[Path]:
+    """The folder in which benchmarks that run in this process make theirs. They must remove them."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-"))
+    folder.chmod(0o755)  # PostgreSQL may run as another user
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("BERTH_API_PROCESSES", "1")
+        yield folder
+    wait_nothing_left(folder)
+    folder.rmdir()  # fails if something is left
+
+
+@pytest.fixture(scope="module")
+def target(bench_folder: Path) -> Iterator[Target]:
+    """One stack for the benchmarks that only need one that runs."""
+    with running(
+        pool_target=POOL, exchange_orders_per_10s=order.ORDERS_PER_10S, pulse_timeout=PULSE_TIMEOUT
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
+    """Says whether a table with this title was printed."""
+    return lambda name: f"{name}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "claim --rate 5 -n 2 --refill-rate 2 --refill-n 2",
+        "order -n 20 --users 1 --seconds 1 --knee-users 2 --knee-first 400",
+        "memory --workers 2 --settle 1",
+        "density --workers 2 --seconds 2 --rate 5",
+        "recovery -n 4 --replaced 1 --frozen 1",
+        "idle --workers 30,40 --minutes 0.1",
+        "heartbeat --seconds 5 --quota 100 --load processes",
+        "claim-race --claims 1000",
+        "sweep --workers 300",
+        "jobs --seconds 1 --rounds 1 --runners 1,2 --pickups 5 --lease 2 --kills 1",
+        "lease --seconds 2 --quota 100 --load threads",
+        "all",
+    ],
+)
+def test_a_benchmark_that_cannot_write_its_figures_does_not_begin(words: str, tmp_path: Path) -> None:
+    """By then its options were read, and they are what it takes."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        figures = tmp_path / "missing" / "figures.json"
+        done = CliRunner().invoke(app, ["bench", *words.split(), "--json", str(figures)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 1
+    assert "No such file or directory" in done.output
+
+
 def test_claims_are_measured_from_a_full_pool_and_with_refill_and_none_is_double(
-    short_directory: Path,
+    target: Target, printed: Callable[[str], bool]
 ) -> None:
-    result = _bench(short_directory, "claim", "-n", "2", "--refill-n", "2")
+    result = claim.measure(target, rate=5.0, n=2, refill_rate=2.0, refill_n=2, pool=POOL)
+    claim.table(result)
+    assert printed("claim")
     assert (result["rate"], result["n"]) == (5.0, 2)
     assert result["double_claims"] == 0
     assert result["warm_share"] == 1.0
@@ -57,9 +134,10 @@ def test_claims_are_measured_from_a_full_pool_and_with_refill_and_none_is_double
     assert 0 < refill["p50_ms"] <= refill["p99_ms"]
 
 
-def test_orders_are_measured_beside_the_floor(short_directory: Path) -> None:
-    short = ["-n", "20", "--users", "1", "--seconds", "1", "--knee-users", "2", "--knee-first", "150"]
-    result = _bench(short_directory, "order", *short)
+def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[[str], bool]) -> None:
+    result = order.measure(target, n=20, users=1, seconds=1.0, knee_users=2, knee_first=400.0)
+    order.table(result)
+    assert printed("order")
     assert result["n"] == 20
     assert 0 < result["p50_ms"] <= result["p99_ms"]
     assert 0 < result["floor_p50_ms"] <= result["floor_p99_ms"]
@@ -67,14 +145,14 @@ def test_orders_are_measured_beside_the_floor(short_directory: Path) -> None:
     assert result["users"] == 1
     assert result["orders_per_s"] > 0
     first, *_, last = result["knee_steps"]
-    assert first["rate_per_s"] == 150.0
+    assert first["rate_per_s"] == 400.0
     assert last["p99_ms"] > 50.0 or last["done_per_s"] < last["rate_per_s"]
     assert 0 <= result["knee_per_s"] < last["rate_per_s"]
     assert result["knee_users"] == 2
 
 
 def test_memory_is_measured_of_idle_workers_and_of_an_active_one(short_directory: Path) -> None:
-    result = _bench(short_directory, "memory", "--workers", "2")
+    result = _bench(short_directory, "memory", "--workers", "2", "--settle", "0.5")
     assert result["workers"] == 2
     # Two workers share little more than one: both figures came out as 23.4 MiB in a run of the suite, so
     # only a clearly larger share per worker (1 MiB) would be wrong.
@@ -82,8 +160,12 @@ def test_memory_is_measured_of_idle_workers_and_of_an_active_one(short_directory
     assert result["active_pss_mib"] > 0
 
 
-def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(short_directory: Path) -> None:
-    result = _bench(short_directory, "recovery", "-n", "4", "--replaced", "1", "--frozen", "1")
+def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
+    target: Target, printed: Callable[[str], bool]
+) -> None:
+    result = recovery.measure(target, n=4, replaced=1, frozen=1)
+    recovery.table(result)
+    assert printed("recovery")
     assert result["n"] == 4
     assert 0 < result["p50_s"] <= result["p99_s"] <= result["max_s"]
     assert {kill: part["n"] for kill, part in result["by_kill"].items()} == {"tree": 3, "zygote": 1}
@@ -91,29 +173,38 @@ def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(short_di
     assert 0 < result["order_p50_s"] <= result["order_p99_s"]
     assert {kind: part["n"] for kind, part in result["in_place"].items()} == {"session": 1, "frozen": 1}
     # A stopped session is only missed after the pulse timeout.
-    assert result["in_place"]["frozen"]["p50_s"] > result["pulse_timeout_s"] / 2
+    assert result["pulse_timeout_s"] == PULSE_TIMEOUT
+    assert result["in_place"]["frozen"]["p50_s"] > PULSE_TIMEOUT / 2
 
 
-def test_users_at_rest_are_measured_beside_a_workflow_that_polls(short_directory: Path) -> None:
-    # So many that a naive workflow is due every 2 s: one is in the six seconds wherever these begin.
-    result = _bench(short_directory, "idle", "--workers", "30", "--minutes", "0.1")
+def test_users_at_rest_are_measured_beside_a_workflow_that_polls(
+    bench_folder: Path, printed: Callable[[str], bool]
+) -> None:
+    # With 30 of them a naive workflow is due every 2 s: one is in the six seconds wherever these begin.
+    result = idle.run(workers=[30], minutes=0.1, settle=3.0, base=1.0)
+    idle.table(result)
+    assert printed("idle")
     assert result["workers"] == result["active_at_the_end"] == 30
-    # Six seconds of rest: at the most the pool looked once, as it does every minute, shared by all users.
+    # Six seconds of rest: the pool made its check of each minute at most once, shared by all users.
     assert "UserWorkerWorkflow" not in result["actions_by_workflow"], result["actions_by_workflow"]
     assert result["actions_per_hour"] <= 2 / 30 / (0.1 / 60), result["actions_by_workflow"]
     # A timer and an activity a minute; in six seconds one user in ten is due.
     assert 0 < result["naive_actions_per_hour"] <= 5 * 120
     assert result["used_actions_per_hour"] <= 6
     for name in ("server", "orchestrator", "naive_server", "naive_worker"):
-        assert 0 <= result[f"{name}_cpu_pct"] < 100 * result["machine"]["cores"]
+        assert 0 <= result[f"{name}_cpu_pct"] < 100 * (os.cpu_count() or 1)
     assert list(result["sizes"]) == ["30"]
 
 
-def test_killed_claimers_leave_no_double_claim_and_no_lost_worker(short_directory: Path) -> None:
-    # So many that the race lasts for several kills, of which there is one a second, on a fast machine too.
-    result = _bench(short_directory, "claim-race", "--claims", "15000")
-    assert (result["claims"], result["double"], result["lost"]) == (15000, 0, 0)
-    assert result["workers"] >= 15000
+def test_killed_claimers_leave_no_double_claim_and_no_lost_worker(
+    bench_folder: Path, printed: Callable[[str], bool]
+) -> None:
+    # The race lasts for several kills, on a fast machine too.
+    result = race.run(claims=5000, kill_period=0.5)
+    race.table(result)
+    assert printed("claim-race")
+    assert (result["claims"], result["double"], result["lost"]) == (5000, 0, 0)
+    assert result["workers"] >= 5000
     assert result["kills"] > 0
     assert result["repeated"] > 0
     assert result["released"] > 0
@@ -123,16 +214,25 @@ def test_killed_claimers_leave_no_double_claim_and_no_lost_worker(short_director
     assert 0 < result["per_core_s"] < result["floor_per_core_s"]
 
 
-def test_a_pass_of_maintenance_cleans_up_what_was_planted(short_directory: Path) -> None:
-    result = _bench(short_directory, "sweep", "--workers", "300")
+def test_a_pass_of_maintenance_cleans_up_what_was_planted(
+    bench_folder: Path, printed: Callable[[str], bool]
+) -> None:
+    result = sweep.run(workers=[300])
+    sweep.table(result)
+    assert printed("sweep")
     assert (result["workers"], result["anomalies"]) == (300, 30)
     assert 0 < result["scan_s"] < result["total_s"]
     assert set(result["found"].values()) == {6}
 
 
-def test_jobs_are_measured_beside_the_peers_and_the_floors(short_directory: Path) -> None:
-    words = ("--seconds", "0.2", "--rounds", "1", "--runners", "1", "--pickups", "5")
-    result = _bench(short_directory, "jobs", *words, "--lease", "5", "--kills", "1")
+def test_jobs_are_measured_beside_the_peers_and_the_floors(
+    bench_folder: Path, printed: Callable[[str], bool]
+) -> None:
+    result = comparison.run(
+        seconds=0.2, rounds=1, runners=[1], pickups=5, lease=2.0, kills=1, pops=2000, forks=50
+    )
+    comparison.table(result)
+    assert printed("jobs")
     for name in ("fresh", "recycled", "rq", "rq_simple", "huey"):
         part = result[name]["1"]
         assert part["per_s"] > 0
@@ -141,7 +241,7 @@ def test_jobs_are_measured_beside_the_peers_and_the_floors(short_directory: Path
     assert result["times_rq"]["fresh"]["1"] > 0
     assert result["floor_per_s"] > result["fork_floor_per_s"] > 0
     (rerun,) = result["rerun_s"]
-    assert rerun > 0.5  # nobody is taken for dead before most of a lease has passed
+    assert rerun > 0.5  # no runner is taken for dead before most of a lease has passed
     assert result["idle_pss_mib"] > 0
 
 
@@ -155,7 +255,7 @@ def _need_quotas() -> None:
 
 def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_directory: Path) -> None:
     _need_quotas()
-    result = _bench(short_directory, "lease", "--seconds", "3", "--quota", "100")
+    result = _bench(short_directory, "lease", "--seconds", "2", "--quota", "100")
     part = result["100"]
     assert {"lost", "late", "naive_lost", "naive_late", "nr_throttled"} <= part.keys()
     assert set(part["by_design"]) == {"ours", "thread", "asyncio"}
@@ -164,14 +264,17 @@ def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_di
         assert one["max_gap_s"] > 0
 
 
-def test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones(short_directory: Path) -> None:
+def test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones(
+    bench_folder: Path, printed: Callable[[str], bool]
+) -> None:
     _need_quotas()
-    words = ("--seconds", "12", "--quota", "100", "--load", "processes")
-    result = _bench(short_directory, "heartbeat", *words)
+    result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)
+    heartbeat.table(result)
+    assert printed("heartbeat")
     part = result["by_quota"]["100"]["by_load"]["processes"]
-    assert result["late_after_s"] == result["mark_period_s"] + 1
+    assert result["late_after_s"] == result["mark_period_s"] + 1 == 2.0
     assert result["renewals"] >= 1
     assert {"late", "naive_late", "nr_throttled"} <= part.keys()
     assert part["nr_periods"] > 0  # the quota was in force
     # A call that blocks for half of the time keeps the naive renewals from being made at all.
-    assert result["naive_max_gap_s"] >= 6
+    assert result["naive_max_gap_s"] >= 2.5

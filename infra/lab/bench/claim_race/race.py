@@ -51,12 +51,13 @@ class _Race:
     url: str
     folder: Path
     ledgers: list[ClaimLedger]
+    kill_period: float
     kills: int = 0
 
     def __post_init__(self) -> None:
         self._dice = random.Random(1)  # noqa: S311 — nothing secret about it
         self._running = {number: self._start(number) for number in range(len(self.ledgers))}
-        self._kill_at = time.monotonic() + KILL_PERIOD
+        self._kill_at = time.monotonic() + self.kill_period
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         words = (self.url, str(self.folder / f"ledger-{number}"), str(number), str(self._dice.random())[2:])
@@ -77,7 +78,7 @@ class _Race:
             elif code != 0:
                 raise ServerFailed(f"claimer {number} ended with {code}")
         if self._running and time.monotonic() > self._kill_at:
-            self._kill_at = time.monotonic() + KILL_PERIOD
+            self._kill_at = time.monotonic() + self.kill_period
             self._dice.choice(list(self._running.values())).kill()
             self.kills += 1
         return bool(self._running)
@@ -88,8 +89,11 @@ class _Race:
             process.wait(10)
 
 
-def run(claims: int = 1_000_000, say: Say = silent) -> dict[str, Any]:
-    """Raises `ServerFailed` when a claimer got two workers for one claim, or none at all."""
+def run(claims: int = 1_000_000, kill_period: float = KILL_PERIOD, say: Say = silent) -> dict[str, Any]:
+    """Kills a claimer every `kill_period` seconds.
+
+    Raises `ServerFailed` when a claimer got two workers for one claim, or none at all.
+    """
     with (
         own_folder() as folder,
         ValkeyServer(folder / "valkey", durable=False) as server,
@@ -97,7 +101,7 @@ def run(claims: int = 1_000_000, say: Say = silent) -> dict[str, Any]:
     ):
         for script in _SCRIPTS:
             client.script_load(script.source)
-        raced = _race(server.url, client, folder, claims, say)
+        raced = _race(server.url, client, folder, claims, kill_period, say)
         client.flushall()
         rated = min(claims, RATED)
         floor = _rate(server.url, client, "pop", rated, say)
@@ -113,13 +117,13 @@ def run(claims: int = 1_000_000, say: Say = silent) -> dict[str, Any]:
     }
 
 
-def _race(url: str, client: Redis, folder: Path, claims: int, say: Say) -> dict[str, Any]:
+def _race(url: str, client: Redis, folder: Path, claims: int, kill_period: float, say: Say) -> dict[str, Any]:
     share = -(-claims // CLAIMERS)
     sizes = [min(share, claims - start) for start in range(0, claims, share)]
     ledgers = [ClaimLedger(folder / f"ledger-{number}", size) for number, size in enumerate(sizes)]
     workers = FakeWorkers(client, keep=min(2000, max(64, claims // 20)))
     began = time.monotonic()
-    race = _Race(url, folder, ledgers)
+    race = _Race(url, folder, ledgers, kill_period)
     try:
         workers.serve(_telling(race, ledgers, claims, say))
         seconds = time.monotonic() - began

@@ -1,7 +1,7 @@
 """`berth bench idle`: what active users cost Temporal while nothing happens.
 
-All servers and the orchestrator are real; the workers are simulated (`infra/lab/bench/simulated`), so that
-thousands fit on one host. After all users have become Active comes the rest: actions are counted from the
+All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that thousands
+fit on one host. After all users have become Active comes the rest: actions are counted from the
 histories, CPU is measured from outside. The idle timeout is so long that it does not fire. Then, on the same
 servers with our orchestrator and API stopped, as many naive workflows that look every minute, for the same
 time.
@@ -62,10 +62,19 @@ _USED_MARK_PERIOD = 1.0
 T = TypeVar("T")
 
 
-def run(workers: Sequence[int] = (500, 2000), minutes: float = 10.0, say: Say = silent) -> dict[str, Any]:
-    """One rest and one naive phase for each number of `workers`, of `minutes` each."""
-    sizes = [_measure_rest(count, minutes * 60, say) for count in workers]
-    used = _measure_used(minutes * 60, say)
+def run(
+    workers: Sequence[int] = (500, 2000),
+    minutes: float = 10.0,
+    settle: float = _SETTLE,
+    base: float = _BASE,
+    say: Say = silent,
+) -> dict[str, Any]:
+    """Measures one rest and one naive phase for each number of `workers`, of `minutes` each.
+
+    `settle` and `base` are seconds: the wait before each phase, and the phase without users.
+    """
+    sizes = [_measure_rest(count, minutes * 60, settle, base, say) for count in workers]
+    used = _measure_used(minutes * 60, settle, say)
     return {
         **sizes[0],
         "used_actions_per_hour": used["actions_per_hour"],
@@ -74,14 +83,16 @@ def run(workers: Sequence[int] = (500, 2000), minutes: float = 10.0, say: Say = 
     }
 
 
-def _measure_rest(workers: int, seconds: float, say: Say) -> dict[str, Any]:
+def _measure_rest(
+    workers: int, seconds: float, settle: float, base_seconds: float, say: Say
+) -> dict[str, Any]:
     with running(_POOL, partial(SimulatedStack, habits=SimulatedBehaviour()), idle_timeout=_LONG) as target:
         stack = target.stack
         pids = {"server": stack.temporal.pid, "orchestrator": stack.orchestrator.pid}
         base = CpuShare(pids)
-        _pause(min(_BASE, seconds), partial(_say_left, say, "idle: no users yet"))
+        _pause(min(base_seconds, seconds), partial(_say_left, say, "idle: no users yet"))
         base_cpu = base.percent()
-        users = _make_active(target, workers, _SETTLE, say)
+        users = _make_active(target, workers, settle, say)
         ours = CpuShare(pids)
         began = datetime.now(UTC)
         _pause(seconds, partial(_say_left, say, f"idle: {workers} users at rest"))
@@ -92,7 +103,7 @@ def _measure_rest(workers: int, seconds: float, say: Say) -> dict[str, Any]:
         counted = _with_temporal(target, lambda client: actions.count(client, began, ended))
         stack.api.stop()
         stack.orchestrator.stop()
-        naive, naive_cpu = _measure_naive(target, users, seconds, say)
+        naive, naive_cpu = _measure_naive(target, users, seconds, settle, say)
     hours = (ended - began).total_seconds() / 3600
     total = sum(counted.values(), Counter())
     return {
@@ -114,7 +125,7 @@ def _measure_rest(workers: int, seconds: float, say: Say) -> dict[str, Any]:
 
 
 def _measure_naive(
-    target: Target, users: Sequence[BenchUser], seconds: float, say: Say
+    target: Target, users: Sequence[BenchUser], seconds: float, settle: float, say: Say
 ) -> tuple[Counter[str], dict[str, float]]:
     """Actions and CPU of as many naive workflows. Our orchestrator is stopped, so the CPU is theirs."""
     names = [user.user_id for user in users]
@@ -125,7 +136,7 @@ def _measure_naive(
     folder: Path = target.stack.folder.path
     with PollingWorker(folder / "polling", target.settings) as worker:
         _with_temporal(target, lambda client: start_polling(client, names, told))
-        _pause(min(_SETTLE, seconds), partial(_say_left, say, "idle: naive workflows settle"))
+        _pause(min(settle, seconds), partial(_say_left, say, "idle: naive workflows settle"))
         share = CpuShare({"server": target.stack.temporal.pid, "worker": worker.pid})
         began = datetime.now(UTC)
         _pause(seconds, partial(_say_left, say, f"idle: {len(names)} naive workflows look every minute"))
@@ -135,12 +146,12 @@ def _measure_naive(
     return counted.get(NAIVE, Counter()), cpu
 
 
-def _measure_used(seconds: float, say: Say) -> dict[str, Any]:
+def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
     """What users cost that are active all the time, with the default idle timeout."""
     seconds = min(max(seconds, 2 * _USED_TIMEOUT), 60.0)
     stack = partial(SimulatedStack, habits=SimulatedBehaviour(used=True))
     with running(_POOL, stack, idle_timeout=_USED_TIMEOUT, mark_period=_USED_MARK_PERIOD) as target:
-        users = _make_active(target, _USED_USERS, min(_SETTLE, seconds), say)
+        users = _make_active(target, _USED_USERS, min(settle, seconds), say)
         began = datetime.now(UTC)
         _pause(seconds, partial(_say_left, say, f"idle: {len(users)} users that are active all the time"))
         ended = datetime.now(UTC)

@@ -1,4 +1,6 @@
-"""`python -m infra.lab.bench.fleet READY_FILE`: the Temporal worker of the naive design, until SIGTERM.
+"""The Temporal worker of the naive design: `python -m infra.lab.bench.fleet.polling_worker READY_FILE`.
+
+It runs until SIGTERM.
 
 Settings: BERTH_TEMPORAL_ADDRESS, BERTH_VALKEY_URL. Its limits are those of our orchestrator.
 """

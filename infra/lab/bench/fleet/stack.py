@@ -58,7 +58,7 @@ class PollingWorker(ChildComponent):
     """Ready when its Temporal worker polls."""
 
     name = "polling"
-    module = "infra.lab.bench.fleet"
+    module = "infra.lab.bench.fleet.polling_worker"
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         super().__init__(directory, settings)

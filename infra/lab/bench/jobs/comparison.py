@@ -54,7 +54,8 @@ _EXPECTED = {"fresh": 1500, "recycled": 12_000, "rq": 300, "rq_simple": 1500, "h
 _PATIENCE = 30.0
 #: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
 _GAP = (0.02, 0.04)
-_POPS, _FORKS = 20_000, 300
+#: Operations from which the floors are computed.
+POPS, FORKS = 20_000, 300
 
 
 @dataclass
@@ -73,6 +74,8 @@ def run(
     pickups: int = 200,
     lease: float = 5.0,
     kills: int = 3,
+    pops: int = POPS,
+    forks: int = FORKS,
     say: Say = silent,
 ) -> dict[str, Any]:
     """Raises `ServerFailed` when a contender does not start or stops working."""
@@ -95,8 +98,8 @@ def run(
                 taken = measure.pick_up(one, count, -(-pickups // rounds))
                 mine.pick_up.setdefault(count, []).extend(taken)
         say("jobs: floors")
-        popped = _floor("pop", server.url, _POPS)
-        forked = _floor("fork", server.url, _FORKS)
+        popped = _floor("pop", server.url, pops)
+        forked = _floor("fork", server.url, forks)
         say(f"jobs: {kills} runners killed, lease {lease:g} s")
         rerun = measure.reruns(kills, lease)
         idle = measure.idle_pss()

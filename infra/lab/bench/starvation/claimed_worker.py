@@ -67,7 +67,15 @@ class OrchestratorCommands:
 class ClaimedWorker:
     """The processes of one worker inside a CPU group, Active for one user with one paper account."""
 
-    def __init__(self, commands: OrchestratorCommands, user_id: str, exchange: str, *, block: float) -> None:
+    def __init__(
+        self,
+        commands: OrchestratorCommands,
+        user_id: str,
+        exchange: str,
+        *,
+        block: float,
+        mark_period: float = keys.MARK_PERIOD,
+    ) -> None:
         """`block`: seconds that its broker calls will take. Limits that would cut them short lie above."""
         self.user_id = user_id
         self.worker_id = f"worker-{user_id}"
@@ -83,7 +91,7 @@ class ClaimedWorker:
             paper_exchange=exchange,
             # A broker call never takes longer than the lease, so the lease must outlast the call.
             mark_ttl=max(keys.MARK_TTL, block + 30.0),
-            mark_period=keys.MARK_PERIOD,
+            mark_period=mark_period,
             pulse_timeout=block + 60.0,
             broker_timeout=block + 20.0,
             health_period=3600.0,

@@ -140,11 +140,9 @@ class SweeperStage:
 async def main(database_url: str, valkey_url: str, temporal_address: str, lease: float) -> None:
     database = Database(database_url)
     temporal = await Client.connect(temporal_address)
-    settings = Settings(database_url=database_url)
+    settings = Settings(database_url=database_url, sweep_lease=lease)
     ensuring = WorkerStarter(temporal, settings)
-    sweeper = OrderSweeper(
-        valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, lease=lease
-    )
+    sweeper = OrderSweeper(valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings)
     await sweeper.run()
 
 

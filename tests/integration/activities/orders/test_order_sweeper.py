@@ -192,8 +192,8 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
 
 async def test_while_valkey_is_away_nothing_is_concluded(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
-    away = SweeperStage(Redis(port=1), stage.database, stage.temporal, stage.settings)
-    await away.sweeper(lease=0.1).round()
+    brief = stage.settings.model_copy(update={"sweep_lease": 0.1})
+    await SweeperStage(Redis(port=1), stage.database, stage.temporal, brief).sweeper().round()
     assert (await stage.row(order_id)).state == "accepted"
     while await stage.sweeper().round() == 0:  # noqa: ASYNC110 - until the lease has ended
         await asyncio.sleep(0.02)

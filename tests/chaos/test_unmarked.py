@@ -1,4 +1,4 @@
-"""A worker falls silent and no launcher tells of it: only its mark does, by running out."""
+"""A worker stands still, and no launcher reports it: only its mark gives it away, by running out."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import time
 import psutil
 import pytest
 
-from tests.e2e.conftest import House, until
+from tests.chaos.conftest import MARK_TTL, ChaosHouse
+from tests.e2e.conftest import until
 from worker_runtime.protocol import keys
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(house: House) -> None:
+def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(chaos_house: ChaosHouse) -> None:
     """Within the mark's lifetime + 10 s; another twenty for a busy machine."""
-    trader, neighbour = house.trader(), house.trader()
-    house.start_until_active(neighbour)
+    house, neighbour = chaos_house.house, chaos_house.bystanders[0]
+    trader = house.trader()
     silent = house.start_until_active(trader)["worker_id"]
     root = psutil.Process(house.worker_pid(silent))
     for process in [root, *root.children(recursive=True)]:
@@ -33,7 +34,7 @@ def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(house: House
 
     successor = until(marked_by_another, "another worker", patience=90.0)
     took = time.monotonic() - began
-    assert took < house.stack.settings.mark_ttl + 30.0, f"replaced after {took:.1f} s"
+    assert took < MARK_TTL + 30.0, f"replaced after {took:.1f} s"
     assert not root.is_running()
     assert house.start_until_active(trader)["worker_id"] == successor
     [session] = until(
