@@ -19,7 +19,7 @@ run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ON
 # Compiled modules are kept whatever the environment says: hundreds of processes of ours are started, and each
 # would compile its modules again (0.3 s of CPU for an orchestrator or an API).
 test: setup ## The whole suite, on real servers, by JOBS processes (ARGS="tests/unit -k name" chooses)
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder \
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 $(ARGS)
 
 quick: check ## What a change needs, in under 2 minutes: `check`, then the unit tests of all but the lab

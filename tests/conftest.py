@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from redis.asyncio import Redis
+from xdist.remote import Producer
 
 from infra.exchange.hours import time_half_a_day_away
 from infra.lab.worker_image import PackagesAbsent
@@ -26,7 +27,7 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
 from tests.databases import MigratedDatabases
-from tests.groups import group_items
+from tests.groups import UnitScheduling, sort_units
 from tests.stacks import all_stacks
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -178,10 +179,14 @@ def pytest_exception_interact() -> None:
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which puts the unit at the end of a test's name
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling | None:
+    """Units of our own in place of modules."""
+    return UnitScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Units for xdist. And a longer limit with containers: the first such test waits for daemon and image."""
-    group_items(items, config.rootpath)
+    """Heavy units first. A longer limit with containers: the first such test waits for daemon and image."""
+    sort_units(items, config.rootpath)
     for item in items:
         if "docker_house" in getattr(item, "fixturenames", ()) or "docker" in item.name.partition("[")[2]:
             item.add_marker(pytest.mark.timeout(240))

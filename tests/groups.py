@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 #: Path, or folder with a slash at its end → the unit. The first entry that fits counts.
 UNITS = {
@@ -26,28 +27,36 @@ UNITS = {
 FIRST = (
     "docker",
     "e2e-house",
-    "chaos/test_steps",
-    "integration/bench/test_bench",
+    "tests/chaos/test_steps.py",
+    "tests/integration/bench/test_bench.py",
     "chaos-house",
     "e2e-versions",
-    "chaos/test_orders",
-    "integration/jobs/runner/test_chaos",
+    "tests/chaos/test_orders.py",
+    "tests/integration/jobs/runner/test_chaos.py",
 )
 
 
 def unit_of(path: str) -> str:
-    """The unit of a test module, by its path below the root. It stands in the names that xdist reports."""
+    """The unit of a test module, by its path below the root."""
     for prefix, unit in UNITS.items():
         if path == prefix or (prefix.endswith("/") and path.startswith(prefix)):
             return unit
-    return path.removeprefix("tests/").removesuffix(".py")
+    return path
 
 
-def group_items(items: list[pytest.Item], root: Path) -> None:
-    """Marks each test with its unit, and sorts the units. The order within a unit stays."""
+def sort_units(items: list[pytest.Item], root: Path) -> None:
+    """Puts the units in the order in which they begin. The order within a unit stays."""
     units = {item: unit_of(item.path.relative_to(root).as_posix()) for item in items}
-    for item, unit in units.items():
-        item.add_marker(pytest.mark.xdist_group(unit))
-    found = dict.fromkeys([*FIRST, *units.values()])
-    rank = {unit: number for number, unit in enumerate(found)}
+    rank = {unit: number for number, unit in enumerate(dict.fromkeys([*FIRST, *units.values()]))}
     items.sort(key=lambda item: rank[units[item]])
+
+
+class UnitScheduling(LoadScopeScheduling):
+    """Gives each process whole units.
+
+    xdist's own way, `--dist loadgroup`, hands out single tests under pytest 9.2: it renames tests by an
+    attribute that pytest no longer has. This method is the one that xdist's schedulers override.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid.partition("::")[0])
