@@ -51,7 +51,7 @@ def sort_units(items: list[pytest.Item], root: Path) -> None:
     items.sort(key=lambda item: rank[units[item]])
 
 
-class UnitScheduling(LoadScopeScheduling):
+class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives each process whole units.
 
     xdist's own way, `--dist loadgroup`, hands out single tests under pytest 9.2: it renames tests by an

@@ -189,8 +189,8 @@ def until(condition: Callable[[], T | None], what: str, patience: float = PATIEN
         pause.wait(min(max(0.02, 2 * (now - began)), 0.5))
 
 
-#: Seconds after which an order is certainly absent; 60 in real life, and longer with lists that lag.
-ABSENT = 2.0
+#: Seconds of the checks of an order with an unknown outcome. In real life they are 2, 60 and 60.
+VERIFY: dict[str, Any] = {"verify_pause": 0.5, "verify_longest_pause": 2.0, "absent_after": 2.0}
 
 
 @pytest.fixture(scope="package")
@@ -200,7 +200,7 @@ def running_house() -> Iterator[House]:
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
-        with LocalStack(folder, pool_target=POOL, connect_timeout=5.0, absent_after=ABSENT) as stack:
+        with LocalStack(folder, pool_target=POOL, connect_timeout=5.0, **VERIFY) as stack:
             house = House(stack)
             yield house
             house.threads.shutdown()
