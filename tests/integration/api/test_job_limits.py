@@ -51,7 +51,7 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
         stage.client.execute("DEL", runner.mailbox())
         cleared = await admin.put("/job-limits/webhook", json={})
         assert cleared.json() == {"type": "webhook", "running_now": 1, **NONE}
-        assert stage.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"look"]
+        assert stage.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"check"]
         assert ids(claim(runner)) == ["w1"]
     async with api.services.database.session() as session:
         entries = await session.scalars(
