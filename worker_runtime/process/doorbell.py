@@ -1,32 +1,43 @@
-"""A bell: waits on one Valkey list beside other descriptors.
+"""Doorbells: lists in Valkey on which a process waits for work, beside its other descriptors.
 
-BLPOP is sent on a connection of its own and its reply is read when the selector says so. The server
-answers every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
+BLPOP is sent on a connection of its own, and its reply is read when the selector says so. The server answers
+every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import time
+from collections.abc import Callable
 
 import hiredis
 
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.process.clock import Backoff
 from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyFailed
 
 #: Seconds that one BLPOP blocks.
 BLOCK_SECONDS = 20
 #: Seconds past `BLOCK_SECONDS` after which the connection counts as dead.
 _GRACE = 5.0
+#: Signal that asks the zygote to fork a job runner.
+JOB_RUNNER_WANTED = signal.SIGUSR1
+_CONNECT_TIMEOUT = 0.25
+_TIMEOUT = 0.5
+#: Seconds after which the zygote is asked again; a fork takes milliseconds.
+_SIGNAL_AGAIN = 5.0
 
 
 class Doorbell:
-    """Elements of one list, as they come. After each `connected` the caller should look at the queue
-    itself: an element that was popped while the connection broke is lost."""
+    """Hands out the elements of one list as they come. An element that was popped while the connection broke
+    is lost, so the caller checks the queue itself after each new connection."""
 
     def __init__(self, client: Valkey, key: str, selector: selectors.BaseSelector, log: Log) -> None:
-        self._client = client  # the bell's own
+        self._client = client  # used by this doorbell alone
         self._key = key
         self._selector = selector
         self._log = log
@@ -43,10 +54,9 @@ class Doorbell:
         return self._backoff.left()
 
     def run_due(self) -> bool:
-        """Connects, and listens again, when that is due; true if it connected just now.
+        """Connects, and listens again, when due; returns whether it connected just now.
 
-        After a ring it is to be called when what rang has been dealt with: sending the next BLPOP costs as
-        much as half a round trip, and a ring meanwhile stays in the list.
+        After a ring, call it when the work is done: a ring that comes meanwhile stays in the list.
         """
         if self._client.connected and self._listening:
             if time.monotonic() < self._silent_after:
@@ -69,7 +79,7 @@ class Doorbell:
         return True
 
     def read_rings(self) -> list[bytes]:
-        """What has arrived; to be called when the descriptor is readable. Then `run_due` is due."""
+        """The elements that have arrived. Call it when the descriptor is readable, and `run_due` after it."""
         try:
             reply = self._client.ready()
             if reply is NOTHING:
@@ -94,13 +104,108 @@ class Doorbell:
         self._silent_after = time.monotonic() + BLOCK_SECONDS + _GRACE
 
     def _drop(self, reason: str) -> None:
-        self._log.warning("bell_lost", reason=reason)
+        self._log.warning("doorbell_lost", reason=reason)
         self.close()
         self._backoff.failed()
 
     def _unregister(self) -> None:
-        # By number: the client has closed its socket already when it failed, and nothing else has been
-        # opened since, so the number is still ours.
+        # By number: a failed client has closed its socket already. Nothing else has been opened since, so the
+        # number is still ours.
         if self._registered is not None:
             self._selector.unregister(self._registered)
             self._registered = None
+
+
+class JobDoorbell:
+    """Waits, in the supervisor, for the first job of the user and has the zygote fork a job runner for it.
+
+    So a worker without jobs has no runner, which would cost memory, connections and a write in five seconds.
+    The runner listens itself until it has been idle for a while.
+
+    `main` is the supervisor's own connection, which is used for questions while it is open; while it is not,
+    this one does not listen. `limit` says at any moment how many seconds it may wait.
+    """
+
+    def __init__(
+        self, valkey_url: str, main: Valkey, shared_state: SharedState, log: Log, limit: Callable[[], float]
+    ) -> None:
+        self._main = main
+        self._shared_state = shared_state
+        self._log = log
+        self._limit = limit
+        self._client = Valkey(
+            valkey_url, connect_timeout=_CONNECT_TIMEOUT, timeout=_TIMEOUT, limit=limit, beside=main
+        )
+        #: After a failed question. The doorbell has a backoff of its own.
+        self._backoff = Backoff(1.0, 15.0)
+        self._selector = selectors.DefaultSelector()
+        self._doorbell: Doorbell | None = None
+        self._signalled_at: float | None = None
+        #: How many runners had been forked when the zygote was asked.
+        self._runners_before = 0
+
+    def fileno(self) -> int:
+        """Readable when something rang."""
+        return self._selector.fileno()
+
+    def left(self) -> float:
+        """Seconds until `run_due` has something to do."""
+        return (self._backoff.left() or 3600.0) if self._doorbell is None else self._doorbell.left()
+
+    def run_due(self, *, reachable: bool) -> None:
+        """Listens while there is no runner. Call it often, and when `fileno` is readable.
+
+        While renewals fail (`reachable` is false) it does not listen, because it must not delay them.
+        """
+        state = self._shared_state
+        served = state.jobs_pid or time.monotonic_ns() < state.jobs_not_before or self._fork_pending()
+        if not reachable or not self._main.connected or not state.assigned or served:
+            self._close()
+            return
+        tag = job_keys.user_tag(state.user_id)
+        if self._doorbell is None:
+            if not self._backoff.due():
+                return
+            self._doorbell = Doorbell(self._client, job_keys.doorbell(tag), self._selector, self._log)
+        rung = self._doorbell.run_due() and self._has_work(tag)
+        for _ in self._selector.select(0):
+            rung = bool(self._doorbell.read_rings()) or rung
+        if rung:
+            self._request_runner()
+
+    def _fork_pending(self) -> bool:
+        """Whether the zygote was asked a moment ago and has not forked yet."""
+        if self._signalled_at is None or self._shared_state.jobs_number != self._runners_before:
+            return False
+        return time.monotonic() < self._signalled_at + _SIGNAL_AGAIN
+
+    def _has_work(self, tag: str) -> bool:
+        """Whether jobs wait, or an earlier runner is registered, whose jobs have to be taken back.
+
+        A ring may have been lost, and a dead runner does not ring.
+        """
+        main, timeout = self._main, self._main.timeout
+        main.timeout = min(_TIMEOUT, self._limit())
+        try:
+            names = [job_keys.ready(tag), job_keys.delayed(tag), job_keys.beats(tag)]
+            there = bool(main.execute("EXISTS", *names))
+        except ValkeyFailed as error:
+            self._log.warning("job_queue_unknown", code=error.code, reason=error.detail)
+            self._close()  # the next connection checks again
+            self._backoff.failed()
+            return False
+        finally:
+            main.timeout = timeout
+        self._backoff.reset()
+        return there
+
+    def _request_runner(self) -> None:
+        self._close()  # from here on, a ring stays for the runner
+        self._signalled_at = time.monotonic()
+        self._runners_before = self._shared_state.jobs_number
+        os.kill(os.getppid(), JOB_RUNNER_WANTED)
+
+    def _close(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None

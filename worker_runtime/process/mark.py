@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from worker_runtime.process.clock import boot_ns, wall_ms
 from worker_runtime.process.lease import lease_end_of
-from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, REMOVE_MARK, RENEW_MARK
 from worker_runtime.protocol.sealing import prove_key
-from worker_runtime.trading import health
+
+
+def new_worker_event(
+    config: WorkerConfig, shared_state: SharedState, sequence: int, kind: WorkerEventKind, detail: str
+) -> WorkerEvent:
+    """An event in the life of this worker, now. `sequence` comes from the shared state."""
+    return WorkerEvent(
+        worker_id=config.worker_id,
+        user_id=shared_state.user_id,
+        epoch=shared_state.epoch,
+        sequence=sequence,
+        kind=kind,
+        at_ms=wall_ms(),
+        detail=detail,
+    )
 
 
 class WorkerMark:
@@ -79,7 +94,7 @@ class WorkerMark:
                 *("session", session),
                 *("public_key", public_key.hex(), "proof", proof.hex()),
                 *("pid", shared_state.session_pid, "claim", shared_state.claim_id),
-                *("health", health.health_text(shared_state)),
+                *("health", health_text(shared_state)),
                 *("connected", f"{shared_state.accounts_connected}/{shared_state.accounts}"),
             ],
         )

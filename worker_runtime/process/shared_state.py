@@ -21,7 +21,7 @@ from enum import IntEnum
 from hashlib import blake2b
 
 from worker_runtime.process.clock import SECOND
-from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol import errors
 
 #: Bytes of a hash; with the list full, two orders share one with a chance of 2^-115.
 _HASH_SIZE = 16
@@ -80,7 +80,7 @@ _CLAIM_OFFSET = 1376
 _MAX_TEXT = 256
 
 
-class SharedStateOverflow(BerthError):
+class SharedStateOverflow(errors.BerthError):
     """An id is too long for the shared state."""
 
     code = "BOARD_OVERFLOW"
@@ -98,6 +98,29 @@ class WorkerActivity(IntEnum):
     Reconnecting = 6
     Parked = 7
     Draining = 8
+
+
+class HealthCondition(IntEnum):
+    """The state of all broker sessions together."""
+
+    NEW = 0  # not yet connected, or a fresh session without credentials
+    WELL = 1
+    RECONNECTING = 2
+    DEGRADED = 3
+
+
+#: Error codes by their number in the shared state; the first stands for all others.
+ERROR_CODES = (
+    errors.BrokerError.code,
+    errors.BrokerUnreachable.code,
+    errors.LoginLimited.code,
+    errors.LoginRejected.code,
+    errors.LeaseLost.code,
+    errors.SessionDown.code,
+    errors.BrokerMaintenance.code,
+    errors.RateLimited.code,
+)
+NO_ERROR = -1
 
 
 #: Slots of the words that are read at once.
@@ -233,3 +256,13 @@ class SharedState:
     def _read_text(self, offset: int) -> str:
         size = int.from_bytes(self._memory[offset : offset + 2], "big")
         return self._memory[offset + 2 : offset + 2 + size].decode()
+
+
+def health_text(shared_state: SharedState) -> str:
+    """For the metadata: `well`, `connecting`, `reconnecting` or `degraded: CODE`."""
+    condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
+    if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(ERROR_CODES):
+        return f"degraded: {ERROR_CODES[trouble]}"
+    if condition is HealthCondition.NEW:
+        return "waiting for credentials" if shared_state.connected else "connecting"
+    return condition.name.lower()

@@ -14,18 +14,17 @@ import time
 
 import hiredis
 
-from worker_runtime.process.clock import wall_ms
-from worker_runtime.process.job_doorbell import JobDoorbell
+from worker_runtime.process.doorbell import JobDoorbell
 from worker_runtime.process.kernel import WakePipe
 from worker_runtime.process.lease import KILL_MARGIN, PULSE_TICK, Lease, PulseWatch
 from worker_runtime.process.log import Log
-from worker_runtime.process.mark import WorkerMark
+from worker_runtime.process.mark import WorkerMark, new_worker_event
 from worker_runtime.process.replacement import KillReason, record_kill
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
-from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind, encode
+from worker_runtime.protocol.messages import WorkerEventKind, encode
 
 #: Seconds until a renewal is tried again that failed, or found the owner key missing.
 _RETRY = 1.0
@@ -83,7 +82,7 @@ class Supervisor:
         self._client.timeout = _LAST_TIMEOUT
         try:
             if self._shared_state.session_lost:
-                self._tell(WorkerEventKind.CLOSED, "the session process died")
+                self._add_event(WorkerEventKind.CLOSED, "the session process died")
             self._mark.remove(self._client)
         except ValkeyFailed as error:  # it will expire
             self._log.warning("mark_left", code=error.code, reason=error.detail)
@@ -159,29 +158,21 @@ class Supervisor:
             self._shared_state.fenced = 1  # first, so that the session sees it even before it is killed
             self._log.error("fenced", epoch=self._shared_state.epoch)
             self._kill(KillReason.FENCED)
-            self._tell(WorkerEventKind.FENCED, "at renewal")
+            self._add_event(WorkerEventKind.FENCED, "at renewal")
             return ExitCode.FENCED
         self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
         if time.monotonic() >= self._owner_told:
             self._shared_state.owner_missing += 1
             self._log.error("owner_missing", user_id=self._shared_state.user_id)
-            self._tell(WorkerEventKind.OWNER_MISSING, "")
+            self._add_event(WorkerEventKind.OWNER_MISSING, "")
             self._owner_told = time.monotonic() + _TELL_AGAIN
         return ExitCode.OK
 
-    def _tell(self, kind: WorkerEventKind, detail: str) -> None:
-        shared_state = self._shared_state
-        if not shared_state.assigned:
+    def _add_event(self, kind: WorkerEventKind, detail: str) -> None:
+        state = self._shared_state
+        if not state.assigned:
             return
-        event = WorkerEvent(
-            worker_id=self._config.worker_id,
-            user_id=shared_state.user_id,
-            epoch=shared_state.epoch,
-            sequence=shared_state.next_supervisor_event(),
-            kind=kind,
-            at_ms=wall_ms(),
-            detail=detail,
-        )
+        event = new_worker_event(self._config, state, state.next_supervisor_event(), kind, detail)
         reply = self._client.pipeline([("XADD", keys.EVENTS, "*", "e", encode(event))])[0]
         if isinstance(reply, hiredis.ReplyError):
             self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process import kernel
 from worker_runtime.process.clock import SECOND, wall_ms
-from worker_runtime.process.job_doorbell import JOB_RUNNER_WANTED
+from worker_runtime.process.doorbell import JOB_RUNNER_WANTED
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import MAX_REPLACEMENTS, REPLACEMENT_WINDOW, CrashCounter
 from worker_runtime.process.shared_state import SharedState, WorkerActivity

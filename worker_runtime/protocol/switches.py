@@ -1,14 +1,13 @@
-"""Who may trade, as it stands on a user's slot in Valkey (`trading:switch:{user}`)."""
+"""The switch that says who may trade, as `trading:switch:{user}` holds it in Valkey."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from functools import lru_cache
 
 import msgspec
 
-#: The field that holds for all of a user's accounts. An account id begins with a letter or digit.
+#: The field for all of a user's accounts. An account id begins with a letter or digit.
 EVERY_ACCOUNT = "*"
 #: The field of the version.
 VERSION = "*version"
@@ -17,7 +16,8 @@ SERVER = "*server"
 
 
 class SwitchState(StrEnum):
-    """What is taken: all, only orders that make a position smaller, or none. Cancels always pass."""
+    """Which orders are accepted: all, only those that make a position smaller, or none. Cancels always
+    are."""
 
     OPEN = "open"
     REDUCING = "reducing"
@@ -28,29 +28,25 @@ _STRICTNESS = (SwitchState.OPEN, SwitchState.REDUCING, SwitchState.HALTED)
 
 
 def strictest(*states: SwitchState) -> SwitchState:
-    """The one that counts where several hold; open where none does."""
+    """The strictest of the states; open if there is none."""
     return max(states, key=_STRICTNESS.index, default=SwitchState.OPEN)
 
 
 class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that switches one user."""
 
-    #: Of the newest change that is in it; 0 if nobody ever switched.
+    #: Version of the newest change in it; 0 if nobody ever switched.
     version: int = 0
     #: For all accounts.
     every: SwitchState = SwitchState.OPEN
     #: Accounts that have a state of their own which is not open.
     accounts: Mapping[str, SwitchState] = {}
-    #: Run id of the Valkey to which it was told; empty: not told, as by earlier releases. Another server (one
-    #: that was promoted or restarted) may hold an older copy than the last one, and has to be told anew.
+    #: Run id of the Valkey server to which it was told; '' if none. Another server, promoted or restarted,
+    #: may hold an older copy and has to be told anew.
     server: str = ""
 
-    def holds_at(self, server: str) -> bool:
-        """Whether it is more than a copy at the server with this run id."""
-        return self.server in ("", server)
-
     def of(self, account_id: str) -> SwitchState:
-        """What counts for one account."""
+        """The state of one account."""
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
     def words(self) -> list[str | int]:
@@ -63,25 +59,26 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-#: Nobody ever switched.
+#: The switch of a user whom nobody ever switched.
 OPEN = UserSwitch()
-#: What a missing switch means.
+#: The meaning of a missing switch.
 HALTED = UserSwitch(every=SwitchState.HALTED)
 
 
-def switch_of(words: Sequence[bytes]) -> UserSwitch:
-    """The switch that Valkey holds, from HGETALL; what is missing, or makes no sense, is halted."""
-    return _switch_of(tuple(words))
+def switch_of(words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
+    """The switch that HGETALL returned at the server with this run id, and whether it is stale.
 
-
-@lru_cache(maxsize=8)  # read twice an order, and seldom another one
-def _switch_of(words: tuple[bytes, ...]) -> UserSwitch:
+    What is missing or makes no sense is halted. A stale switch was told to another server: it may be an older
+    copy of the last one, so it is halted, too, until this server is told.
+    """
     fields = {name.decode(): value for name, value in zip(words[::2], words[1::2], strict=True)}
     version, every = fields.pop(VERSION, b""), _state(fields.pop(EVERY_ACCOUNT, b""))
-    server = fields.pop(SERVER, b"").decode("utf-8", "replace")
+    told_to = fields.pop(SERVER, b"").decode("utf-8", "replace")
+    if told_to not in ("", server):
+        return HALTED, True
     accounts = {account_id: _state(value) for account_id, value in fields.items()}
     known = int(version) if version.isdigit() else 0
-    return UserSwitch(version=known, every=every, accounts=accounts, server=server)
+    return UserSwitch(version=known, every=every, accounts=accounts, server=told_to), False
 
 
 _STATES = {state.value.encode(): state for state in SwitchState}

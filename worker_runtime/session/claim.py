@@ -1,21 +1,22 @@
-"""From the pool to a user: what the messages of a worker's inbox do.
+"""The inbox of a session: how a worker from the pool comes to its user, and how a fresh session takes over.
 
-A claim is believed because the orchestrator signed it, and acted on because `settle_claim.lua` says that
-nobody has released it. The same claim twice is answered twice and carried out once.
+A claim counts because the orchestrator signed it, and is carried out because `settle_claim.lua` says that
+nobody has released it. A repeated claim gets the same answer and is carried out once.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from worker_runtime.process.clock import wall_ms
+from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
-from worker_runtime.process.replacement import WorkerExit
+from worker_runtime.process.replacement import WorkerExit, replacement_reason
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.process.valkey import Valkey, ValkeyFailed, ValkeyUnreachable
 from worker_runtime.protocol import keys
@@ -29,24 +30,25 @@ from worker_runtime.protocol.messages import (
     InboxMessage,
     ReleaseClaim,
     SealedAccount,
+    WorkerEventKind,
     decode,
 )
 from worker_runtime.protocol.scripts import SETTLE_CLAIM
 from worker_runtime.protocol.sealing import verify
 from worker_runtime.session.request_loop import RequestLoop
 from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener
+from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
 
 #: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than the
-#: orchestrator's longest backoff between attempts; every state has a deadline.
+#: orchestrator's longest backoff between attempts.
 CONNECT_WAIT = 120.0
-#: Seconds; no single connect may hold the session for longer, whatever a message asks for.
+#: Seconds; no connect holds the session for longer, whatever a message asks for.
 _LONGEST_CONNECT = 30.0
 _SETTLE_ATTEMPTS = 3
 
 
-class ClaimHandler:
-    """The claim phase of one session."""
+class InboxHandler(ABC):
+    """What claiming and resuming share: reading the inbox, renewing the mark, answering a claim."""
 
     def __init__(
         self,
@@ -69,17 +71,15 @@ class ClaimHandler:
         self._open_request_loop = open_request_loop
         self._log = log
         self._orchestrator_key = Ed25519PublicKey.from_public_bytes(config.orchestrator_key)
-        self._claim: Claim | None = None
+        self._retry = Backoff(0.05, 1.0)
         self._claimed_at_ms = 0
-        self._last_reply: ClaimReply | None = None
-        self._give_up_at = 0.0
-        #: There from the moment the claim is confirmed.
+        #: There from the moment that the claim is confirmed.
         self.request_loop: RequestLoop | None = None
-        #: Every account is connected: requests may be taken.
+        #: Whether the request loop may run.
         self.active = False
 
     def handle(self, data: bytes) -> None:
-        """Acts on one inbox message; forged, garbled and misdirected ones are logged and dropped.
+        """Acts on one inbox message; logs and drops forged, garbled and misdirected ones.
 
         Raises `WorkerExit` when this worker is not wanted or must not go on.
         """
@@ -90,101 +90,137 @@ class ClaimHandler:
             return
         if message.worker_id != self._config.worker_id:
             self._log.warning("inbox_dropped", code="NOT_FOR_THIS_WORKER")
-            return
-        if isinstance(message, Claim):
+        elif isinstance(message, Claim):
             self._on_claim(message)
         elif isinstance(message, Connect):
             self._on_connect(message)
         else:
             self._on_release(message)
 
+    @abstractmethod
     def run_due(self) -> None:
-        """Ends a worker that was claimed, failed to connect and has been forgotten."""
-        if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
-            raise WorkerExit(ExitCode.CLAIM_REFUSED, "claimed, not connected, and told nothing more")
+        """Does what is due. Raises `WorkerExit`."""
 
+    @abstractmethod
     def left(self) -> float:
         """Seconds until `run_due` may have something to do."""
+
+    @abstractmethod
+    def _on_claim(self, claim: Claim) -> None: ...
+
+    @abstractmethod
+    def _on_connect(self, message: Connect) -> None: ...
+
+    def _on_release(self, message: ReleaseClaim) -> None:
+        if self._shared_state.assigned and message.claim_id != self._shared_state.claim_id:
+            self._log.warning("release_dropped", claim_id=message.claim_id)
+            return
+        raise WorkerExit(ExitCode.OK, f"released: {message.reason}")
+
+    def _renew_mark(self) -> str:
+        """Renews the mark and, with it, the session's lease. Returns the outcome, '' if Valkey did not
+        answer.
+
+        Tries again over a new connection, because without a lease a claim fails.
+        """
+        try:
+            try:
+                outcome, lease_end = self._mark.renew(self._client)
+            except ValkeyUnreachable:
+                outcome, lease_end = self._mark.renew(self._client)
+        except ValkeyFailed as error:
+            self._log.warning("mark_failed", code=error.code, reason=error.detail)
+            return ""
+        if outcome == "ok":
+            self._shared_state.lease_session = lease_end
+        return outcome
+
+    def _reply(
+        self, claim_id: str, epoch: int, attempt: int, failure: BerthError | None = None
+    ) -> ClaimReply:
+        reply = ClaimReply(
+            claim_id=claim_id,
+            worker_id=self._config.worker_id,
+            epoch=epoch,
+            attempt=attempt,
+            failure=Failure.of(failure) if failure else None,
+            claimed_at_ms=self._claimed_at_ms,
+            connected_at_ms=0 if failure else wall_ms(),
+        )
+        self._send_buffer.send_claim_reply(reply)
+        return reply
+
+
+class ClaimHandler(InboxHandler):
+    """Takes a worker from the pool to its user."""
+
+    _claim: Claim | None = None
+    _last_reply: ClaimReply | None = None
+    _give_up_at = 0.0
+
+    def run_due(self) -> None:
+        """Ends a worker that was claimed, failed to connect and heard nothing more."""
+        if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
+            raise WorkerExit(ExitCode.CLAIM_REFUSED, "claimed, not connected, and no further message came")
+
+    def left(self) -> float:
         return max(0.0, self._give_up_at - time.monotonic()) if self._claim and not self.active else math.inf
 
     def _on_claim(self, claim: Claim) -> None:
         if self._claim is not None:
             if claim.claim_id != self._claim.claim_id:
-                self._log.warning("claim_refused", claim_id=claim.claim_id, reason="already claimed")
-                self._reply(claim, attempt=claim.attempt, failure=ClaimRefused())
+                self._refuse(claim, ClaimRefused(), "already claimed")
             elif self._last_reply is not None:
-                self._send(self._last_reply)
+                self._send_buffer.send_claim_reply(self._last_reply)
             return
-        self._shared_state.claiming = 1
-        self._shared_state.state = WorkerActivity.Claimed
-        state = self._settle(claim)
-        if state != "confirmed":
-            self._log.warning("claim_refused", claim_id=claim.claim_id, reason=state)
-            self._reply(claim, attempt=claim.attempt, failure=ClaimRefused(f"the claim is {state}"))
-            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {state}")
+        state = self._shared_state
+        state.claiming = 1
+        state.state = WorkerActivity.Claimed
+        settled = self._settle(claim)
+        if settled != "confirmed":
+            self._refuse(claim, ClaimRefused(f"the claim is {settled}"), settled)
+            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
         self._claim = claim
-        self._claimed_at_ms = wall_ms()
-        self._shared_state.last_activity_ms = self._claimed_at_ms
-        self._shared_state.assign(claim.user_id, claim.claim_id, claim.epoch)
+        self._claimed_at_ms = state.last_activity_ms = wall_ms()
+        state.assign(claim.user_id, claim.claim_id, claim.epoch)
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
-        self._shared_state.state = WorkerActivity.Connecting
-        self._own(claim)
+        state.state = WorkerActivity.Connecting
+        # Without an answer the supervisor goes on trying, and no login is made while there is no lease.
+        outcome = self._renew_mark()
+        if outcome not in ("ok", ""):
+            failure = Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
+            self._answer(claim, claim.attempt, failure)
+            raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
         self.request_loop = self._open_request_loop()
         self.request_loop.load_open_orders(claim.open_orders)
-        self._connect(claim.accounts, claim.attempt, claim.connect_timeout)
+        self._connect(claim, self.request_loop, claim.attempt, claim.connect_timeout)
 
     def _on_connect(self, message: Connect) -> None:
         claim = self._claim
-        if claim is None or message.claim_id != claim.claim_id:
+        if claim is None or message.claim_id != claim.claim_id or self.request_loop is None:
             self._log.warning("connect_dropped", claim_id=message.claim_id)
         elif self.active and self._last_reply is not None:
-            self._send(self._last_reply)
+            self._send_buffer.send_claim_reply(self._last_reply)
         else:
-            self._connect(claim.accounts, message.attempt, message.connect_timeout)
-
-    def _on_release(self, message: ReleaseClaim) -> None:
-        if self._claim is not None and message.claim_id != self._claim.claim_id:
-            self._log.warning("release_dropped", claim_id=message.claim_id)
-            return
-        raise WorkerExit(ExitCode.OK, f"released: {message.reason}")
+            self._connect(claim, self.request_loop, message.attempt, message.connect_timeout)
 
     def _settle(self, claim: Claim) -> str:
-        """Confirms the claim; a repeat after a lost reply gives the same answer."""
+        """Confirms the claim. A repeat after a lost reply gives the same answer."""
         key = keys.pool_worker(self._config.pool, self._config.worker_id)
         for _ in range(_SETTLE_ATTEMPTS):
             try:
                 state: bytes = self._client.run(SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"])
             except ValkeyFailed as error:
-                self._log.warning("settle_failed", code=error.code, reason=error.detail)
+                self._log.warning("claim_not_settled", code=error.code, reason=error.detail)
             else:
                 return state.decode()
         return "unreachable"
 
-    def _own(self, claim: Claim) -> None:
-        """Takes the first lease; without one nothing may be connected."""
-        try:
-            outcome, lease_end = self._renewed()
-        except ValkeyFailed as error:
-            # The supervisor goes on trying; the login refuses by itself while there is no lease.
-            self._log.warning("mark_failed", code=error.code, reason=error.detail)
-            return
-        if outcome == "ok":
-            self._shared_state.lease_session = lease_end
-            return
-        failure = Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
-        self._reply(claim, attempt=claim.attempt, failure=failure)
-        raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
-
-    def _connect(self, sealed: list[SealedAccount], attempt: int, timeout: float) -> None:
-        claim, request_loop = self._claim, self.request_loop
-        if claim is None or request_loop is None:
-            return
+    def _connect(self, claim: Claim, request_loop: RequestLoop, attempt: int, timeout: float) -> None:
         self._shared_state.state = WorkerActivity.Connecting
         failure: BerthError | None = None
         try:
-            if not sealed:
-                raise UnknownAccount("the user has no broker account")
-            accounts = self._opener.open(sealed, claim_id=claim.claim_id)
+            accounts = self._open_accounts(claim.accounts, claim.claim_id)
             request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
         except BerthError as error:
             failure = error
@@ -193,44 +229,88 @@ class ClaimHandler:
             self._shared_state.connected = 1
             self._shared_state.state = WorkerActivity.Active
             request_loop.health.update(request_loop.broker_sessions.account_sessions(), f"attempt {attempt}")
-            self._show()
+            self._renew_mark()  # so that the mark shows the new state before the reply is read
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
             request_loop.broker_sessions.close_all()
             self._give_up_at = time.monotonic() + CONNECT_WAIT
-        self._reply(claim, attempt=attempt, failure=failure)
+        self._answer(claim, attempt, failure)
 
-    def _show(self) -> None:
-        """Puts the new state up at once, so that it stands there when the reply is read."""
-        try:
-            outcome, lease_end = self._renewed()
-        except ValkeyFailed as error:
-            self._log.warning("mark_failed", code=error.code, reason=error.detail)
+    def _open_accounts(self, sealed: list[SealedAccount], claim_id: str) -> list[OpenedAccount]:
+        if not sealed:
+            raise UnknownAccount("the user has no broker account")
+        return self._opener.open(sealed, claim_id=claim_id)
+
+    def _answer(self, claim: Claim, attempt: int, failure: BerthError | None) -> None:
+        self._last_reply = self._reply(claim.claim_id, claim.epoch, attempt, failure)
+
+    def _refuse(self, claim: Claim, failure: ClaimRefused, reason: str) -> None:
+        self._log.warning("claim_refused", claim_id=claim.claim_id, reason=reason)
+        self._reply(claim.claim_id, claim.epoch, claim.attempt, failure)
+
+
+class ResumeHandler(InboxHandler):
+    """Brings a fresh session into the place of one that died, for the same user.
+
+    The assignment is in the shared state; the credentials were lost with the predecessor's key. So the fresh
+    session renews the lease, sends an event and waits: it takes control messages, but no requests. The
+    orchestrator seals the credentials to the new key and sends `ReloadCredentials`.
+    """
+
+    #: Seconds after which the event is repeated: a flushed server or an orchestrator that was away may have
+    #: lost it. There is no deadline, because whoever owns the worker may end it.
+    repeat_event = 120.0
+    _next_event_at = 0.0
+
+    def run_due(self) -> None:
+        """Renews the mark, then announces the new key until the credentials are here. Raises `WorkerExit`."""
+        if self.request_loop is None:
+            self._shared_state.state = WorkerActivity.Reconnecting
+            self.request_loop = self._open_request_loop()
+        if not self.active and self._retry.due():
+            self._take_lease()
+        if self.active and self._needs_credentials() and time.monotonic() >= self._next_event_at:
+            self._next_event_at = time.monotonic() + self.repeat_event
+            reason = replacement_reason(self._shared_state)
+            self._send_buffer.add_worker_event(WorkerEventKind.SESSION_REPLACED, reason)
+            self._send_buffer.flush_if_due()
+
+    def left(self) -> float:
+        if not self.active:
+            return self._retry.left()
+        wait = max(0.0, self._next_event_at - time.monotonic())
+        return wait if self._needs_credentials() else math.inf
+
+    def _on_claim(self, claim: Claim) -> None:
+        self._refuse(claim, claim.epoch)
+
+    def _on_connect(self, message: Connect) -> None:
+        if message.claim_id == self._shared_state.claim_id:
+            self._refuse(message, self._shared_state.epoch)
         else:
-            if outcome == "ok":
-                self._shared_state.lease_session = lease_end
+            self._log.warning("connect_dropped", claim_id=message.claim_id)
 
-    def _renewed(self) -> tuple[str, int]:
-        """Once more over a new connection if there was no answer: without a lease a claim fails."""
-        try:
-            return self._mark.renew(self._client)
-        except ValkeyUnreachable:
-            return self._mark.renew(self._client)
+    def _refuse(self, message: Claim | Connect, epoch: int) -> None:
+        ours = message.claim_id == self._shared_state.claim_id
+        failure = WorkerUnavailable("the session was replaced") if ours else ClaimRefused()
+        self._log.warning("claim_refused", claim_id=message.claim_id, reason=failure.detail)
+        self._reply(message.claim_id, epoch, message.attempt, failure)
 
-    def _reply(self, claim: Claim, *, attempt: int, failure: BerthError | None = None) -> None:
-        reply = ClaimReply(
-            claim_id=claim.claim_id,
-            worker_id=self._config.worker_id,
-            epoch=claim.epoch,
-            attempt=attempt,
-            failure=Failure.of(failure) if failure else None,
-            claimed_at_ms=self._claimed_at_ms,
-            connected_at_ms=0 if failure else wall_ms(),
+    def _needs_credentials(self) -> bool:
+        return self.request_loop is not None and not self.request_loop.broker_sessions.loaded
+
+    def _take_lease(self) -> None:
+        outcome = self._renew_mark()
+        if outcome == "fenced":
+            self._shared_state.fenced = 1
+            self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "by a fresh session")
+            raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
+        if outcome != "ok":  # no answer, or no owner key, of which the supervisor has sent an event
+            self._retry.failed()
+            return
+        self.active = True
+        self._log.info(
+            "resumed",
+            session=self._shared_state.session_number,
+            because=replacement_reason(self._shared_state),
         )
-        if self._claim is not None and claim.claim_id == self._claim.claim_id:
-            self._last_reply = reply
-        self._send(reply)
-
-    def _send(self, reply: ClaimReply) -> None:
-        self._send_buffer.add_claim_reply(reply)
-        self._send_buffer.flush()

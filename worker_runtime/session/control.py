@@ -93,7 +93,7 @@ class ControlHandler:
             failure = Failure.of(error)
         self._shared_state.state = self._broker_sessions.state()
         self._log.info("credentials_reloaded", accounts=len(changed), code=failure.code if failure else "")
-        self._send_buffer.add_claim_reply(
+        self._send_buffer.send_claim_reply(
             ClaimReply(
                 claim_id=message.reload_id,
                 worker_id=self._worker_id,
@@ -103,5 +103,4 @@ class ControlHandler:
                 connected_at_ms=0 if failure else wall_ms(),
             )
         )
-        self._send_buffer.flush()
         self._recovery.raise_if_hopeless()  # after the answer: it may be this worker's last word

@@ -109,17 +109,15 @@ class RequestQueueReader:
             ],
         )
         self._answered = True
-        held = switch_of(switch[0]) if switch else HALTED
-        # A pop that is repeated after its reply was lost may bring a request from an stale server.
-        stale = not held.holds_at(server)
-        if stale:
+        current, stale = switch_of(switch[0], server) if switch else (HALTED, False)
+        if stale:  # of a pop that was repeated at another server after its reply was lost
             self._current_server = ""
         return QueueItem(
             kind.decode(),
             raw,
             asked + remaining_ms * NS_PER_MS,
             generation.decode(),
-            HALTED if stale else held,
+            current,
             stale,
             self._since_ns if server == self._current_server else asked,
         )

@@ -12,6 +12,7 @@ import hiredis
 
 from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.log import Log
+from worker_runtime.process.mark import new_worker_event
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import (
     Argument,
@@ -25,7 +26,7 @@ from worker_runtime.process.valkey import (
 )
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.messages import Answer, ClaimReply, Event, WorkerEvent, WorkerEventKind, encode
+from worker_runtime.protocol.messages import Answer, ClaimReply, Event, WorkerEventKind, encode
 from worker_runtime.protocol.scripts import ANSWER
 from worker_runtime.protocol.switches import HALTED, switch_of
 
@@ -75,20 +76,11 @@ class SendBuffer:
 
     def add_worker_event(self, kind: WorkerEventKind, detail: str = "") -> None:
         """A change in this worker's life, once it belongs to a user."""
-        if not self._shared_state.assigned:
-            return
-        self._log.info("worker_changed", kind=kind.value, detail=detail)
-        self.add_event(
-            WorkerEvent(
-                worker_id=self._config.worker_id,
-                user_id=self._shared_state.user_id,
-                epoch=self._shared_state.epoch,
-                sequence=self._shared_state.next_session_event(),
-                kind=kind,
-                at_ms=wall_ms(),
-                detail=detail,
-            )
-        )
+        state = self._shared_state
+        if state.assigned:
+            self._log.info("worker_changed", kind=kind.value, detail=detail)
+            sequence = state.next_session_event()
+            self.add_event(new_worker_event(self._config, state, sequence, kind, detail))
 
     def add_answer(self, item: bytes, answer: Answer, channel: str) -> None:
         """The answer to a popped item, which ends its processing."""
@@ -107,10 +99,11 @@ class SendBuffer:
         self.more_to_pop = True
         self._put("LREM", keys.processing(self._shared_state.user_id), 1, item)
 
-    def add_claim_reply(self, reply: ClaimReply) -> None:
+    def send_claim_reply(self, reply: ClaimReply) -> None:
         key = keys.pool_reply(self._config.pool, reply.claim_id)
         self._put("RPUSH", key, encode(reply))
         self._put("EXPIRE", key, keys.CLAIM_TTL)
+        self.flush()
 
     def flush(self, *, attempts: int = 2) -> bool:
         """Sends all that waits; true if nothing is left. A broken connection is replaced once, unless
@@ -153,9 +146,7 @@ class SendBuffer:
             elif command[0] == "SET":  # answered with what stood there before; our own after a lost reply
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
-                switch = switch_of(reply)
-                self.switch_is_stale = not switch.holds_at(self._client.server())
-                self.switch = HALTED if self.switch_is_stale else switch
+                self.switch, self.switch_is_stale = switch_of(reply, self._client.server())
             self._waiting.popleft()
 
     def _keep(self, error: ValkeyFailed) -> None:

@@ -25,9 +25,8 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.protocol.sealing import new_worker_key
-from worker_runtime.session.claim import ClaimHandler
+from worker_runtime.session.claim import ClaimHandler, InboxHandler, ResumeHandler
 from worker_runtime.session.request_loop import RequestLoop
-from worker_runtime.session.resume import ResumeHandler
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.account_session import CredentialOpener
 
@@ -63,8 +62,16 @@ class Session:
         key = new_worker_key()
         shared_state.publish_key(key.public_key().public_bytes_raw())
         self._opener = CredentialOpener(key, shared_state, config.worker_id)
-        self._entry: ClaimHandler | ResumeHandler = (
-            self._new_resume_handler() if shared_state.assigned else self._new_claim_handler()
+        new_handler = ResumeHandler if shared_state.assigned else ClaimHandler
+        self._inbox_handler: InboxHandler = new_handler(
+            config,
+            shared_state,
+            client=self._client,
+            mark=self._mark,
+            send_buffer=self._send_buffer,
+            opener=self._opener,
+            open_request_loop=self._open_request_loop,
+            log=log,
         )
         self._announcing = Backoff(0.05, 2.0)
         self._inbox = self._new_doorbell(keys.pool_inbox(config.pool, config.worker_id))
@@ -88,9 +95,9 @@ class Session:
         if not self._announced:
             self._announce()
         self._inbox.run_due()
-        self._entry.run_due()
-        request_loop = self._entry.request_loop
-        if request_loop is None or not self._entry.active:
+        self._inbox_handler.run_due()
+        request_loop = self._inbox_handler.request_loop
+        if request_loop is None or not self._inbox_handler.active:
             self._send_buffer.flush_if_due()
             return
         if self._doorbell is None:
@@ -100,21 +107,21 @@ class Session:
             request_loop.queue_changed()  # a ring may have been lost with the connection
 
     def _wait(self) -> None:
-        waits = [1.0, self._inbox.left(), self._entry.left()]
+        waits = [1.0, self._inbox.left(), self._inbox_handler.left()]
         if not self._announced:
             waits.append(self._announcing.left())
-        if self._doorbell is not None and self._entry.request_loop is not None:
+        if self._doorbell is not None and self._inbox_handler.request_loop is not None:
             waits.append(self._doorbell.left())
-            waits.append(self._entry.request_loop.left())
+            waits.append(self._inbox_handler.request_loop.left())
         if self._stopping:
             return
         for selected, _ in self._selector.select(min(waits)):
             if selected.data is self._inbox:
                 for message in self._inbox.read_rings():
-                    self._entry.handle(message)
+                    self._inbox_handler.handle(message)
             elif selected.data is not None and selected.data is self._doorbell:
-                if self._doorbell.read_rings() and self._entry.request_loop is not None:
-                    self._entry.request_loop.queue_changed()
+                if self._doorbell.read_rings() and self._inbox_handler.request_loop is not None:
+                    self._inbox_handler.request_loop.queue_changed()
             else:
                 self._wake.clear()
 
@@ -132,29 +139,6 @@ class Session:
         self._load_brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
         took = time.time_ns() // 1_000_000 - self._shared_state.launched_at_ms
         self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
-
-    def _new_claim_handler(self) -> ClaimHandler:
-        return ClaimHandler(
-            self._config,
-            self._shared_state,
-            client=self._client,
-            mark=self._mark,
-            send_buffer=self._send_buffer,
-            opener=self._opener,
-            open_request_loop=self._open_request_loop,
-            log=self._log,
-        )
-
-    def _new_resume_handler(self) -> ResumeHandler:
-        return ResumeHandler(
-            self._config,
-            self._shared_state,
-            client=self._client,
-            mark=self._mark,
-            send_buffer=self._send_buffer,
-            open_request_loop=self._open_request_loop,
-            log=self._log,
-        )
 
     def _open_request_loop(self) -> RequestLoop:
         return RequestLoop(
@@ -193,8 +177,8 @@ class Session:
         replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on: nothing has closed
         if not replaced:
             self._shared_state.state = WorkerActivity.Draining
-        if self._entry.request_loop is not None:
-            self._entry.request_loop.close()
+        if self._inbox_handler.request_loop is not None:
+            self._inbox_handler.request_loop.close()
         if not replaced:
             self._send_buffer.add_worker_event(WorkerEventKind.CLOSED, end.reason)
         until = time.monotonic() + _LAST_WORDS

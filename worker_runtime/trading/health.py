@@ -7,35 +7,11 @@ was stands in the detail.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from enum import IntEnum
 
-from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.shared_state import ERROR_CODES, NO_ERROR, HealthCondition, SharedState
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.trading.account_session import AccountSession
-
-
-class HealthCondition(IntEnum):
-    """Of all accounts together."""
-
-    NEW = 0  # not yet connected, or a fresh session without credentials
-    WELL = 1
-    RECONNECTING = 2
-    DEGRADED = 3
-
-
-#: Codes by their number in the shared state; the first stands for all others.
-_ERROR_CODES = (
-    errors.BrokerError.code,
-    errors.BrokerUnreachable.code,
-    errors.LoginLimited.code,
-    errors.LoginRejected.code,
-    errors.LeaseLost.code,
-    errors.SessionDown.code,
-    errors.BrokerMaintenance.code,
-    errors.RateLimited.code,
-)
-_NO_ERROR = -1
 
 
 class HealthMonitor:
@@ -104,16 +80,6 @@ class HealthMonitor:
 
     def _show(self, condition: HealthCondition, code: str = "") -> None:
         self._shared_state.trouble = (
-            _NO_ERROR if not code else _ERROR_CODES.index(code) if code in _ERROR_CODES else 0
+            NO_ERROR if not code else ERROR_CODES.index(code) if code in ERROR_CODES else 0
         )
         self._shared_state.condition = condition
-
-
-def health_text(shared_state: SharedState) -> str:
-    """For the metadata: `well`, `connecting`, `reconnecting` or `degraded: CODE`."""
-    condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
-    if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(_ERROR_CODES):
-        return f"degraded: {_ERROR_CODES[trouble]}"
-    if condition is HealthCondition.NEW:
-        return "waiting for credentials" if shared_state.connected else "connecting"
-    return condition.name.lower()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.worker.stage import WorkerStage
 from worker_runtime.process.clock import SECOND
-from worker_runtime.process.job_doorbell import JobDoorbell
+from worker_runtime.process.doorbell import JobDoorbell
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey

@@ -22,8 +22,8 @@ from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.sealing import new_worker_key
+from worker_runtime.session.claim import ResumeHandler
 from worker_runtime.session.request_loop import RequestLoop
-from worker_runtime.session.resume import TELL_AGAIN, ResumeHandler
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
 
@@ -40,7 +40,7 @@ def factory() -> BrokerFactory:
 class Fresh:
     """A fresh session's parts, in a shared state that a predecessor left."""
 
-    def __init__(self, stage: WorkerStage, tell_again: float = TELL_AGAIN) -> None:
+    def __init__(self, stage: WorkerStage, repeat_event: float = ResumeHandler.repeat_event) -> None:
         config = stage.config(worker_id="w-fresh")
         log = Log("ERROR")
         self.shared_state = SharedState()
@@ -51,12 +51,13 @@ class Fresh:
         self.shared_state.publish_key(key.public_key().public_bytes_raw())
         self.client = Valkey(stage.url, timeout=PATIENCE)
         send_buffer = SendBuffer(self.client, config, self.shared_state, log)
+        opener = CredentialOpener(key, self.shared_state, config.worker_id)
         self.request_loop = RequestLoop(
             config,
             self.shared_state,
             client=self.client,
             send_buffer=send_buffer,
-            opener=CredentialOpener(key, self.shared_state, config.worker_id),
+            opener=opener,
             load_factory=factory,
             stopping=lambda: False,
             wake=lambda: None,
@@ -69,9 +70,10 @@ class Fresh:
             mark=WorkerMark(config, self.shared_state),
             send_buffer=send_buffer,
             open_request_loop=lambda: self.request_loop,
+            opener=opener,
             log=log,
-            tell_again=tell_again,
         )
+        self.resuming.repeat_event = repeat_event
 
 
 @pytest.fixture
@@ -99,14 +101,14 @@ def test_it_takes_the_lease_shows_its_key_and_tells_once(
     assert bytes.fromhex(stage.metadata()["public_key"]) == fresh.shared_state.public_key()
     assert stage.metadata()["state"] == WorkerActivity.Reconnecting.name
     assert stage.kinds() == ["session_replaced"]
-    assert 0 < fresh.resuming.left() <= TELL_AGAIN
+    assert 0 < fresh.resuming.left() <= ResumeHandler.repeat_event
 
 
 def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
     stage: WorkerStage, make: Callable[..., Fresh]
 ) -> None:
     stage.own("w-fresh", 1)
-    fresh = make(tell_again=0.0)
+    fresh = make(repeat_event=0.0)
     fresh.resuming.run_due()
     fresh.resuming.run_due()
     assert stage.kinds() == ["session_replaced"] * 2

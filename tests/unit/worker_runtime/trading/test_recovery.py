@@ -10,7 +10,7 @@ from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.shared_state import SharedState, health_text
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerError,
@@ -24,7 +24,7 @@ from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Credentials, Failure, WorkerEventKind
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
-from worker_runtime.trading.health import HealthMonitor, health_text
+from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
 from worker_runtime.trading.session_recovery import SessionRecovery
 
