@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     #: Jobs of one user that may wait at a time.
     jobs_waiting: int = Field(default=100, ge=1)
 
-    # Fleet of job runners (docs/jobs.md)
+    # Fleet of job runners (docs/how-to/run-jobs.md)
     #: The runner's name, which lasts across restarts; empty: `berth up` starts none.
     jobs_runner: str = "fleet"
     #: Queues it serves; `*` means all.
@@ -104,7 +104,7 @@ class Settings(BaseSettings):
     mail_username: str = ""
     mail_password_file: str = ""
 
-    # Daily statements (docs/jobs.md)
+    # Daily statements (docs/how-to/run-jobs.md)
     #: `auto`: sent where a mail server or keys for webhooks are set; `on`: both ways, whatever this process
     #: knows of them; `off`: none.
     statements: Literal["auto", "on", "off"] = "auto"
@@ -188,7 +188,8 @@ class Settings(BaseSettings):
     worker_valkey_url: str = ""
     pool: str = "default"
     #: The pool's policy at its first start, and whenever one of these changes; between, operators set it
-    #: (docs/pool.md). Free workers to keep; the least and the most ever wanted (0: without a limit).
+    #: (docs/how-to/size-the-pool.md). Free workers to keep; the least and the most ever wanted (0: without
+    #: a limit).
     pool_target: int = Field(default=4, ge=0)
     pool_minimum: int = Field(default=0, ge=0)
     pool_maximum: int = Field(default=0, ge=0)
@@ -208,7 +209,7 @@ class Settings(BaseSettings):
     worker_version: str = "0.1.0"
     #: When the morning begins on weekdays in Taiwan, `HH:MM`; empty: never. Users with orders in the last so
     #: many trading days are connected over the window before the exchanges take orders: so many logins a
-    #: second at the most, and so many at the same time (docs/rollout.md).
+    #: second at the most, and so many at the same time (docs/how-to/roll-out.md).
     morning_at: str = Field(default="08:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d)?$")
     morning_days: int = Field(default=5, ge=1, le=30)
     morning_window: float = Field(default=1200.0, gt=0)
@@ -271,7 +272,7 @@ class LocalSettings(BaseSettings):
 
 
 class EcsSettings(BaseSettings):
-    """The ECS launcher, for `BERTH_LAUNCHER=ecs` (docs/operations.md says what has to be there)."""
+    """The ECS launcher, for `BERTH_LAUNCHER=ecs` (docs/how-to/ecs.md says what has to be there)."""
 
     model_config = SettingsConfigDict(env_prefix="BERTH_ECS_", extra="ignore", frozen=True)
 

@@ -33,7 +33,7 @@ from workflows.maintenance import messages as mm
 #: with their pauses (82 s), and as much again.
 CONNECT_LIMIT = 300.0
 #: Seconds beyond twice the idle timeout that a worker may be unused: its workflow looks at most 20 min late
-#: (docs/lifecycle.md).
+#: (docs/how-it-works/lifecycle.md).
 IDLE_MARGIN = 1800.0
 
 log = structlog.get_logger()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 maintenance_app = typer.Typer(
-    help="Look at what cleans up after failures (docs/maintenance.md).", no_args_is_help=True
+    help="Look at what cleans up after failures (docs/how-it-works/maintenance.md).", no_args_is_help=True
 )
 
 
@@ -74,7 +74,7 @@ def _counts(counts: object) -> str:
     return ", ".join(plain(f"{count} {name}") for name, count in shown) or "-"
 
 
-hosts_app = typer.Typer(help="Hosts of workers (docs/rollout.md).", no_args_is_help=True)
+hosts_app = typer.Typer(help="Hosts of workers (docs/how-to/roll-out.md).", no_args_is_help=True)
 
 
 @hosts_app.callback()

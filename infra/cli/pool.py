@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 rollout_app = typer.Typer(
-    help="Bring a pool to another version of the worker, and back (docs/rollout.md).", no_args_is_help=True
+    help="Bring a pool to another version of the worker, and back (docs/how-to/roll-out.md).",
+    no_args_is_help=True,
 )
 
 #: Seconds between two reads of `--watch`.

@@ -1,4 +1,4 @@
-"""`docs/dependencies.md` has a line for each direct dependency, and the lock holds each of them."""
+"""`docs/reference/dependencies.md` has a line for each direct dependency, and the lock holds each of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _direct() -> set[str]:
 
 
 def test_every_direct_dependency_is_explained_and_nothing_else_is() -> None:
-    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
     explained = re.findall(r"^\| `([^`]+)` \|", text, re.M)
     assert sorted(explained) == sorted(_direct())
 
 
 def test_every_explanation_says_why_and_instead_of_what() -> None:
-    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
     for line in re.findall(r"^\| `.+", text, re.M):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == 3, line

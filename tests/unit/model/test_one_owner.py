@@ -1,4 +1,4 @@
-"""The argument of docs/one-owner.md, explored exhaustively within small bounds.
+"""The argument of docs/how-it-works/one-owner.md, explored exhaustively within small bounds.
 
 Each safeguard is also taken away, and the model must then find the harm that it prevents: a model that
 cannot fail proves nothing.

@@ -1,4 +1,4 @@
-"""docs/lifecycle.md shows the states as they are in the code."""
+"""docs/how-it-works/lifecycle.md shows the states as they are in the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "lifecycle.md"
 
 
 def test_the_page_shows_what_the_code_says() -> None:
-    """If not: `python -m tests.unit.workflows.lifecycle_diagram docs/lifecycle.md`."""
+    """If not: `python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md`."""
     page = PAGE.read_text(encoding="utf-8")
     assert page == render_page(page)
 

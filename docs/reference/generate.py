@@ -1,0 +1,249 @@
+"""Writes the reference pages that the code itself knows best: settings, CLI, REST, errors and Valkey keys.
+
+`.venv/bin/python docs/reference/generate.py` writes them, or writes them into the folder that is its
+argument. A test compares both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import infra
+from api.app import create_app
+from api.http.problems import status_of
+from infra.cli.app import app as cli
+from infra.settings import Settings
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+#: Rooms and features whose errors the REST API answers with.
+PUBLIC = (
+    "api.", "infra.database.", "infra.jobs.", "infra.market.", "infra.temporal.",
+    "worker_runtime.protocol.errors", "workflows.",
+)  # fmt: skip
+NOTE = "<!-- written by docs/reference/generate.py; do not edit -->"
+
+
+def pages() -> dict[str, str]:
+    """File name → text of each page."""
+    return {
+        "settings.md": settings_page(),
+        "cli.md": cli_page(),
+        "rest.md": rest_page(),
+        "errors.md": errors_page(),
+        "keys.md": keys_page(),
+    }
+
+
+def settings_page() -> str:
+    """From `.env.example`: its headings, comments and defaults."""
+    lines = [
+        NOTE,
+        "# Settings",
+        "",
+        "Every setting is an environment variable. All are optional: `make run` needs none of them. The file",
+        "`.env.example` lists the same variables with their defaults; to use a copy of it as `.env`:",
+        "",
+        "```sh",
+        "set -a; . ./.env; set +a",
+        "```",
+        "",
+        "Durations are seconds. Lists and maps are JSON. In a container, a file",
+        "`/run/secrets/<name in small letters>` stands for a variable. Use it for addresses with a password.",
+    ]
+    comment: list[str] = []
+    table = False
+    for line in (ROOT / ".env.example").read_text(encoding="utf-8").split("\n"):
+        heading = re.match(r"# --- (.+?)(?: ---)?$", line)
+        if heading:
+            lines += ["", f"## {_inline(heading[1])}", ""]
+            comment, table = [], False
+        elif line.startswith("#"):
+            comment.append(line.removeprefix("#").strip())
+        elif line.startswith("BERTH_"):
+            name, _, default = line.partition("=")
+            if not table:
+                if lines[-1] != "":
+                    lines += [""]
+                lines += ["| variable | default | what it is |", "|---|---|---|"]
+                table = True
+            shown = f"`{default.strip(chr(39))}`" if default else "empty"
+            lines.append(f"| `{name}` | {shown} | {_inline(' '.join(comment)) or '″'} |")
+            comment = []
+        else:
+            comment = []
+    return "\n".join([*lines, ""])
+
+
+def cli_page() -> str:
+    """From the commands themselves."""
+    lines = [
+        NOTE,
+        "# Command line",
+        "",
+        "The program is `.venv/bin/berth`. After `PATH=$PWD/.venv/bin:$PATH` the word `berth` is enough.",
+        "Every command explains itself with `--help`.",
+        "",
+        "Commands that go through the REST API find the system that `make run` started in `.berth/`.",
+        "`--data FOLDER` names another folder; `--url` and `--key-file` (a file of mode 0600 with an",
+        "operator's API key) name another API. `--json` prints JSON instead of a table. The tables leave",
+        "these four out.",
+        "",
+        "Exit codes: 0 when it was done, 1 when it was refused or failed, 2 for a wrong call.",
+    ]
+    for words, command in _commands(typer.main.get_command(cli), ("berth",)):
+        lines += ["", f"## {' '.join(words)}", "", _prose(command.help or "")]
+        rows = [_option_row(parameter) for parameter in command.params if not _shared(parameter)]
+        if rows:
+            lines += ["", "| option | what it does |", "|---|---|", *rows]
+    return "\n".join([*lines, ""])
+
+
+def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield words, command
+        return
+    for name, one in below.items():
+        if not one.hidden:
+            yield from _commands(one, (*words, name))
+
+
+def _shared(parameter: Any) -> bool:
+    """Whether the page explains the option once, at its top."""
+    return bool({"--help", "--url", "--key-file", "--json", "--data"} & set(parameter.opts))
+
+
+def _option_row(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.metavar or (parameter.name or '').upper()}`"
+    else:
+        names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    return f"| {names} | {_inline(getattr(parameter, 'help', None) or '')} |"
+
+
+def rest_page() -> str:
+    """From the API's OpenAPI document, by the first part of each path's subject."""
+    document = create_app(Settings()).openapi()
+    groups: dict[str, list[str]] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            first = (operation.get("description") or "").split("\n\n")[0]
+            row = f"| `{method.upper()}` | `{path}` | {operation['summary']}. {_inline(first)} |"
+            groups.setdefault(operation["tags"][0], []).append(row)
+    lines = [
+        NOTE,
+        "# REST API",
+        "",
+        "Every route, in short. A running API shows the whole description, with fields and examples, at",
+        "`/v1/docs` (`make run`: <http://127.0.0.1:8000/v1/docs>), and its OpenAPI document at",
+        "`/v1/openapi.json`.",
+        "",
+        "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with a stable",
+        "[code](errors.md); `retryable` says whether the same call may succeed later.",
+    ]
+    for group in sorted(groups):
+        lines += ["", f"## {group}", "", "| method | path | what it does |", "|---|---|---|", *groups[group]]
+    return "\n".join([*lines, ""])
+
+
+def errors_page() -> str:
+    """From the error classes: code, status, and the sentence that a person reads."""
+    for module in pkgutil.walk_packages(infra.__path__, "infra."):
+        if not re.search(r"__main__|\.lab\b|migrations", module.name):
+            importlib.import_module(module.name)
+    public, inner = [], []
+    for code, error in sorted(_errors(BerthError).items()):
+        text = f"{_inline(error.title())} |"
+        if error.__module__.startswith(PUBLIC):
+            again = "yes" if error.retryable else "no"
+            public.append(f"| `{code}` | {status_of(error)} | {again} | {text}")
+        else:
+            inner.append(f"| `{code}` | {text}")
+    return "\n".join(
+        [
+            NOTE,
+            "# Errors",
+            "",
+            "A code is part of the contract: it is never renamed, whatever the sentence beside it says.",
+            "",
+            "## Of the REST API and of orders",
+            "",
+            "*Again*: whether the same call may succeed later without anyone changing anything.",
+            "",
+            "| code | status | again | meaning |",
+            "|---|---|---|---|",
+            *public,
+            "",
+            "## Of the servers and the command line",
+            "",
+            "They appear in logs, in the timeline of a worker and on standard error.",
+            "",
+            "| code | meaning |",
+            "|---|---|",
+            *inner,
+            "",
+        ]
+    )
+
+
+def _errors(cls: type[BerthError]) -> dict[str, type[BerthError]]:
+    found = {cls.code: cls}
+    for below in cls.__subclasses__():
+        if not below.__module__.startswith(("infra.lab", "tests")):
+            found = {**_errors(below), **found}
+    return found
+
+
+def keys_page() -> str:
+    """From the tables at the top of the two modules that build the keys."""
+    lines = [
+        NOTE,
+        "# Keys in Valkey",
+        "",
+        "Braces are part of the name: all keys of one user share a slot of a cluster, and so do those of one",
+        "pool. The column *lives* says how long a key stays without being written again.",
+    ]
+    for title, module in (("Orders, workers and pools", keys), ("Jobs", job_keys)):
+        path = Path(inspect.getfile(module)).relative_to(ROOT)
+        rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) \| (.+) \|$", inspect.getdoc(module) or "", re.M)
+        lines += ["", f"## {title}", "", f"Built by `{path}`, and by no other module.", ""]
+        lines += ["| key | type | lives | holds |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | {kind} | {lives} | {_inline(holds)} |" for key, kind, lives, holds in rows[1:]
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _inline(text: str) -> str:
+    """One line of Markdown that shows angle brackets and bars as they are."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    parts = line.split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _prose(text: str) -> str:
+    return "\n\n".join(_inline(part) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
