@@ -93,7 +93,7 @@ def cli_page() -> str:
         NOTE,
         "# Command line",
         "",
-        "The program is `.venv/bin/berth`. After `PATH=$PWD/.venv/bin:$PATH` the word `berth` is enough.",
+        "The program is `.venv/bin/berth`. In a shell of `make shell` the word `berth` is enough.",
         "Every command explains itself with `--help`.",
         "",
         "Commands that go through the REST API find the system that `make run` started in `.berth/`.",
