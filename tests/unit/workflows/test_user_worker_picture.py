@@ -10,7 +10,7 @@ from tests.unit.workflows.lifecycle_diagram import AT_DEADLINE, WHY, diagram, du
 from workflows.user_worker.messages import WorkerState
 from workflows.user_worker.state import ALLOWED
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "lifecycle.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-it-works" / "lifecycle.md"
 
 
 def test_the_page_shows_what_the_code_says() -> None:
