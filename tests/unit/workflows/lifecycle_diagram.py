@@ -1,7 +1,7 @@
 """The states of a user's worker as a picture and a table, made from the code.
 
-`python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md` puts both between the markers
-of that page.
+`python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md` puts both between the
+markers of that page.
 """
 
 from __future__ import annotations
