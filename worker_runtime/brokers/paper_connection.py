@@ -1,10 +1,8 @@
 """The paper adapter's connection: one socket, one reader thread, calls that wait for the reply to their id.
+id.
 
-A call reads by itself while it waits, and the reader sleeps meanwhile: handing the reply from one thread to
-the other costs an order 0.1 ms of CPU time.
-
-What is known after a failure is what counts, so there are three failures: nothing of the request left this
-process, the connection broke after something may have left, or no answer came in time.
+Three failures say what is known of a request: nothing of it left this process, the connection broke after
+something may have left, or no answer came in time.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class NoReply(Exception):
 
 
 class PaperConnection:
-    """A connected socket; `on_order` is called from its reader thread, or in a call."""
+    """A connected socket; `on_order` is called from its reader thread."""
 
     def __init__(self, link: socket.socket, on_order: OnOrderChanged, log: Log) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,17 +64,7 @@ class PaperConnection:
         self._waiting: dict[int, SimpleQueue[ExchangeReply | None]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         self.down_reason: str | None = None
-        #: All was read that will be, and the reader is about to close the socket.
-        self._over = False
-        #: Whoever holds it receives; the thread of the call that does, if it is one.
-        self._reading = threading.Lock()
-        self._calling: int | None = None
         self._buffer = bytearray()
-        #: What the reader waits for: nothing while a call reads.
-        self._wanted = select.epoll()
-        self._wanted.register(link, select.EPOLLIN)
-        self._readable = select.poll()
-        self._readable.register(link, select.POLLIN)
         self._reader = threading.Thread(target=self._read, name="paper-reader", daemon=True)
         self._reader.start()
 
@@ -101,7 +89,6 @@ class PaperConnection:
             raise
         finally:
             self._sending.release()
-        self._read_along(answer, deadline)
         try:
             reply = answer.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
@@ -115,8 +102,7 @@ class PaperConnection:
     def drop(self, reason: str) -> None:
         """Closes the socket and ends the reader; may be called twice, and from `on_order`."""
         self._go_down(reason)
-        # From `on_order` the reader, or the call in its place, cannot end before this returns.
-        if threading.get_ident() not in (self._reader.ident, self._calling):
+        if threading.get_ident() != self._reader.ident:  # which cannot end before this returns
             self._reader.join(_READER_WAIT)
 
     def _send(self, data: bytes, deadline: float) -> None:
@@ -140,63 +126,31 @@ class PaperConnection:
             # Half a line may be on its way; nothing can follow it on this connection.
             raise TimeoutError
 
-    # --- reading: in the reader thread, or in a call -----------------------------------------------------
-
     def _read(self) -> None:
-        going = True
-        while going:
-            self._wanted.poll()
-            with self._reading:
-                # A call's failure to read is final; what a drop left unread is still taken in.
-                going = not self._over and self._receive()
-                if not going:
-                    self._wanted.close()
-                    self._socket.close()
-
-    def _read_along(self, answer: SimpleQueue[ExchangeReply | None], deadline: float) -> None:
-        """Reads in the reader's place until the answer is there, unless another call does."""
-        if not self._reading.acquire(blocking=False):
-            return
-        try:
-            if self._over:
-                return
-            self._calling = threading.get_ident()
-            self._wanted.modify(self._socket, 0)
-            try:
-                while answer.empty():
-                    left = deadline - time.monotonic()
-                    if left <= 0 or not self._readable.poll(left * 1000) or not self._receive():
-                        break
-            finally:
-                self._wanted.modify(self._socket, select.EPOLLIN)
-        finally:
-            self._calling = None
-            self._reading.release()
+        while self._receive():
+            pass
+        self._socket.close()
 
     def _receive(self) -> bool:
-        """Takes in what has come; false at the end of the connection."""
+        """Waits for bytes and handles them; false at the end of the connection."""
         try:
-            data = self._socket.recv(65536, socket.MSG_DONTWAIT)
-            if data and self._take_in(data):
+            data = self._socket.recv(65536)
+            if data and self._feed(data):
                 return True
             reason = "the exchange sent a line without end" if data else "the exchange closed the connection"
-        except BlockingIOError:  # another thread was first
-            return True
         except OSError as error:
             reason = f"the connection was lost: {type(error).__name__}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = f"the exchange sent what cannot be read: {error}"
         except Exception as error:
-            # The boundary of what was received: whoever waits must hear of it, or it would wait for its whole
-            # timeout.
+            # The boundary of what was received: waiting calls must end now, not after their whole timeout.
             reason = "the reader failed"
             self._log.crash("paper.reader_failed", error)
-        self._over = True
         self._go_down(reason)
         return False
 
-    def _take_in(self, data: bytes) -> bool:
-        """Passes on the lines that are complete; false if one has no end."""
+    def _feed(self, data: bytes) -> bool:
+        """Passes on the complete lines; false if a line has no end."""
         self._buffer += data
         if b"\n" not in data:
             return len(self._buffer) <= _MAX_LINE
@@ -211,17 +165,18 @@ class PaperConnection:
             if waiting is not None:
                 waiting.put(message)
             elif message.order is not None:
-                # Who asked has given up: the late answer is told like any other change.
+                # The caller has given up: the late answer is passed on like any other change.
                 order = message.order
                 event_id = f"late-{order.broker_order_id}-{order.state.value}"
-                self._tell(OrderChanged(event_id=event_id, order=order))
+                self._report(OrderChanged(event_id=event_id, order=order))
         elif isinstance(message, OrderChanged):
-            self._tell(message)
+            self._report(message)
         elif isinstance(message, SessionEnded):
             self.down_reason = f"the exchange ended the session: {message.reason}"
 
-    def _tell(self, change: OrderChanged) -> None:
-        """Passes a change on once: a fill is known by its fill id, whatever event repeats it."""
+    def _report(self, change: OrderChanged) -> None:
+        """Passes a change on once. A repeated fill is recognised by its fill id, whatever event repeats
+        it."""
         key = f"fill {change.fill.fill_id}" if change.fill is not None else f"event {change.event_id}"
         if key in self._seen:
             return
@@ -237,7 +192,7 @@ class PaperConnection:
         if self.down_reason is None:
             self.down_reason = reason
         try:
-            # Wakes the reader, which takes in what had come before, and closes it.
+            # Wakes the reader, which handles what came before, and closes the socket.
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             self._log.debug("paper.already_disconnected")

@@ -109,22 +109,6 @@ class ScriptedExchange:
     def next_request(self) -> int:
         return msgspec.json.decode(self._lines.readline(), type=ExchangePing).id
 
-    def reading_call(self, heard: HeardRequests, seconds: float = LONG) -> tuple[int, Future[ExchangeReply]]:
-        """Begins a call that reads by itself; returns when it has been seen to.
-
-        One that began while the reader was at work leaves the reading to it: then the next.
-        """
-        end, pause = time.monotonic() + SOON, 0.0
-        while True:
-            number, future = self.call(seconds)
-            time.sleep(pause)
-            if heard.thread_of(self.send_event()) != READER:
-                return number, future
-            assert time.monotonic() < end, "no call reads"
-            self.send(ExchangeReply(id=number))
-            future.exception(SOON)
-            pause = min(0.05, 2 * pause + 0.001)
-
     def send(self, *messages: ServerMessage) -> None:
         """All in one piece."""
         self.peer.sendall(in_bytes(*messages))

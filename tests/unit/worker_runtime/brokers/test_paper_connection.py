@@ -4,7 +4,6 @@ between the two."""
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,38 +37,31 @@ def exchange(heard: HeardRequests) -> Iterator[ScriptedExchange]:
         yield made
 
 
-def test_a_call_brings_the_events_that_come_while_it_waits(
+def test_the_reader_brings_the_events_in_calls_and_between(
     exchange: ScriptedExchange, heard: HeardRequests
 ) -> None:
-    number, call = exchange.reading_call(heard)
-    for _ in range(50):
-        assert heard.thread_of(exchange.send_event()).startswith("caller")
-    assert not call.done()
-    exchange.send(ExchangeReply(id=number))
-    assert call.result(SOON).id == number
-
-
-def test_the_reader_brings_the_events_between_calls(exchange: ScriptedExchange, heard: HeardRequests) -> None:
     assert heard.thread_of(exchange.send_event()) == READER
     for _ in range(20):
-        number, call = exchange.reading_call(heard)
+        number, call = exchange.call()
+        assert heard.thread_of(exchange.send_event()) == READER
+        assert not call.done()
         exchange.send(ExchangeReply(id=number))
         call.result(SOON)
         assert heard.thread_of(exchange.send_event()) == READER
 
 
 def test_a_reply_among_events_in_one_piece(exchange: ScriptedExchange, heard: HeardRequests) -> None:
-    number, call = exchange.reading_call(heard)
+    number, call = exchange.call()
     exchange.send(event("before"), ExchangeReply(id=number), event("behind"))
     assert call.result(SOON).id == number
-    # The call took the piece in as a whole: nothing of it is left for the reader.
+    heard.thread_of("behind")
     assert heard.names[-2:] == ["before", "behind"]
 
 
 def test_an_event_that_begins_with_the_reply_and_ends_after_the_call(
     exchange: ScriptedExchange, heard: HeardRequests
 ) -> None:
-    number, call = exchange.reading_call(heard)
+    number, call = exchange.call()
     begun = in_bytes(event("in two"))
     exchange.peer.sendall(in_bytes(ExchangeReply(id=number)) + begun[:10])
     call.result(SOON)
@@ -78,7 +70,7 @@ def test_an_event_that_begins_with_the_reply_and_ends_after_the_call(
 
 
 def test_a_reply_in_many_pieces(exchange: ScriptedExchange, heard: HeardRequests) -> None:
-    number, call = exchange.reading_call(heard)
+    number, call = exchange.call()
     for byte in in_bytes(ExchangeReply(id=number, order=a_broker_order("o"))):
         until(lambda: not exchange.has_come(1))  # else two of them could be read as one
         exchange.peer.sendall(bytes([byte]))
@@ -88,7 +80,7 @@ def test_a_reply_in_many_pieces(exchange: ScriptedExchange, heard: HeardRequests
 def test_a_call_ends_in_time_though_bytes_keep_coming(
     exchange: ScriptedExchange, heard: HeardRequests
 ) -> None:
-    number, call = exchange.reading_call(heard, seconds=0.5)
+    number, call = exchange.call(seconds=0.5)
     late = in_bytes(ExchangeReply(id=number, order=a_broker_order("o")))
     exchange.peer.sendall(late[:-2])
     end = time.monotonic() + SOON
@@ -101,38 +93,22 @@ def test_a_call_ends_in_time_though_bytes_keep_coming(
     assert heard.thread_of("late-o-submitted") == READER
 
 
-def test_who_reads_brings_the_others_their_replies(exchange: ScriptedExchange, heard: HeardRequests) -> None:
-    first, reading = exchange.reading_call(heard)
-    others = [exchange.call() for _ in range(3)]
-    for number, call in reversed(others):
+def test_calls_are_answered_in_any_order(exchange: ScriptedExchange) -> None:
+    calls = [exchange.call() for _ in range(4)]
+    for number, call in reversed(calls):
         exchange.send(ExchangeReply(id=number))
         assert call.result(SOON).id == number
-        assert not reading.done()
-    exchange.send(ExchangeReply(id=first))
-    assert reading.result(SOON).id == first
 
 
-@pytest.mark.parametrize("answered", [True, False])
-def test_a_call_gets_its_reply_after_the_one_that_read_has_left(answered: bool) -> None:
-    for _ in range(5):
-        heard = HeardRequests()
-        with scripted(heard) as exchange:
-            first, reading = exchange.reading_call(heard, LONG if answered else 0.2)
-            second, waiting = exchange.call()
-            third, behind = exchange.call()
-            if answered:
-                exchange.send(ExchangeReply(id=first))
-                reading.result(SOON)
-            else:
-                assert isinstance(reading.exception(SOON), NoReply)
-            exchange.send(ExchangeReply(id=third))
-            assert behind.result(SOON).id == third
-            assert heard.thread_of(exchange.send_event())
-            exchange.send(ExchangeReply(id=second))
-            assert waiting.result(SOON).id == second
+def test_a_call_gets_its_reply_after_another_gave_up(exchange: ScriptedExchange) -> None:
+    _, late = exchange.call(0.2)
+    number, waiting = exchange.call()
+    assert isinstance(late.exception(SOON), NoReply)
+    exchange.send(ExchangeReply(id=number))
+    assert waiting.result(SOON).id == number
 
 
-def test_an_observer_that_fails_in_a_call_harms_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_observer_that_fails_harms_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     heard = HeardRequests()
 
     def observe(change: OrderChanged) -> None:
@@ -141,37 +117,12 @@ def test_an_observer_that_fails_in_a_call_harms_nobody(capfd: pytest.CaptureFixt
             raise RuntimeError("a fault in the session's code")
 
     with scripted(observe) as exchange:
-        number, call = exchange.reading_call(heard)
+        number, call = exchange.call()
         exchange.send(event("bad"), event("good"), ExchangeReply(id=number))
         assert call.result(SOON).id == number
         assert heard.names[-2:] == ["bad", "good"]
         assert exchange.link.down_reason is None
         assert heard.thread_of(exchange.send_event()) == READER
-
-
-def test_the_reader_does_not_spin_while_a_call_deals_with_a_broken_connection() -> None:
-    heard, go_on = HeardRequests(), threading.Event()
-
-    def observe(change: OrderChanged) -> None:
-        heard(change)
-        if change.event_id == "slow":
-            assert go_on.wait(SOON)
-
-    with scripted(observe) as exchange:
-        _, call = exchange.reading_call(heard)
-        [reader] = [thread for thread in threading.enumerate() if thread.name == READER]
-        assert reader.ident is not None
-        clock = time.pthread_getcpuclockid(reader.ident)
-        exchange.send(event("slow"))
-        assert heard.thread_of("slow") != READER
-        exchange.reset()  # an epoll tells of it, whatever it was asked for
-        before, end = time.clock_gettime(clock), time.thread_time() + 0.3
-        while time.thread_time() < end:
-            pass
-        spent = time.clock_gettime(clock) - before
-        go_on.set()
-        assert call.exception(SOON) is not None
-    assert spent < 0.1
 
 
 @pytest.mark.parametrize("seed", range(3))

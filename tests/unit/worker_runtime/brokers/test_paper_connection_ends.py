@@ -14,7 +14,6 @@ import pytest
 
 from tests.unit.worker_runtime.brokers.scripted_exchange import (
     LONG,
-    READER,
     SOON,
     HeardRequests,
     ScriptedExchange,
@@ -61,7 +60,7 @@ def assert_over(exchange: ScriptedExchange, reason: str) -> None:
 
 
 def test_a_reset_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -> None:
-    _, call = exchange.reading_call(heard)
+    _, call = exchange.call()
     _, other = exchange.call()
     exchange.reset()
     for waiting in (call, other):
@@ -76,7 +75,7 @@ def test_a_reset_between_calls(exchange: ScriptedExchange) -> None:
 
 
 def test_the_exchange_hangs_up_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -> None:
-    _, call = exchange.reading_call(heard)
+    _, call = exchange.call()
     exchange.send(event("last"))
     exchange.hang_up()
     with pytest.raises(ConnectionLost, match="the exchange closed the connection"):
@@ -86,7 +85,7 @@ def test_the_exchange_hangs_up_in_a_call(exchange: ScriptedExchange, heard: Paus
 
 
 def test_nonsense_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -> None:
-    _, call = exchange.reading_call(heard)
+    _, call = exchange.call()
     exchange.peer.sendall(b"220 mail.example.com ESMTP\r\n")
     with pytest.raises(ConnectionLost, match="what cannot be read"):
         call.result(SOON)
@@ -96,7 +95,7 @@ def test_nonsense_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -
 def test_nothing_is_believed_that_came_behind_nonsense(
     exchange: ScriptedExchange, heard: PausedListener
 ) -> None:
-    _, call = exchange.reading_call(heard)
+    _, call = exchange.call()
     exchange.send(event("slow"))
     heard.thread_of("slow")
     nonsense = b"x" * 65535 + b"\n"  # as much as is read at once: the event is left in the socket
@@ -111,7 +110,7 @@ def test_nothing_is_believed_that_came_behind_nonsense(
 
 
 def test_a_line_without_end_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -> None:
-    _, call = exchange.reading_call(heard)
+    _, call = exchange.call()
     piece = b"x" * 2**20
     with contextlib.suppress(ConnectionError):  # it is hung up on in the midst of it
         for _ in range(32):
@@ -121,10 +120,8 @@ def test_a_line_without_end_in_a_call(exchange: ScriptedExchange, heard: PausedL
     assert_over(exchange, "a line without end")
 
 
-def test_a_drop_by_another_thread_ends_a_call_that_reads(
-    exchange: ScriptedExchange, heard: PausedListener
-) -> None:
-    _, call = exchange.reading_call(heard)
+def test_a_drop_by_another_thread_ends_all_calls(exchange: ScriptedExchange, heard: PausedListener) -> None:
+    _, call = exchange.call()
     _, other = exchange.call()
     exchange.link.drop("no longer wanted")
     for waiting in (call, other):
@@ -149,9 +146,9 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
     for _ in range(5):
         heard = HeardRequests()
         with scripted(drops) as made:
-            call = made.reading_call(heard)[1] if in_a_call else None
+            call = made.call()[1] if in_a_call else None
             made.send(event("drop"))
-            assert (heard.thread_of("drop") == READER) is not in_a_call
+            heard.thread_of("drop")
             if call is not None:
                 with pytest.raises(ConnectionLost, match="seen enough"):
                     call.result(SOON)
@@ -163,9 +160,9 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
 def test_what_had_come_before_a_drop_is_told(
     exchange: ScriptedExchange, heard: PausedListener, in_a_call: bool
 ) -> None:
-    call = exchange.reading_call(heard)[1] if in_a_call else None
+    call = exchange.call()[1] if in_a_call else None
     exchange.send(event("slow"))
-    assert (heard.thread_of("slow") == READER) is not in_a_call
+    heard.thread_of("slow")
     last = in_bytes(event("last"))
     exchange.peer.sendall(last)
     until(lambda: exchange.has_come(len(last)))
@@ -201,11 +198,11 @@ def test_two_hundred_links_leave_nothing_open() -> None:
         heard = HeardRequests()
         with scripted(heard) as exchange:
             if number % 4 == 1:
-                asked, call = exchange.reading_call(heard)
+                asked, call = exchange.call()
                 exchange.send(ExchangeReply(id=asked))
                 call.result(SOON)
             elif number % 4 == 2:
-                _, call = exchange.reading_call(heard)
+                _, call = exchange.call()
                 exchange.reset()
                 assert isinstance(call.exception(SOON), ConnectionLost)
             elif number % 4 == 3:
