@@ -1,4 +1,4 @@
-"""What goes into and out of maintenance's workflows and activities; the rules are those of `messages.py`."""
+"""The messages of maintenance; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class MaintenanceInput:
     """One pass over all workers."""
 
-    #: Anomalies that one child workflow takes on.
+    #: Anomalies of one child workflow.
     batch: int = 100
     #: Children at the same time.
     abreast: int = 4
@@ -22,11 +22,10 @@ class ScanFleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Scanned:
-    """What one look at all workers found. The anomalies themselves stay in PostgreSQL."""
+    """What a scan found. The anomalies themselves stay in PostgreSQL."""
 
-    #: Number of the pass; 0: it was not written down, since the one before is too fresh to compare with.
+    #: Number of the pass; 0: it was skipped, because the one before is too recent to compare with.
     number: int
-    #: Workers that were looked at.
     workers: int = 0
     found: int = 0
     #: Anomalies that two passes have seen, and that may be cleaned up now.
@@ -46,14 +45,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleaned:
-    """What was done with them → how often (`stopped`, `deleted`, `signalled`, `in_flight`, …)."""
+    """Outcome (`stopped`, `deleted`, `signalled`, `in_flight`, …) → how often."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishPass:
-    """Activity `finish_pass`: writes down what came of a pass."""
+    """Activity `finish_pass`: records the outcome of a pass."""
 
     number: int
     outcomes: dict[str, int]

@@ -1,8 +1,7 @@
-"""One pass of maintenance: a look at all workers, then a child for each hundred anomalies.
+"""One pass of maintenance: scans all workers, then starts a child for each hundred anomalies.
 
-A Schedule starts it every minute. What it decides by stands in `activities/maintenance/anomalies.py` and
-`outage_guard.py`: an anomaly counts when two passes have seen the same one in quiet times, and what cleans
-it up looks afresh.
+A Schedule starts it every minute. The rules are in `activities/maintenance/anomalies.py`: an anomaly counts
+when two passes in quiet times have found it, and the clean-up checks it once more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into and out of the morning's workflow and activities; the rules are those of `messages.py`."""
+"""The messages of the morning; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class MorningInput:
     day: str = ""
     #: Seconds before the bell over which the logins are spread.
     window: float = 1200.0
-    #: Logins a second at the most, when there is less time than that or more users.
+    #: Most logins a second.
     rate: float = 5.0
-    #: Users who are being connected at the same time.
+    #: Users who are connected at the same time.
     abreast: int = 10
     #: Trading days before today that count as recent.
     days: int = 5
     #: Users of one run, before it continues as new: 8 events each.
     page: int = 200
-    #: Set by continue-as-new only: `workflows.morning.workflow.Progress` as a plain dict.
+    #: Set by continue-as-new only: `MorningProgress` as a plain dict.
     carried: dict[str, Any] | None = None
 
 
@@ -58,7 +58,7 @@ class RecentUsers:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectUser:
-    """Activity `connect_user`: a user who is connected already costs one question."""
+    """Activity `connect_user`: for a user who is connected already it costs one query."""
 
     user_id: str
 

@@ -1,9 +1,8 @@
-"""The morning: users who traded on recent days get their workers ahead of the bell, so that nobody waits.
+"""The morning: users who traded on recent days get their workers before the market opens.
 
-A Schedule starts it on weekdays; on a holiday it ends at once and says so. The work of a day is one workflow,
-`morning-{day}`: a second start on the same day does nothing. Logins are spread over a window, at a limited
-rate and so many at a time; the brokers' own limits are kept by the workers. Who fails is tried once more, and
-stops nobody else.
+A Schedule starts it on weekdays; on a holiday it ends at once. The work of a day is one workflow,
+`morning-{day}`, so a second start on the same day does nothing. Logins are spread over a window, with a
+limited rate and concurrency; the workers keep the brokers' own limits. A failed login is tried once more.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from workflows.calls import cause
 
 @dataclass(frozen=True, kw_only=True)
 class MorningProgress:
-    """What is done of one morning. Times are Unix seconds."""
+    """The progress of one morning. Times are Unix seconds."""
 
     day: str
     users: int
@@ -43,7 +42,7 @@ class MorningProgress:
 
     @classmethod
     def planned(cls, plan: mo.MorningPlan, given: mo.MorningInput, now: float) -> MorningProgress:
-        """Spread over the window before the bell; over what is left of it when it has begun."""
+        """Spreads the users over the window before the bell, or what is left of it."""
         begins_at = max(now, plan.bell - given.window)
         left = max(plan.bell - begins_at, 0.0)
         pause = max(left / plan.users if plan.users else 0.0, 1.0 / given.rate)
@@ -114,7 +113,7 @@ class MorningWorkflow:
             if wait > 0:
                 await workflow.sleep(wait, summary="until the next user's turn")
             progress = progress.began(user_id)
-            # Whoever waits here is late; the rest of the spread moves with him.
+            # A wait here delays all later users.
             await abreast.acquire()
             tasks.append(asyncio.create_task(self._one(user_id, abreast)))
         outcomes = dict(zip(users, await asyncio.gather(*tasks), strict=True))

@@ -1,7 +1,4 @@
-"""What goes into and out of an order's workflow and its activities: one frozen dataclass each.
-
-As in `messages.py`: new fields get defaults, durations are seconds, times are Unix seconds.
-"""
+"""The messages of an order's workflow; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from typing import Any
 class FollowSettings:
     """How an order is followed. The defaults are those of the settings."""
 
-    #: The pause after the first look at the broker; it doubles.
+    #: The pause after the first verification; it doubles.
     first_pause: float = 2.0
     longest_pause: float = 60.0
-    #: How long nobody may have been able to submit an order before it counts as absent, when the process
-    #: that may have submitted it is dead, and when it lives on.
+    #: How long it must be impossible to submit an order before it counts as absent, when the process that may
+    #: have submitted it is dead, and when it is alive.
     absent_after: float = 60.0
     absent_after_alive: float = 120.0
-    #: How long the broker may be out of reach before a person is told.
+    #: How long the broker may be out of reach before a person has to look.
     patience: float = 900.0
 
 
@@ -34,12 +31,12 @@ class FollowOrder:
     #: When the order's trading day has ended and no broker works on it any more.
     day_end: float
     settings: FollowSettings = field(default_factory=FollowSettings)
-    #: Set by continue-as-new only: `workflows.order.state.Following` as a plain dict.
+    #: Set by continue-as-new only: `workflows.order.state.FollowedOrder` as a plain dict.
     carried: dict[str, Any] | None = None
 
 
 class VerificationFinding(StrEnum):
-    """What one look at an order found."""
+    """What one verification of an order found."""
 
     FINAL = "final"  # nothing is left to do
     LISTED = "listed"  # the broker has it, and it is not final
@@ -50,14 +47,11 @@ class VerificationFinding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOrder:
-    """Activity `verify_order`: PostgreSQL first, then what a worker has answered, then the broker.
-
-    Safe to run twice: it asks, and writes what it learned forward only.
-    """
+    """Activity `verify_order`: reads PostgreSQL, the worker's answer and the broker's list. Repeatable."""
 
     order_id: str
     user_id: str
-    #: Number of the look; with the attempt it makes the id of the question.
+    #: Number of the verification.
     look: int
     timeout: float = 20.0
 
@@ -65,7 +59,7 @@ class VerifyOrder:
 @dataclass(frozen=True, kw_only=True)
 class Verified:
     finding: str
-    #: The order's state after the look.
+    #: The order's state after the verification.
     state: str = ""
     #: Why the broker could not be asked.
     code: str = ""
@@ -75,9 +69,9 @@ class Verified:
     certain: bool = False
     #: The worker that may have submitted the order has ended.
     dead: bool = False
-    #: Since when nobody could have begun to submit the order.
+    #: Since when nobody could begin to submit the order.
     quiet_since: float = 0.0
-    #: Seconds before the end of the look until which the listing shows everything.
+    #: Seconds by which the listing may lag.
     behind: float = 0.0
 
 

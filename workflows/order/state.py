@@ -1,12 +1,12 @@
-"""What is known of an order that is followed, and what to do next: pure, so that it can be read and tested.
+"""The state of an order that is followed, and what to do next.
 
-An order that no listing of the broker shows was certainly never there only if (O3)
-- nobody can submit it any more: its deadline has passed, and its worker is dead, or answers questions again,
+An order that the broker does not list certainly never reached it only if all of this holds:
+- nobody can submit it any more: its deadline has passed, and its worker is dead, or answers queries again,
   which it does not do while it submits;
-- a while has passed since: `absent_after`, more when the worker lives on;
-- two complete listings of what was there after that while lack it, by a broker that tells up to when its
-  listings are current and that they leave nothing out.
-Everything else that leads nowhere is told to a person, and followed on: what heals by itself, heals.
+- `absent_after` seconds have passed since, more if the worker is alive;
+- two complete listings after that lack the order, of a broker that says up to when its listings are current
+  and that they leave nothing out.
+For everything else that makes no progress a person is asked, and the order is followed on: it may settle.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from workflows.order.messages import FollowSettings, VerificationFinding, Verifi
 
 #: Complete listings that have to lack an order.
 LISTINGS = 2
-#: Seconds between two looks at an order that a person was told of.
+#: Seconds between two verifications of an order that is on the list for a person.
 ATTENDED_PAUSE = 300.0
-#: Lines of the story that are kept: all that is new, not every look.
+#: Lines of the story that are kept: changes, not every verification.
 STORY_LINES = 20
-#: States in which the broker has not been heard of.
+#: States in which the broker has not confirmed the order.
 UNCONFIRMED = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
 
 
@@ -36,24 +36,24 @@ class OrderStep(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowedOrder:
-    """What one order's workflow knows between two looks."""
+    """What one order's workflow knows between two verifications."""
 
     looks: int = 0
     state: str = ""
     finding: str = ""
-    #: Looks since something changed, for the pause.
+    #: Verifications since the last change, for the pause.
     unchanged: int = 0
     #: Complete listings in a row that lacked it, after nobody could submit it any more, and since when.
     missing: int = 0
     missing_since: float = 0.0
     certain: bool = False
     dead: bool = False
-    #: Since when nobody could submit it, and so much later as the listing was behind.
+    #: Since when nobody could submit it, plus the lag of the listing.
     quiet_since: float = 0.0
     #: Since when the broker could not be asked; 0: it could.
     unasked_since: float = 0.0
     why_unasked: str = ""
-    #: What a person was told.
+    #: Why it is on the list for a person; empty: it is not.
     attention: str = ""
     story: tuple[str, ...] = ()
 
@@ -63,7 +63,7 @@ class FollowedOrder:
         return cls(**given | {"story": tuple(given.get("story", ()))})
 
     def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
-        """After a look."""
+        """The state after a verification."""
         after = replace(self, looks=self.looks + 1, state=seen.state or self.state, finding=seen.finding)
         if seen.finding == VerificationFinding.UNASKED:
             why = f"{seen.code}: {seen.detail}"
@@ -94,7 +94,7 @@ class FollowedOrder:
         known = replace(self, certain=seen.certain, dead=seen.dead, quiet_since=quiet_since)
         since = self.missing_since or now
         if now < quiet_since + wait:
-            # It may still come, or be there unseen: only listings of what was there after that count.
+            # It may still come, or be there and not listed yet: only later listings count.
             return replace(known, missing=0, missing_since=since)
         # A listing that proves something does not count together with one that proves nothing.
         before = self.missing if self.certain == seen.certain else 0
@@ -105,7 +105,7 @@ class FollowedOrder:
             return OrderStep.END
         if self.missing >= LISTINGS and self.certain and self.state in UNCONFIRMED:
             return OrderStep.SETTLE
-        # At the day's end a person has been told before: see `concern`.
+        # At the day's end it is on the list for a person: see `concern`.
         return OrderStep.END if now >= day_end and self.attention else OrderStep.WAIT
 
     def concern(self, now: float, day_end: float, settings: FollowSettings) -> str:
@@ -127,15 +127,15 @@ class FollowedOrder:
         return "; ".join((concern, *self.story))
 
     def pause(self, now: float, day_end: float, settings: FollowSettings) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next verification."""
         longest = ATTENDED_PAUSE if self.attention else settings.longest_pause
         pause = min(settings.first_pause * 2.0 ** min(self.unchanged, 16), longest)
         if self.missing_since and self.state in UNCONFIRMED and not self.attention:
-            # Not long after the listings begin to count: an unknown order blocks others.
+            # Soon after the listings begin to count, because an unknown order blocks others.
             wait = settings.absent_after if self.dead else settings.absent_after_alive
             pause = min(pause, max(self.quiet_since + wait - now, settings.first_pause))
         return max(0.0, min(pause, day_end - now)) if now < day_end else settings.first_pause
 
     def rechecked(self) -> FollowedOrder:
-        """A person wants to know: as after a change."""
+        """A person asked: verify soon, as after a change."""
         return replace(self, unchanged=0, attention="")

@@ -1,8 +1,8 @@
-"""The workflow of one order that was not final soon, `order-{order_id}`: follows it until it is (O4).
+"""The workflow of one order that did not become final soon, `order-{order_id}`: follows it until it is.
 
-It changes nothing at the broker. It looks: at PostgreSQL, where events have settled most orders by then, and
-at the broker's own list, in growing pauses. What leads nowhere is put on the list for a person. It is started
-by the sweeper, again and again until the order is final, so that its end is never the end of the matter.
+It changes nothing at the broker. In growing pauses it reads PostgreSQL, where events have settled most orders
+by then, and the broker's own list. What makes no progress is put on the list for a person. The sweeper starts
+it again until the order is final.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OrderWorkflow:
 
     @workflow.signal(name="recheck")
     def recheck(self, *payload: Any) -> None:
-        """A person wants to know now. What a signal carries is not looked at."""
+        """A person asked. What the signal carries is ignored."""
         self._order = self._order.rechecked()
         self._wake = True
 
@@ -93,7 +93,7 @@ class OrderWorkflow:
         self._order = self._order.after_check(seen, workflow.time(), self._given.settings)
 
     async def _settle(self) -> None:
-        """After it the next look finds the order final, or what was learned of it meanwhile."""
+        """The next verification finds the order final, or what was learned in the meantime."""
         with contextlib.suppress(FailureError):
             await calls.settle_absent(
                 om.SettleAbsent(
@@ -111,7 +111,7 @@ class OrderWorkflow:
         if not concern or concern == follow.attention:
             return
         request = om.DemandAttention(order_id=self._given.order_id, reason=follow.full_story(concern))
-        with contextlib.suppress(FailureError):  # the next look tells it again
+        with contextlib.suppress(FailureError):  # the next verification tries again
             await calls.demand_attention(request)
             self._order = self._order.with_attention(concern)
 
@@ -119,7 +119,7 @@ class OrderWorkflow:
         pause = self._order.pause(workflow.time(), self._given.day_end, self._given.settings)
         with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(
-                lambda: self._wake, timeout=pause, timeout_summary="until the next look at the order"
+                lambda: self._wake, timeout=pause, timeout_summary="until the next verification of the order"
             )
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes into and out of the statements' workflow and activities; the rules are those of `messages.py`."""
+"""The messages of the daily statements; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StatementsInput:
     page: int = 100
     #: Pages of one run, before it continues as new: 16 events each.
     pages: int = 100
-    #: Set by continue-as-new only: `workflows.reports.workflow.Progress` as a plain dict.
+    #: Set by continue-as-new only: `StatementsProgress` as a plain dict.
     carried: dict[str, Any] | None = None
 
 

@@ -1,9 +1,8 @@
-"""The daily statements: one job for each user with an address, when the day's orders have ended.
+"""The daily statements: a job for each user with an address, after the day's orders have ended.
 
-A Schedule starts it every day; for a day without trading it ends at once and says so. The work of a day is
-one workflow, `statements-{day}`: a second start for the same day does nothing. Users come page by page, as
-many in the long run as the rate says; their jobs have a key of user and day, so a page that is repeated
-sends nothing twice.
+A Schedule starts it every day; for a day without trading it ends at once. The work of a day is one workflow,
+`statements-{day}`, so a second start for the same day does nothing. Users come page by page, at the given
+rate. A job's key is made of user and day, so a repeated page sends nothing twice.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from workflows import calls
 
 @dataclass(frozen=True, kw_only=True)
 class StatementsProgress:
-    """What is done of one day."""
+    """The progress of one day."""
 
     day: str
     #: Users with an address, when it began.

@@ -1,4 +1,4 @@
-"""What goes into and out of a rollout's workflow and activities; the rules are those of `messages.py`."""
+"""The messages of a rollout; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class RolloutPhase(StrEnum):
-    #: Free workers of other versions are replaced: make before break.
+    #: Free workers of other versions are replaced, new ones first.
     REPLACING = "replacing"
-    #: New workers wait in the pool; users move at their next quiet moment.
+    #: Users move at their next quiet moment.
     MOVING = "moving"
     DONE = "done"
     #: The version before is put back in the same way.
@@ -19,13 +19,13 @@ class RolloutPhase(StrEnum):
     ROLLED_BACK = "rolled_back"
 
 
-#: Phases of a rollout that is over: nothing of it can be taken back any more.
+#: Phases of a rollout that is over.
 ENDED = (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What new workers of a pool are."""
+    """Version and image of a pool's new workers."""
 
     #: Empty: what the orchestrator's settings say.
     version: str = ""
@@ -37,7 +37,7 @@ class Release:
 class RolloutInput:
     pool: str
     release: Release
-    #: Free workers that are replaced at a time: so many more than wanted are ready meanwhile.
+    #: Free workers that are replaced at a time; as many more than wanted are ready meanwhile.
     batch: int = 5
     #: Seconds from the start after which a user's worker moves, quiet or not.
     deadline: float = 8 * 3600.0
@@ -46,9 +46,9 @@ class RolloutInput:
     #: Workers in a row that never became ready, or users in a row whom a worker did not serve, after which
     #: the version is rolled back.
     failures: int = 3
-    #: Seconds that a rollout waits at its end for a first user whom the version serves; 0: it does not.
+    #: Seconds that a rollout waits at its end until the version has served a first user; 0: it does not wait.
     proof: float = 0.0
-    #: Seconds between two looks while free workers are replaced, and while users move.
+    #: Seconds between two rounds while free workers are replaced, and while users move.
     pause: float = 2.0
     moving_pause: float = 15.0
     #: Who asked, for the audit trail.
@@ -74,20 +74,20 @@ class LookAtRelease:
     release: Release
     #: Workers that the pool keeps ready beyond what it wants.
     surge: int
-    #: The pool is given both; else it is only looked at.
+    #: Set both on the pool; else only count.
     change: bool
-    #: What the rollout tries, and what the pool had before; None: not known yet.
+    #: The release on trial, and what the pool had before; None: not known yet.
     trial: Release | None = None
     before: Release | None = None
     #: When the rollout began (Unix seconds).
     since: float = 0.0
-    #: The version on trial failed: nobody is to get a worker of it any more.
+    #: The version on trial failed: nobody gets a worker of it any more.
     condemned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseLook:
-    #: What the pool's new workers were before this look.
+    #: The pool's release before this call.
     before: Release
     #: Free workers of the release, and of all others.
     new: int
@@ -105,7 +105,7 @@ class ReleaseLook:
     #: Users served by workers of the version on trial, and users whom one failed since the last of them.
     served: int = 0
     failed: int = 0
-    #: When this was seen (Unix seconds); 0: an earlier release did not say.
+    #: Unix seconds.
     at: float = 0.0
 
 
@@ -127,13 +127,13 @@ class AskToMove:
     #: Unix seconds.
     deadline: float
     quiet: float
-    #: Users who are asked at one look, so that they do not all move at once.
+    #: Users who are asked at a time, so that they do not all move at once.
     most: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TellRollout:
-    """Activity `tell_rollout`: writes a rollout's beginning or end into the audit trail, once."""
+    """Activity `tell_rollout`: writes an event of a rollout into the audit trail, once."""
 
     pool: str
     rollout: str
@@ -154,15 +154,15 @@ class RolloutView:
     #: Unix seconds.
     began_at: float
     deadline: float
-    #: Free workers of the wanted version and of others, and users on others, as of the last look.
+    #: Free workers of the wanted version and of others, and users on others, as of the last round.
     new: int = 0
     old: int = 0
     users: int = 0
     wanted: int = 0
-    #: Free workers that were ended so far, and users who were asked to move at the last look.
+    #: Free workers that were ended so far, and users who were asked to move in the last round.
     retired: int = 0
     asked: int = 0
     #: Why it was rolled back; empty: it was not.
     reason: str = ""
-    #: Why it does not go on just now; empty: it does.
+    #: Why it waits; empty: it does not.
     held: str = ""

@@ -1,8 +1,8 @@
-"""A rollout as plain data: what a look at the pool means, and what is to be done.
+"""The state of a rollout, and what to do next.
 
-The rules: free workers of other versions are ended only as far as there are more free workers than the pool
-wants (make before break), so a rollout never takes a claim its worker. A version whose workers never become
-ready is put back by itself. No Temporal here; times are Unix seconds.
+Free workers of other versions are ended only while there are more free workers than the pool wants, so a
+rollout never takes a worker away from a claim. A version whose workers never become ready is rolled back.
+Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOVING = {P.MOVING: P.DONE, P.MOVING_BACK: P.ROLLED_BACK}
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStep:
-    """What follows from one look."""
+    """What to do after one look at the pool."""
 
     #: Free workers of other versions to end now.
     retire: int = 0
@@ -33,7 +33,7 @@ class RolloutStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutState:
-    """Goes from run to run: a field may be added with a default."""
+    """Carried from run to run: a field may be added with a default."""
 
     pool: str
     release: Release
@@ -41,7 +41,7 @@ class RolloutState:
     #: Until when users may stay where they are.
     deadline: float
     phase: RolloutPhase = RolloutPhase.REPLACING
-    #: What the pool had before; known since the first look.
+    #: What the pool had before; known after the first round.
     before: Release = field(default_factory=Release)
     known: bool = False
     surge: int = 0
@@ -53,9 +53,9 @@ class RolloutState:
     wanted: int = 0
     reason: str = ""
     held: str = ""
-    #: The version on trial showed itself to be bad, and was not only taken back by somebody.
+    #: The version on trial failed; False when an operator took it back.
     condemned: bool = False
-    #: Since when nobody is left to move and nobody was served yet (Unix seconds); 0: that is not so.
+    #: Since when all users have moved but none was served yet; 0: that is not so.
     unproven_since: float = 0.0
 
     @classmethod
@@ -66,7 +66,7 @@ class RolloutState:
 
     @property
     def target(self) -> Release:
-        """What new workers are to be."""
+        """The release of new workers."""
         return self.before if self.going_back else self.release
 
     @property
@@ -77,16 +77,16 @@ class RolloutState:
     def ended(self) -> bool:
         return self.phase in ENDED
 
-    # --- what happens ---------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------
 
     def rolled_back(self, reason: str, *, condemned: bool = False) -> RolloutState:
-        """The version before is put back; once, and not when the rollout has ended."""
+        """Puts the version before back, unless that was done already or the rollout has ended."""
         if self.ended or self.going_back:
             return self
         return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
     def after_check(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
-        """The state after a look, and what is to be done. The first look comes before any change."""
+        """The state after a look at the pool, and what to do. The first look comes before any change."""
         state = replace(
             self,
             new=look.new,
@@ -95,7 +95,7 @@ class RolloutState:
             wanted=look.wanted,
             held=_held_reason(look),
         )
-        if not self.known:  # a look that changed nothing, so that a repeat of it sees the same
+        if not self.known:  # the first look changes nothing, so that a repeat sees the same
             return replace(state, before=look.before, known=True), RolloutStep()
         if not state.going_back and look.never_ready >= given.failures:
             why = f"{look.never_ready} times in a row no worker became ready: {look.last_failure}"
@@ -110,12 +110,12 @@ class RolloutState:
         return state, RolloutStep()
 
     def _replacing(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
-        # Nothing is proven by a pool whose old workers were all claimed: one of the new must be ready.
+        # A pool whose old workers were all claimed proves nothing: a new one must be ready.
         if not look.old and (look.new or not look.wanted):
             return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(look.users))
         spare = max(look.new + look.old - look.wanted, 0)
         retire = min(look.old, spare, given.batch)
-        if look.wanted:  # as many new ones must be there, or the next claims would find a cold pool
+        if look.wanted:  # as many new ones must be ready, or the next claims would find an empty pool
             retire = min(retire, look.new)
         left = look.old - retire
         state = replace(self, surge=min(given.batch, left) or int(not look.new))

@@ -1,9 +1,8 @@
-"""One rollout of a pool, `rollout-{pool}`: brings free workers and users to a version, or goes back.
+"""One rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
 
-It looks at the pool every few seconds and does what `rollout_state.py` says. The pool itself launches: it is
-given the version and a surge, and this workflow ends the free workers of other versions as new ones become
-ready. Users move when they are quiet, by their own workflow. Whoever starts a second rollout of a pool waits
-for the end of the first, or aborts it.
+Every few seconds it looks at the pool and does what `state.py` says. It gives the pool the version and a
+surge; the pool launches, and this workflow ends free workers of other versions as new ones become ready.
+Users move when they are quiet, by their own workflow. A pool has one rollout at a time.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class RolloutWorkflow:
             self._state = RolloutState.begun(given, workflow.time())
         else:
             self._state = RolloutState.from_carried(given.carried)
-        #: Why an operator ends it; empty: nobody does.
+        #: Why an operator aborts it; empty: nobody does.
         self._abort = ""
         self._renew = False
-        #: Why the last look failed; empty: it did not.
+        #: Why the last round failed; empty: it did not.
         self._check_failed = ""
 
     @workflow.run
@@ -68,7 +67,7 @@ class RolloutWorkflow:
         await self._record(f"ends: {self._state.phase}", self._state.reason)
         return self._state.view()
 
-    # --- what others ask ------------------------------------------------------------------------------
+    # --- signals, query -------------------------------------------------------------------------------
 
     @workflow.signal(name="abort")
     def abort(self, *payload: Any) -> None:
@@ -87,7 +86,7 @@ class RolloutWorkflow:
         view = self._state.view()
         return replace(view, held=self._check_failed) if self._check_failed else view
 
-    # --- one look after the other ---------------------------------------------------------------------
+    # --- rounds ---------------------------------------------------------------------------------------
 
     async def _round(self) -> None:
         if self._abort:
@@ -136,10 +135,10 @@ class RolloutWorkflow:
             await workflow.wait_condition(
                 lambda: bool(self._abort) or self._renew,
                 timeout=pause,
-                timeout_summary="until the next look at the pool",
+                timeout_summary="until the next round",
             )
 
-    # --- telling --------------------------------------------------------------------------------------
+    # --- audit trail and current details --------------------------------------------------------------
 
     async def _record(self, event: str, reason: str) -> None:
         request = rm.TellRollout(

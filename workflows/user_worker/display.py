@@ -1,4 +1,4 @@
-"""How a user's workflow shows itself in Temporal's web UI: search attributes and details in plain words."""
+"""What Temporal's web UI shows of a user's workflow: search attributes and current details."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _clock(at: float | None) -> str:
 
 
 def details(state: UserWorkerState) -> str:
-    """Markdown for the workflow's page: what an operator wants to know, in plain words."""
+    """The current details, in Markdown."""
     lines = [
         f"### {state.state} since {_clock(state.since)}",
         f"**Next:** {state.next_step}{_when(state)}",

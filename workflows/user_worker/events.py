@@ -1,7 +1,7 @@
-"""What an event of the worker's stream means for its user's life: plain data in, plain data out.
+"""What an event of a worker's stream changes in the state of its user's worker.
 
-Events come at least once, late, and from workers of the past. Only the present worker is heard, under its
-epoch, each event once, in the order of its sequence: all else changes nothing.
+Events come at least once, late, and from earlier workers. An event counts only if it is of the present worker
+and epoch, and newer than the last one that counted.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ S = WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class EventEffect:
-    """The state after an event, and what the workflow has to do beside."""
+    """The state after an event, and what the workflow has to do then."""
 
     state: UserWorkerState
-    #: Look at the worker: its mark, its owner key, its task.
+    #: Check the worker: its mark, its owner key, its task.
     check: bool = False
     #: The worker cannot get its broker back, for this reason: end it.
     given_up: str = ""
-    #: What is being connected is of no use any more: end it and claim another.
+    #: The worker that is being connected lost its credentials: end it and claim another.
     lost: bool = False
 
 
 def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) -> EventEffect:
-    """What `event` means at `now` (Unix seconds)."""
+    """The effect of `event` at `now` (Unix seconds)."""
     if not _is_news(state, event):
         return EventEffect(state=state)
-    heard = replace(state, sequence=event.sequence)
+    counted = replace(state, sequence=event.sequence)
     # A worker's clock may be wrong: it is never believed to be ahead.
     at = event.at if 0.0 < event.at <= now else now
     detail = event.detail[:DETAIL_MAX]
     if state.serving:
-        return _apply_in_service(heard, event.kind, detail, at, now)
+        return _apply_in_service(counted, event.kind, detail, at, now)
     if state.state in (S.CLAIMED, S.CONNECTING):
         # The first session of this claim is gone, and with it the credentials that were sealed to it.
-        return EventEffect(state=heard, lost=event.kind in (K.SESSION_REPLACED, K.FAILED))
-    return EventEffect(state=heard)
+        return EventEffect(state=counted, lost=event.kind in (K.SESSION_REPLACED, K.FAILED))
+    return EventEffect(state=counted)
 
 
 def _is_news(state: UserWorkerState, event: WorkerEventSignal) -> bool:
@@ -71,5 +71,5 @@ def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float,
             return EventEffect(state=state.degraded(why, at), given_up=why)
         case K.OWNER_MISSING | K.FENCED:
             return EventEffect(state=state, check=True)  # the check puts a missing owner key back
-        case _:  # CLOSED: the end of the task is told by the launcher; other kinds are of a later release
+        case _:  # CLOSED: the launcher reports the end of the task; other kinds are of a later release
             return EventEffect(state=state)

@@ -1,6 +1,6 @@
-"""What the steps of a user's workflow share: the present state, what cuts a step short, and the stop.
+"""What the steps of a user's workflow share: the present state, interruptions, and the stop of a worker.
 
-`ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none ever leaves the workflow.
+`ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none leaves the workflow.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ClaimWorkerGone(Exception):
 
 
 class WorkOutdated(Exception):
-    """What the step waits for will not come any more: begin it anew."""
+    """The step waits for something that will not come any more: begin it again."""
 
 
 class StartFailed(Exception):
-    """The start is over, and its callers hear why."""
+    """The start failed; its callers get the reason."""
 
     def __init__(self, code: str, detail: str, *, retryable: bool) -> None:
         super().__init__(detail)
@@ -52,7 +52,7 @@ class StartFailed(Exception):
 
 
 class SharedFuture(Generic[T]):
-    """One thing that several callers wait for together."""
+    """A result that several callers wait for."""
 
     def __init__(self) -> None:
         self._result: T | None = None
@@ -78,7 +78,7 @@ class SharedFuture(Generic[T]):
 
 
 class WorkerLifecycle:
-    """One user's worker as the workflow sees it now, and what others want of it."""
+    """One user's worker as the workflow knows it, and what callers asked for."""
 
     def __init__(self, state: UserWorkerState, timeline: Timeline) -> None:
         self._state = state
@@ -90,15 +90,15 @@ class WorkerLifecycle:
         #: The reload of credentials that was asked for and has not begun, and who asked first.
         self.reload: SharedFuture[m.ReloadResult] | None = None
         self.reload_cause = ""
-        #: Somebody saw something that only a look at the worker can settle.
+        #: The worker has to be checked.
         self.suspect = False
-        #: The watcher saw the mark expire, under this generation of Valkey; empty: it did not.
+        #: The generation of Valkey under which the watcher saw the mark expire; empty: it did not.
         self.unmarked = ""
-        #: Why the worker cannot get its broker back, as it said itself; empty: it did not.
+        #: Why the worker cannot get its broker back, as it reported; empty: it did not.
         self.given_up = ""
         #: Times in a row that nobody could give a fresh session its credentials.
         self.restore_failures = 0
-        #: The end that is to be confirmed is one to count, whoever asks for it in the end.
+        #: The end that is to be confirmed counts as a crash, whoever asks for it in the end.
         self._crashed = False
         self._ended: dict[str, int | None] = {}
         self._early: list[m.WorkerEventSignal] = []
@@ -118,10 +118,10 @@ class WorkerLifecycle:
     def now(self) -> float:
         return workflow.time()
 
-    # --- what others tell -----------------------------------------------------------------------------
+    # --- events and ends ------------------------------------------------------------------------------
 
     def take_event(self, event: m.WorkerEventSignal) -> None:
-        """Takes an event of a worker in, or keeps it until the claim has told which worker it got."""
+        """Applies an event, or keeps it until the claim knows which worker it got."""
         if self.state.worker is None and self.state.state == m.WorkerState.CLAIMED:
             self._early = [*self._early[-EARLY_EVENTS_MAX + 1 :], event]
             return
@@ -133,7 +133,7 @@ class WorkerLifecycle:
             self.worker_ended(event.worker_id, None)
 
     def assigned(self, worker: m.WorkerRef) -> None:
-        """The claim found its worker, who may have told something already."""
+        """The claim found its worker, which may have sent events already."""
         self.state = self.state.assigned(worker)
         early, self._early = self._early, []
         for event in early:
@@ -144,16 +144,16 @@ class WorkerLifecycle:
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]
 
-    # --- what cuts a step short -----------------------------------------------------------------------
+    # --- interruptions --------------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
-        """The launcher reported the end of the present worker; reports of others do not matter."""
+        """The launcher reported the end of the present worker."""
         return self.state.worker is not None and self.state.worker.worker_id in self._ended
 
     @property
     def ending(self) -> bool:
-        """The present worker has ended, or is about to: no caller may count on it."""
+        """The present worker has ended or is about to, so callers must not get it."""
         return self.lost or bool(self.given_up)
 
     @property
@@ -200,11 +200,11 @@ class WorkerLifecycle:
         self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:
-        """A workflow cancelled while it awaits an activity hears of it by that one's failure alone."""
+        """A workflow that is cancelled while it awaits an activity learns it from the activity's failure."""
         if is_cancelled_exception(error):
             self.shutdown = self.shutdown or "cancelled"
 
-    # --- callers who wait -------------------------------------------------------------------------------
+    # --- callers who wait -----------------------------------------------------------------------------
 
     def answer(self) -> m.ActiveWorker:
         state = self.state
@@ -226,13 +226,13 @@ class WorkerLifecycle:
             self.start.fail(failure)
         self.start = None
 
-    # --- the end of a worker ----------------------------------------------------------------------------
+    # --- the end of a worker --------------------------------------------------------------------------
 
     async def confirm_stop(self, reason: str, *, grace: float, crashed: bool = False) -> int:
-        """Returns more than 0 if orders or jobs are still queued, when the launcher has confirmed the end.
+        """Returns when the launcher has confirmed the end; more than 0 if orders or jobs are still queued.
 
-        It asks until it knows: without that, no other worker may connect (one-owner). `crashed` has the
-        end counted for the backoff of later starts.
+        It asks until it knows: before that, no other worker may connect (one-owner). With `crashed`, the end
+        counts for the backoff of later starts.
         """
         state, pause = self.state, 1.0
         self._crashed = crashed = crashed or self._crashed
@@ -262,10 +262,10 @@ class WorkerLifecycle:
         self.suspect, self.unmarked, self.given_up, self._crashed = False, "", "", False
         return stopped.waiting
 
-    # --- telling ----------------------------------------------------------------------------------------
+    # --- showing and signalling -----------------------------------------------------------------------
 
     def show(self) -> None:
-        """Current details, search attributes and timeline, as far as they changed."""
+        """Updates current details, search attributes and timeline as far as they changed."""
         self.timeline.flush()
         if self.state == self._shown:
             return
@@ -276,7 +276,7 @@ class WorkerLifecycle:
         self._shown = self.state
 
     def signal_pool(self, worker: m.WorkerRef) -> None:
-        """Signals the pool that a worker left it; the user waits for nothing of this."""
+        """Signals the pool in the background that a worker left it."""
         task = asyncio.create_task(self._signal_pool(worker))
         self._signalling.add(task)
         task.add_done_callback(self._signalling.discard)
@@ -286,9 +286,9 @@ class WorkerLifecycle:
         try:
             await pool.signal("claimed", pm.Claimed(worker_id=worker.worker_id))
         except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
-            workflow.logger.warning("pool_not_told", extra={"reason": str(error)})
+            workflow.logger.warning("pool_not_signalled", extra={"reason": str(error)})
 
     @property
     def settled(self) -> bool:
-        """Nothing is under way that a closing run would cut off."""
+        """Whether no signal is under way that a closing run would cut off."""
         return not self._signalling

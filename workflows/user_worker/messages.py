@@ -1,7 +1,7 @@
-"""What goes into and out of workflows and activities: one frozen dataclass each.
+"""The messages of a user worker's workflow and its activities: one frozen dataclass each.
 
-New fields get defaults, so that histories and messages of the last release still fit. Durations are
-seconds, times are Unix seconds. Never a credential.
+The rules for all `messages.py`: new fields get defaults, so that histories of the last release still fit;
+durations are seconds, times are Unix seconds; no message carries a credential.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CRASH_WINDOW = 600.0
 
 
 class WorkerState(StrEnum):
-    """Requirement W2. Processing and HealthCheck are the worker's own and stand in its metadata."""
+    """States of a user's worker. A worker shows finer ones, such as Processing, in its metadata."""
 
     POOL_IDLE = "PoolIdle"
     CLAIMED = "Claimed"
@@ -47,7 +47,7 @@ class WorkerRef:
     public_key: str = ""
 
 
-# --- UserWorkerWorkflow ----------------------------------------------------------------------------
+# --- UserWorkerWorkflow -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class WorkerLostSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEventSignal:
-    """Signal `worker_event`: what the worker told on its stream."""
+    """Signal `worker_event`: an event from the worker's stream."""
 
     worker_id: str
     epoch: int
@@ -120,9 +120,9 @@ class WorkerEventSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerUnmarked:
-    """Signal `worker_unmarked`: the watcher saw this worker's mark expire while those of others stood.
+    """Signal `worker_unmarked`: this worker's mark expired while those of others stayed.
 
-    It is acted on only under the same generation of Valkey: a flushed server is no proof of death (M2).
+    It counts only under the same generation of Valkey: a flushed server is no proof of death.
     """
 
     worker_id: str
@@ -134,9 +134,9 @@ class WorkerUnmarked:
 class MoveWhenQuiet:
     """Signal `move_when_quiet`: the user's worker is to make room for one of another version."""
 
-    #: The worker that is meant: a later one is left alone.
+    #: A later worker of the user is left alone.
     worker_id: str
-    #: What its successor will be; it only tells why.
+    #: Of its successor; only for the reason shown.
     version: str
     #: Unix seconds at which it moves, quiet or not.
     deadline: float
@@ -146,7 +146,7 @@ class MoveWhenQuiet:
 
 @dataclass(frozen=True, kw_only=True)
 class Examine:
-    """Signal `examine`: maintenance saw something odd about this worker: a look should settle it."""
+    """Signal `examine`: maintenance found an anomaly of this worker, which has to be checked."""
 
     worker_id: str
     epoch: int
@@ -200,11 +200,11 @@ class UserWorkerView:
     crashes: int = 0
     #: Unix seconds of the last known order or control message.
     last_activity: float = 0.0
-    #: What an operator should know of the last reload of credentials; empty: it went well.
+    #: What went wrong with the last reload of credentials; empty: nothing.
     note: str = ""
 
 
-# --- activities of a user worker --------------------------------------------------------------------
+# --- activities of a user worker ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class ClaimRequest:
     connect_timeout: float
     #: How long to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
-    #: The first claim of a run: if the user's workers crashed of late, the answer is `back_off`, once.
+    #: The first claim of a run: if the user's workers crashed recently, the answer is `back_off`, once.
     check_crashes: bool = False
     #: Versions of the workers that failed earlier claims of this start, the last one last.
     failed: tuple[str, ...] = ()
@@ -316,9 +316,9 @@ class WorkerHealth:
     running: bool | None
     #: Unix seconds of the last order or control message; 0 if unknown.
     last_activity: float = 0.0
-    #: Valkey's generation at this look.
+    #: Valkey's generation at this check.
     generation: str = ""
-    #: What the worker says of itself (a `worker_runtime` state such as `Active` or `Reconnecting`).
+    #: The state that the worker reports itself, such as `Active` or `Reconnecting`.
     worker_state: str = ""
 
 
@@ -330,7 +330,7 @@ class ReloadRequest:
     worker: WorkerRef
     reload_id: str
     timeout: float = 20.0
-    #: Who or what asked, for the audit trail: "signal", "update", "session replaced".
+    #: Who asked, for the audit trail: "signal", "update", "session replaced".
     cause: str = "signal"
 
 

@@ -1,4 +1,4 @@
-"""How a user gets a connected worker: claim or launch, then log in, with bounded tries for each."""
+"""The start of a user's worker: claim or launch, then log in, with limited tries for each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class CrashedTooOften(Exception):
 
 
 class _StartHeldBack(Exception):
-    """Workers of the user's earlier runs crashed of late: nothing was claimed yet."""
+    """Workers of the user's earlier runs crashed recently; nothing was claimed yet."""
 
 
 async def start_worker(life: WorkerLifecycle) -> None:
-    """Ends with the user Active; raises `StartFailed`, then a worker may be left to be stopped.
+    """Returns when the user is Active.
 
-    And `CrashedTooOften`, when no worker is left.
+    Raises `StartFailed`, after which a worker may be left to be stopped, and `CrashedTooOften`, when none is.
     """
     why, tries = "", 0
     failed: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ async def start_worker(life: WorkerLifecycle) -> None:
             why, now = str(gone), life.now()
             if life.state.worker is not None and life.state.worker.version:
                 failed = (*failed, life.state.worker.version)
-            # It died over its login, and the next one may as well: counted like a death in service, or a
-            # library that crashes there would cost three logins an order, for ever.
+            # A worker that died during its login counts like one that died in service. Else a library that
+            # crashes there would cost three logins an order, for ever.
             crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED)
             life.state = life.state.crashed(why, now) if crashed else life.state.failed(why, now)
             life.show()
@@ -65,7 +65,7 @@ async def start_worker(life: WorkerLifecycle) -> None:
 
 
 async def _wait_out_backoff(life: WorkerLifecycle) -> None:
-    """Waits as long after the last crash as the run in which it happened would have."""
+    """Waits as long after the last crash as the run that crashed would have."""
     if life.state.crashes_too_often:
         raise CrashedTooOften
     left = life.state.retry_at - life.now()
@@ -128,7 +128,7 @@ async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimR
 
 
 async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResult:
-    """Waits for the login, and repeats one that may succeed (W5)."""
+    """Waits for the login, and repeats one that may succeed."""
     attempt = 1
     life.state = life.state.connecting(attempt, life.now())
     try:
@@ -151,7 +151,7 @@ async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResul
 
 
 async def _wait_between_logins(life: WorkerLifecycle, result: m.ClaimResult, attempt: int) -> None:
-    """1, 2, 4 … s between two logins."""
+    """Waits 1, 2, 4 … s between two logins."""
     backoff = float(2 ** (attempt - 1))
     why = f"{result.failure_code}: {result.failure_detail}"
     life.state = life.state.failed(why, life.now(), backoff=backoff)

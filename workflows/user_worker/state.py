@@ -1,8 +1,7 @@
-"""The life of one user's worker as plain data: what may follow what, and until when.
+"""The state of one user's worker: a frozen dataclass whose methods return the next state.
 
-No Temporal here: the workflow asks this class what a change means and shows the result. Times are Unix
-seconds, durations are seconds. Requirement W2 is the table `ALLOWED`; the invariant *deadline-everywhere*
-is `deadline_of`, which knows one for every state but the last.
+The table `ALLOWED` says which state may follow which. `deadline_of` gives every state but the last one a
+deadline (deadline-everywhere). Times are Unix seconds, durations are seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ MARGIN = 5.0
 PARKED_TIMEOUT = 24 * 3600.0
 #: Crashes within CRASH_WINDOW after which a user is parked.
 CRASH_LIMIT = 5
-#: Seconds until the next look at a serving worker of which nothing certain is known.
+#: Seconds until the next check of a serving worker of which nothing certain is known.
 CHECK_AGAIN = 1200.0
-#: Looks at most within any two idle timeouts. A look is a timer and an activity: with an idle timeout of
-#: 30 min that is 6 actions an hour at the most (cheap-at-rest), whenever the user's orders come. A worker
-#: used every 16 min would else be looked at every 16 min (7.5 actions an hour).
+#: Checks within any two idle timeouts. A check is a timer and an activity: with an idle timeout of 30 min
+#: these are at most 6 actions an hour (cheap-at-rest). Without this limit, a worker that is used every 16 min
+#: would be checked every 16 min (7.5 actions an hour).
 CHECKS_MAX = 3
-#: Shortest pause in seconds between two looks at a worker that is to move.
+#: Shortest pause in seconds between two checks of a worker that is to move.
 MOVE_PAUSE = 5.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
 RELOAD_TRIES = 3
@@ -72,7 +71,7 @@ NEXT_STEP: dict[WorkerState, str] = {
 
 
 class IllegalTransition(ValueError):
-    """A change of state that requirement W2 does not know."""
+    """A change of state that `ALLOWED` does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +93,13 @@ class UserWorkerState:
     claimed_at: float = 0.0
     connected_at: float = 0.0
     last_activity: float = 0.0
-    #: Number of the worker's last event that was taken in.
+    #: Number of the worker's last event.
     sequence: int = 0
     #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
     crashes: tuple[float, ...] = ()
     #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
     crashes_known: bool = False
-    #: Times of the last looks at the serving worker.
+    #: Times of the last checks of the serving worker.
     checks: tuple[float, ...] = ()
     #: Until when nothing is tried, after a failure; 0: no such pause.
     retry_at: float = 0.0
@@ -113,16 +112,16 @@ class UserWorkerState:
     needs_credentials: bool = False
     #: Times that it was given them and did not answer.
     unanswered: int = 0
-    #: When the next look decides whether the worker is quiet enough to be replaced by one of another version;
-    #: 0: nobody wants that. Then by when, and after how many seconds without use.
+    #: A move to another version: when to check next whether the worker is quiet enough (0: it is not to
+    #: move), by when it moves anyway, and how many seconds without use count as quiet.
     move_at: float = 0.0
     move_by: float = 0.0
     move_quiet: float = 0.0
-    #: What an operator should know of the last reload of credentials; empty: it went well.
+    #: What went wrong with the last reload of credentials; empty: nothing.
     note: str = ""
     reason: str = ""
 
-    # --- questions ---------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------
 
     @property
     def serving(self) -> bool:
@@ -151,7 +150,7 @@ class UserWorkerState:
         return NEXT_STEP[self.state]
 
     def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
-        """When `state`, entered now, is over at the latest; `extra` seconds are a wait within it."""
+        """The deadline of `state`, entered now; `extra` seconds are a wait within it."""
         own = self.settings
         spans: dict[WorkerState, float | None] = {
             S.POOL_IDLE: own.claim_timeout,
@@ -177,7 +176,7 @@ class UserWorkerState:
     def crashes_too_often(self) -> bool:
         return len(self.crashes) >= CRASH_LIMIT
 
-    # --- changes -----------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------
 
     def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
         if state not in ALLOWED[self.state]:
@@ -258,7 +257,7 @@ class UserWorkerState:
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
 
     def session_replaced(self, reason: str, now: float) -> UserWorkerState:
-        """A fresh session process stands in the serving worker, without credentials."""
+        """The serving worker has a fresh session process, without credentials."""
         waiting = self if self.state == S.RECONNECTING else self.reconnecting(reason, now)
         return replace(
             waiting.degraded(reason, now),
@@ -273,7 +272,7 @@ class UserWorkerState:
         return replace(self, unanswered=self.unanswered + 1)
 
     def provided(self) -> UserWorkerState:
-        """The fresh session process has its credentials, and goes on by itself."""
+        """The fresh session process has its credentials."""
         return replace(self, needs_credentials=False, unanswered=0)
 
     def with_note(self, note: str) -> UserWorkerState:
@@ -298,7 +297,7 @@ class UserWorkerState:
         return self._counting((now,), now).drains(reason, now)
 
     def backs_off(self, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """Workers of earlier runs crashed, as PostgreSQL tells: this start waits as theirs would have."""
+        """Workers of earlier runs crashed, as PostgreSQL says: this start waits as theirs would have."""
         counted = self._counting(crashes, now)
         last = max(counted.crashes, default=now)
         left = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
@@ -308,8 +307,8 @@ class UserWorkerState:
         return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min")
 
     def resumed(self, now: float) -> UserWorkerState:
-        """An operator found the cause. The run stays until PostgreSQL has forgotten the crashes, too: a new
-        one would ask it, and be parked again."""
+        """An operator found the cause. The run stays until the crashes are too old to count: a new run would
+        read them from PostgreSQL and be parked again."""
         again = self._to(S.POOL_IDLE, now, crashes=(), crashes_known=True, reason="")
         return replace(again, deadline=now + CRASH_WINDOW)
 
@@ -320,7 +319,7 @@ class UserWorkerState:
         return replace(self, sequence=sequence)
 
     def used(self, at: float, now: float) -> UserWorkerState:
-        """A look found that the worker was last used at `at`: its idle time counts from there."""
+        """The worker was last used at `at`: its idle time counts from there."""
         return replace(self, last_activity=at).checked(at + self.settings.idle_timeout, now)
 
     def checked(self, wanted: float, now: float) -> UserWorkerState:
@@ -331,23 +330,23 @@ class UserWorkerState:
         return replace(self, checks=checks, deadline=max(wanted, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
-        """What is under way takes until `until`."""
+        """The present step takes until `until`."""
         return replace(self, deadline=until)
 
     def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:
-        """The worker is to go when nobody has used it for `quiet` seconds, at the latest at `by`."""
+        """The worker is to move when nobody has used it for `quiet` seconds, at the latest at `by`."""
         at = min(max(self.last_activity + quiet, now), max(by, now))
         return replace(self, move_at=at, move_by=by, move_quiet=quiet)
 
     def move_later(self, at: float, now: float) -> UserWorkerState:
-        """It is not quiet yet: another look at `at`, but not at once, and not after the last moment."""
+        """It is not quiet yet: the next check is at `at`, but not at once, and not after `move_by`."""
         return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
 
     def drains(self, reason: str, now: float) -> UserWorkerState:
         return self._to(S.DRAINING, now, reason=reason)
 
     def reopened(self, now: float, reason: str = "work is waiting") -> UserWorkerState:
-        """Orders were left in the queue while the worker ended, or it only moves: another one is needed."""
+        """Another worker is needed: orders were left in the queue, or the worker only moves."""
         return self._to(S.POOL_IDLE, now, reason=reason)
 
     def terminated(self, now: float) -> UserWorkerState:
@@ -355,7 +354,7 @@ class UserWorkerState:
             raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
         return self._to(S.TERMINATED, now)
 
-    # --- showing and carrying ----------------------------------------------------------------------
+    # --- showing and carrying -------------------------------------------------------------------------
 
     def view(self) -> UserWorkerView:
         return UserWorkerView(

@@ -1,6 +1,6 @@
-"""The care of a worker in service: looks at it, and credentials for its session.
+"""Checks of a worker in service, and credentials for its session.
 
-Each function ends with a `WorkerDecision`: what has to follow is done by the workflow.
+Each check returns a `WorkerDecision`, which the workflow carries out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ S = m.WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDecision:
-    """What must happen to the worker; all fields empty: it stays."""
+    """What must happen to the worker; with all fields empty it stays."""
 
     #: It is dead or useless, for this reason: another one takes its place.
     replace: str = ""
@@ -43,7 +43,7 @@ class WorkerDecision:
     give_up: str = ""
     #: Nobody used it for the idle timeout.
     idle: bool = False
-    #: It makes room for one of another version, and this is a good moment.
+    #: It is replaced by one of another version now.
     move: bool = False
 
 
@@ -51,11 +51,11 @@ KEEP = WorkerDecision()
 
 
 async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
-    """Somebody saw no mark, or the worker lost its owner key.
+    """Checks a worker whose mark or owner key somebody found missing.
 
-    A running worker keeps its user, unless the watcher saw its mark expire while those of others stood, and
-    under the same generation of Valkey it is still missing: then it is cut off or frozen, and useless
-    whether the launcher still lists it or not. A look that fails changes nothing (no-healthy-kill).
+    A running worker keeps its user, unless the watcher saw its mark expire and the mark is still missing
+    under the same generation of Valkey: then it is cut off or frozen, and useless even if the launcher still
+    lists it. A check that fails changes nothing (no-healthy-kill).
     """
     unmarked, life.unmarked = life.unmarked, ""
     life.suspect = False
@@ -72,7 +72,7 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
-    """The deadline of a serving worker: idle long enough to end, or used since?"""
+    """At the deadline of a serving worker: is it idle long enough to end, or was it used since?"""
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving:
@@ -85,7 +85,7 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     elif health.running is False:
         return WorkerDecision(replace="the worker was gone")
     elif state.state == S.RECONNECTING and health.worker_state == S.ACTIVE:
-        life.state = state.reconnected(now).used(last, now)  # its event was lost, with Valkey's memory
+        life.state = state.reconnected(now).used(last, now)  # its event was lost with Valkey's data
     elif state.state == S.RECONNECTING:
         idle = last + state.settings.idle_timeout
         life.state = state.checked(min(now + CHECK_AGAIN, idle), now)
@@ -95,7 +95,7 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
-    """The worker is to be replaced by one of another version: is it quiet now, or is it time anyway?"""
+    """Whether a worker that is to be replaced by one of another version is quiet, or its time is up."""
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving or not state.move_at:
@@ -113,7 +113,7 @@ async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def _read_health(life: WorkerLifecycle) -> m.WorkerHealth | None:
-    """None when nobody could say."""
+    """None when it could not be read."""
     state = life.state
     if state.worker is None:
         return None
@@ -125,10 +125,10 @@ async def _read_health(life: WorkerLifecycle) -> m.WorkerHealth | None:
 
 
 async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
-    """One try to give a fresh session process its credentials; before it returns, a pause if it failed.
+    """Tries once to give a fresh session process its credentials, and pauses if that failed.
 
-    A worker that does not answer is replaced after some tries. When the activity fails (PostgreSQL or
-    Valkey is away), it is tried for as long as that lasts: nobody is stopped for it (no-healthy-kill).
+    A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails, because
+    PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
     """
     number = life.state.replacements
     life.state = life.state.postponed(life.now() + life.state.settings.connect_timeout + 10.0)
@@ -147,7 +147,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> WorkerDecision:
-    """What the fresh session's answer means."""
+    """Decides by the fresh session's answer."""
     state, why = life.state, f"{result.failure_code}: {result.failure_detail}"
     error = errors.from_code(result.failure_code)
     if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
@@ -155,7 +155,7 @@ async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> Wor
     if result.ok:
         life.state = state.reconnected(life.now()).with_note("")
     elif error.retryable and isinstance(error, errors.BrokerError):
-        life.state = state.provided().degraded(why, life.now())  # it goes on by itself and tells CONNECTED
+        life.state = state.provided().degraded(why, life.now())  # it retries by itself and sends CONNECTED
     elif error.retryable or isinstance(error, errors.InvalidSeal):  # sealed to the key of its predecessor
         life.state = state.not_answered().with_note(f"credentials not given: {why}")
         if life.state.unanswered >= RELOAD_TRIES:
@@ -167,7 +167,7 @@ async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> Wor
 
 
 async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
-    """Waits, but not when something more urgent comes."""
+    """Waits until `seconds` have passed or something more urgent happens."""
     number = life.state.replacements
 
     def urgent() -> bool:
@@ -185,7 +185,7 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
 
 
 async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResult]) -> None:
-    """New credentials for the running worker, as somebody asked. Refused ones leave the old session up."""
+    """Gives the running worker new credentials. If the broker refuses them, the old session stays up."""
     cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
     if not life.state.serving or life.state.worker is None:
         ticket.succeed(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))

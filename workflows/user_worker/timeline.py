@@ -1,8 +1,7 @@
-"""The timeline of a user's worker: every transition is noted at once and written when there is time.
+"""The timeline of a user's worker: transitions are collected at once and written in the background.
 
-Nobody waits for it: callers are answered first, and one activity at a time writes what has come together.
-What is not written yet is carried into the next run. Nothing happens, nothing is written: an idle worker
-costs nothing by it.
+Callers are answered first, and one activity at a time writes what has come together. What is not written yet
+is carried into the next run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Timeline:
         self._task: asyncio.Task[None] | None = None
 
     def record(self, before: UserWorkerState, after: UserWorkerState) -> None:
-        """Takes a change of state in; other changes are no transitions."""
+        """Adds the transition, if the state changed."""
         if (before.state, before.since) == (after.state, after.since):
             return
         self._number += 1
@@ -64,20 +63,20 @@ class Timeline:
             workflow.logger.warning("transition_lost", extra={"number": lost.number})
 
     def flush(self) -> None:
-        """Has what is pending written, in the background."""
+        """Starts writing the pending transitions in the background."""
         if self._pending and self._task is None:
             self._task = asyncio.create_task(self._write())
 
     @property
     def settled(self) -> bool:
-        """Nothing is being written."""
+        """Whether nothing is being written."""
         return self._task is None
 
     def carried(self) -> dict[str, Any]:
         return {"number": self._number, "pending": [asdict(item) for item in self._pending]}
 
     async def _write(self) -> None:
-        # The callers who can be answered now come first.
+        # Lets the callers be answered first.
         await workflow.wait_condition(lambda: True)
         try:
             while self._pending:

@@ -1,7 +1,7 @@
 """The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's lifecycle.
 
-Handlers only note what is wanted; `run` does one thing after the other (requirement W3). What a state
-means and what may follow it stands in `user_worker_state.py`.
+Handlers only write down what is wanted; `run` does one step after the other. `state.py` says what a state
+means and what may follow it.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class UserWorkerWorkflow:
                 await workflow.wait_condition(self._may_close)
 
     def _may_close(self) -> bool:
-        """Nobody waits for an answer, and the timeline is written, or its hour is over."""
+        """Whether nobody waits for an answer and the timeline is written, or given up after an hour."""
         return workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
 
-    # --- what others ask ------------------------------------------------------------------------------
+    # --- updates, signals, query ----------------------------------------------------------------------
 
     @workflow.update(name="ensure_active")
     async def ensure_active(self, request: m.EnsureActive) -> m.ActiveWorker:
-        """Returns when the worker is Active. Callers at the same time share one start.
+        """Returns when the worker is Active. Concurrent callers share one start.
 
         Fails with an `ApplicationError` whose type is the reason's code.
         """
@@ -105,8 +105,8 @@ class UserWorkerWorkflow:
 
     @workflow.update(name="reload_credentials_now")
     async def reload_credentials_now(self) -> m.ReloadResult:
-        """Like the signal `reload_credentials`, and answers when the worker has done it."""
-        if self._life.state.ended:  # nobody would serve the ticket any more
+        """Like the signal `reload_credentials`, but returns the result."""
+        if self._life.state.ended:  # nobody would serve it any more
             return m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
         return await self._want_reload("update").result()
 
@@ -137,20 +137,20 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
-        """Goes on in a new run with the same worker: after a release, or to shorten the history."""
+        """Goes on in a new run with the same worker, after a release or to shorten the history."""
         if is_empty_payload("renew", payload):
             self._renew = True
 
     @workflow.signal(name="worker_lost")
     def worker_lost(self, *payload: Any) -> None:
-        """A `WorkerLost`: the launcher saw a worker end, this user's or another's."""
+        """Carries a `WorkerLostSignal`: the launcher saw a worker end, perhaps an earlier one."""
         lost = read_payload("worker_lost", payload, m.WorkerLostSignal)
         if lost is not None:
             self._life.worker_ended(lost.worker_id, lost.exit_code)
 
     @workflow.signal(name="worker_unmarked")
     def worker_unmarked(self, *payload: Any) -> None:
-        """A `WorkerUnmarked`: the watcher saw a worker's mark expire."""
+        """Carries a `WorkerUnmarked`: the watcher saw a worker's mark expire."""
         unmarked, life = read_payload("worker_unmarked", payload, m.WorkerUnmarked), self._life
         worker = life.state.worker
         if unmarked is None or worker is None or not life.state.serving:
@@ -160,7 +160,7 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="move_when_quiet")
     def move_when_quiet(self, *payload: Any) -> None:
-        """A `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
+        """Carries a `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
         asked, life = read_payload("move_when_quiet", payload, m.MoveWhenQuiet), self._life
         worker = life.state.worker
         if asked and worker and life.state.serving and worker.worker_id == asked.worker_id:
@@ -168,7 +168,7 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="examine")
     def examine(self, *payload: Any) -> None:
-        """An `Examine`: maintenance found something odd about a worker."""
+        """Carries an `Examine`: maintenance found an anomaly of a worker."""
         asked, worker = read_payload("examine", payload, m.Examine), self._life.state.worker
         if asked is None or worker is None or not self._life.state.serving:
             return
@@ -177,7 +177,7 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="worker_event")
     def worker_event(self, *payload: Any) -> None:
-        """A `WorkerEventSignal`: what a worker told on its stream."""
+        """Carries a `WorkerEventSignal`: an event from a worker's stream."""
         event = read_payload("worker_event", payload, m.WorkerEventSignal)
         if event is not None:
             self._life.take_event(event)
@@ -186,7 +186,7 @@ class UserWorkerWorkflow:
     def view(self) -> m.UserWorkerView:
         return self._life.state.view()
 
-    # --- one thing after the other --------------------------------------------------------------------
+    # --- one step after the other ---------------------------------------------------------------------
 
     def _something_to_do(self) -> bool:
         life = self._life
@@ -202,11 +202,11 @@ class UserWorkerWorkflow:
         )
 
     def _may_renew(self) -> bool:
-        """A quiet moment to continue as new, when that is due."""
+        """Whether continue-as-new is due and nothing is under way."""
         life = self._life
         due = self._renew or workflow.info().is_continue_as_new_suggested()
-        check_quiet = life.state.serving or life.state.state == S.PARKED
-        return due and check_quiet and life.settled and workflow.all_handlers_finished()
+        settled = life.state.serving or life.state.state == S.PARKED
+        return due and settled and life.settled and workflow.all_handlers_finished()
 
     async def _sleep(self) -> None:
         before = self._life.state
@@ -289,7 +289,7 @@ class UserWorkerWorkflow:
             return
         backoff = life.state.crash_backoff()
         if backoff:
-            # Only a shutdown cuts this short, and the next step takes care of it.
+            # Only a shutdown interrupts this; the next step handles it.
             with contextlib.suppress(StartFailed):
                 await life.pause(backoff, "until the crashed worker is replaced")
         if not life.shutdown:
@@ -301,7 +301,7 @@ class UserWorkerWorkflow:
         life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
 
     async def _give_up(self, reason: str) -> None:
-        """Ends the worker and the run: the broker cannot be had. The next order starts anew."""
+        """Ends the worker and the run, because the broker refuses. The next order starts a new run."""
         life = self._life
         code, _, detail = reason.partition(": ")
         error = errors.from_code(code, detail)
@@ -310,7 +310,7 @@ class UserWorkerWorkflow:
         await self._end(reason, crashed=True)
 
     async def _drain(self, reason: str, *, reopen: bool) -> None:
-        """Ends the worker, then the run; with `reopen`, orders and jobs still queued get another worker."""
+        """Ends the worker, then the run. With `reopen`, orders and jobs still queued get another worker."""
         life = self._life
         life.shutdown = ""
         life.state = life.state.drains(reason, life.now())

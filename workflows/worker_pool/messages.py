@@ -1,4 +1,4 @@
-"""What goes into and out of a pool's workflow and its activities; the rules are those of `messages.py`."""
+"""The messages of a pool's workflow and its activities; the rules are those of `user_worker/messages.py`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from workflows.worker_pool.policy import PoolPolicy
 #: Type of a launch's failure: the worker was launched, and ended or hung before it was ready. The pool counts
 #: these: an image that never becomes ready is not launched for ever.
 NEVER_READY = "NEVER_READY"
-#: First detail of a launch's failure: no worker of this token runs, or will.
+#: First detail of a launch's failure: no worker of this token runs or will run.
 NOTHING_RUNS = "nothing runs"
-#: Type of a failed `set_policy`: somebody else changed the pool meanwhile.
+#: Type of a failed `set_policy`: somebody else changed the pool in between.
 POOL_CHANGED = "POOL_CHANGED"
 
 
 class PoolMode(StrEnum):
     RUNNING = "running"
-    #: Nothing is launched, and nobody leaves but by a claim.
+    #: Nothing is launched, and workers leave only by a claim.
     PAUSED = "paused"
     #: Free workers are stopped, and nothing is launched.
     DRAINING = "draining"
@@ -30,11 +30,11 @@ class PoolMode(StrEnum):
 class PoolInput:
     pool: str = "default"
     policy: PoolPolicy = field(default_factory=PoolPolicy)
-    #: The policy that the settings gave last. It is taken over when the settings change, and only then.
+    #: The policy that the settings gave last. A changed one replaces `policy`.
     configured: PoolPolicy | None = None
     #: Grows with every change of the policy.
     revision: int = 0
-    #: Longest time between two looks at the pool when nothing is signalled.
+    #: Longest time between two counts of the pool when nothing is signalled.
     check_period: float = 60.0
     launch_timeout: float = 30.0
     #: Set by continue-as-new only.
@@ -60,15 +60,15 @@ class SetPolicy:
     """Update `set_policy`; fails with `POOL_POLICY_INVALID` or `POOL_CHANGED`."""
 
     policy: PoolPolicy
-    #: The revision that the caller has seen; None: whatever it is.
+    #: The revision that the caller has seen; None: any.
     revision: int | None = None
-    #: It comes from the settings, not from an operator.
+    #: Set by the settings, not by an operator.
     from_settings: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetRelease:
-    """Update `set_release`: what new workers are, and how many more than wanted are kept ready."""
+    """Update `set_release`: the release of new workers, and how many more than wanted are kept ready."""
 
     release: Release
     surge: int = 0
@@ -76,7 +76,7 @@ class SetRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGone:
-    """Signal `worker_gone` of a pool: the launcher saw a worker end that belonged to no user."""
+    """Signal `worker_gone`: the launcher saw a worker end that belonged to no user."""
 
     worker_id: str = ""
 
@@ -95,11 +95,11 @@ class CountPool:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowNow:
-    """The window of a policy that holds now."""
+    """The window of a policy that applies now."""
 
-    #: Empty: none holds.
+    #: Empty: none applies.
     name: str = ""
-    #: Unix seconds at which another one holds, or none any more; None: not within two weeks.
+    #: Unix seconds at which that changes; None: not within two weeks.
     until: float | None = None
 
 
@@ -111,7 +111,7 @@ class PoolCount:
     starting: int
     #: Workers of the pool that belong to users, or were launched for one.
     in_use: int = 0
-    #: Claims within the policy's last minutes; None: not asked for, or not known.
+    #: Claims within the policy's `demand_minutes`; None: not wanted, or not known.
     claims: int | None = None
     window: WindowNow = field(default_factory=WindowNow)
 
@@ -123,9 +123,8 @@ class LaunchPoolWorker:
     pool: str
     token: str
     timeout: float = 30.0
-    #: The outcome of an earlier launch under this token is not known: its worker may have a user by now.
+    #: The outcome of an earlier launch under this token is unknown: its worker may have a user by now.
     again: bool = False
-    #: What it is to be.
     release: Release = field(default_factory=Release)
 
 
@@ -141,7 +140,7 @@ class StopPoolWorkers:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolView:
-    """Answer of the pool's query `view`, and of its updates."""
+    """Answer of the query `view` and of the updates."""
 
     pool: str
     target: int
@@ -166,10 +165,10 @@ class PoolView:
     policy: PoolPolicy = field(default_factory=PoolPolicy)
     configured: PoolPolicy | None = None
     revision: int = 0
-    #: What new workers are to be, and how many more than wanted are kept ready while a rollout runs.
+    #: Of new workers; and how many more than wanted are kept ready while a rollout runs.
     release: Release = field(default_factory=Release)
     surge: int = 0
     #: Rounds in a row after which no worker became ready.
     never_ready: int = 0
-    #: The last release of which a worker became ready; None: none did since this was first written down.
+    #: The last release of which a worker became ready; None: none did yet.
     good: Release | None = None

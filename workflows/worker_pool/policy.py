@@ -1,7 +1,7 @@
-"""How large a pool should be: what an operator decides, and whether it makes sense.
+"""The policy of a pool's size, which an operator sets, and its checks.
 
-All counts are of free workers, those that wait for a claim; `limit` alone counts those in use, too. What the
-numbers mean together stands in `pool_sizing.py`.
+All counts are of free workers, those that wait for a claim; only `limit` counts those in use, too. `state.py`
+says how many workers the numbers make together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from worker_runtime.protocol.errors import BerthError
 
-#: More workers than this in one pool is a slip of the finger.
+#: More workers than this in one pool must be a typing error.
 MOST = 100_000
 #: Longest demand window in minutes, and longest wait before a surplus is stopped, in seconds.
 DAY_MINUTES, DAY_SECONDS = 1440, 86_400
@@ -32,7 +32,7 @@ class PoolPolicyInvalid(BerthError):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolWindow:
-    """Hours with a target of their own, higher or lower than the usual one."""
+    """Hours with a target of their own."""
 
     name: str
     target: int
@@ -49,24 +49,24 @@ class PoolWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPolicy:
-    """The defaults keep the target, and nothing else."""
+    """With the defaults, the pool keeps the target."""
 
     target: int = 4
     minimum: int = 0
     maximum: int | None = None
-    #: On top of all else: `3`, or `20%` of the workers in use.
+    #: Added to all else: `3`, or `20%` of the workers in use.
     buffer: str = "0"
-    #: At least as many as were claimed within the last so many minutes; 0: demand is not looked at.
+    #: Keep at least as many as were claimed within this many minutes; 0: demand does not count.
     demand_minutes: float = 0.0
     #: Workers of the pool in all, free and in use.
     limit: int | None = None
-    #: Seconds that there must be too many before one is stopped.
+    #: Seconds that a surplus must last before a worker is stopped.
     shrink_after: float = 0.0
-    #: The first that holds counts.
+    #: The first that applies counts.
     windows: tuple[PoolWindow, ...] = ()
 
     def buffer_of(self, in_use: int) -> int:
-        """The buffer as a number, for so many workers in use; a part of a worker is a whole one."""
+        """The buffer as a number of workers, rounded up."""
         number, percent = _buffer(self.buffer)
         return -(-number * in_use // 100) if percent else number
 
@@ -79,7 +79,7 @@ def _buffer(text: str) -> tuple[int, bool]:
 
 
 def days_of(text: str) -> frozenset[int]:
-    """Numbers of weekdays, Monday is 0. Raises `PoolPolicyInvalid`."""
+    """The weekdays as numbers, Monday is 0. Raises `PoolPolicyInvalid`."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -91,7 +91,7 @@ def days_of(text: str) -> frozenset[int]:
 
 
 def check_policy(policy: PoolPolicy) -> None:
-    """Raises `PoolPolicyInvalid` with all that is wrong. Whether a zone exists is not known here."""
+    """Raises `PoolPolicyInvalid` with all that is wrong. Does not check whether a zone exists."""
     problems = list(_problems(policy))
     if problems:
         raise PoolPolicyInvalid("; ".join(problems))

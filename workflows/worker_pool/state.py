@@ -1,44 +1,101 @@
-"""What a pool knows between two looks, as plain data: its counts, its launches and how they fare.
+"""The state of a pool: its wanted size, its counts and launches, and how it is shown.
 
-No Temporal here: the workflow asks this class what a change means. Times are Unix seconds.
-
-How a pool shows itself: the answer of its query, and the page in Temporal's web UI.
+Plain data, without clock and I/O. Times are Unix seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workflows.entity import known_fields
 from workflows.rollout.messages import Release
-from workflows.worker_pool.messages import PoolCount, PoolMode, PoolView
+from workflows.worker_pool.messages import PoolCount, PoolMode, PoolView, WindowNow
 from workflows.worker_pool.policy import PoolPolicy
-from workflows.worker_pool.sizing import PoolSizing
 
 #: Seconds between two launches while they fail: 1, 2, 4 … up to this.
 BACKOFF_MAX = 60.0
-#: Launches under way at most: a hundred fit well below Temporal's 2,000 pending activities.
+#: Most launches under way: far below Temporal's 2,000 pending activities.
 IN_FLIGHT_MAX = 100
-#: Rounds of failing launches after which it is told, once for the whole episode: one failure is a hiccup.
+#: Rounds of failing launches after which they are logged, once for a whole episode.
 REPORT_AFTER = 3
 #: Rounds in a row in which no worker became ready, after which refilling stops (the circuit opens): with the
 #: backoff between them that is a bad image, not a slow host. A round is one launch once they fail.
 CIRCUIT_AFTER = 5
 #: Seconds until one launch is tried while the circuit is open.
 PROBE_PERIOD = 600.0
-#: Seconds until the next look while workers are starting that no launch waits for.
+#: Seconds until the next count while workers are starting that no launch waits for.
 SOON = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolState:
-    """Goes from run to run: a field may be added with a default, and none may change its meaning."""
+class SizingInput:
+    """What the wanted size depends on besides the policy."""
 
-    #: An operator holds the pool as it is: nothing is launched and nobody leaves but by a claim.
+    #: Workers of the pool that belong to users, or are about to.
+    in_use: int = 0
+    #: Claims within the policy's last minutes.
+    claims: int = 0
+    window: WindowNow = field(default_factory=WindowNow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSizing:
+    wanted: int
+    #: One for each step of the sum.
+    reasons: tuple[str, ...]
+    #: Unix seconds at which a window begins or ends; None: no window will.
+    until: float | None
+
+
+def size_pool(policy: PoolPolicy, now: SizingInput) -> PoolSizing:
+    """The wanted number of free workers.
+
+    wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above the
+    maximum, and never beyond the limit of all workers. Never fails: the policy was checked before.
+    """
+    target, why = _target(policy, now.window)
+    wanted, reasons = target, [why]
+    if policy.demand_minutes > 0:
+        reasons.append(f"{now.claims} claims within the last {policy.demand_minutes:g} min")
+        if now.claims > wanted:
+            wanted = now.claims
+            reasons.append(f"as many again are kept: {wanted}")
+    buffer = policy.buffer_of(now.in_use)
+    if buffer:
+        wanted += buffer
+        of_use = f" ({policy.buffer} of {now.in_use} in use)" if policy.buffer.endswith("%") else ""
+        reasons.append(f"buffer{of_use}: {buffer} more, {wanted}")
+    if wanted < policy.minimum:
+        wanted = policy.minimum
+        reasons.append(f"not below the minimum: {wanted}")
+    if policy.maximum is not None and wanted > policy.maximum:
+        wanted = policy.maximum
+        reasons.append(f"not above the maximum: {wanted}")
+    if policy.limit is not None:
+        room = max(0, policy.limit - now.in_use)
+        if wanted > room:
+            wanted = room
+            reasons.append(f"limit of {policy.limit} in all, {now.in_use} in use: {wanted}")
+    return PoolSizing(wanted=wanted, reasons=tuple(reasons), until=now.window.until)
+
+
+def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
+    """A window of an earlier policy does not count."""
+    window = next((one for one in policy.windows if one.name == now.name), None)
+    if now.name and window is not None:
+        return window.target, f"window {window.name}: {window.target} instead of {policy.target}"
+    return policy.target, f"target: {policy.target}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolState:
+    """Carried from run to run: a field may be added with a default, and none may change its meaning."""
+
+    #: By an operator: nothing is launched, and workers leave only by a claim.
     paused: bool = False
-    #: An operator empties the pool.
+    #: By an operator: the pool is emptied.
     draining: bool = False
     #: Number of the next launch: with the first run's id it makes a token.
     number: int = 0
@@ -46,7 +103,7 @@ class PoolState:
     starting: int = 0
     in_use: int = 0
     claims: int = 0
-    #: As of the last look.
+    #: As of the last count.
     wanted: int = 0
     reasons: tuple[str, ...] = ()
     until: float | None = None
@@ -54,14 +111,14 @@ class PoolState:
     surplus_since: float | None = None
     launches: int = 0
     failures: int = 0
-    #: Rounds of failures since the last launch that went well. Launches that run beside each other fail in
-    #: one round: a restarted orchestrator takes a hundred of them along.
+    #: Rounds of failures since the last successful launch. Concurrent launches fail in one round: a restarted
+    #: orchestrator interrupts a hundred of them.
     failing: int = 0
     #: Those of them in which the worker never became ready.
     never_ready: int = 0
-    #: The episode of failures was told.
+    #: The episode of failures was logged.
     failures_reported: bool = False
-    #: Before which nothing is launched.
+    #: Nothing is launched before.
     not_before: float = 0.0
     last_failure: str = ""
     #: Tokens of launches whose outcome is unknown: each is launched again before any new one, and counts
@@ -106,7 +163,7 @@ class PoolState:
     def circuit_open(self) -> bool:
         return self.never_ready >= CIRCUIT_AFTER
 
-    # --- what happens ---------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------
 
     def counted(self, count: PoolCount, sizing: PoolSizing) -> PoolState:
         return replace(
@@ -121,12 +178,12 @@ class PoolState:
         )
 
     def launched(self, release: Release) -> PoolState:
-        """One of this release became ready."""
+        """A worker of this release became ready."""
         good = (release.version, release.image)
         return replace(self.without_failures(), launches=self.launches + 1, good_release=good)
 
     def failed(self, why: str, now: float, *, seen: int, never_ready: bool = False) -> PoolState:
-        """`seen`: `failing` when this launch began."""
+        """A launch failed; `seen` is `failing` when it began."""
         failing = max(self.failing, seen + 1)
         never_ready_rounds = self.never_ready
         if never_ready and (failing > self.failing or not never_ready_rounds):
@@ -144,35 +201,35 @@ class PoolState:
         )
 
     def with_release(self, release: Release, surge: int) -> PoolState:
-        """New workers are of this release from now on; its launches are judged afresh."""
+        """New workers are of this release from now on; earlier failures do not count against it."""
         same = release == self.release
-        # Of a pool that has launched nothing since this is written down, the one before counts as good.
+        # Before the first successful launch, the present release counts as good.
         good = self.good_release or (self.version, self.image)
         state = replace(self, version=release.version, image=release.image, surge=max(surge, 0))
         return state if same else replace(state.without_failures(), good_release=good)
 
     def without_failures(self) -> PoolState:
-        """Something changed for the better: launches begin at once."""
+        """Forgets the failures, so that launches begin at once."""
         return replace(self, failing=0, never_ready=0, not_before=0.0, failures_reported=False)
 
     def with_surplus(self, now: float) -> PoolState:
         return self if self.surplus_since is not None else replace(self, surplus_since=now)
 
-    # --- what it means --------------------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------------
 
     def gap(self, in_flight: int) -> int:
-        """How many to launch now; negative: how many there are too many."""
+        """How many workers to launch now; negative: the surplus."""
         surge = 0 if self.draining else self.surge
         return self.wanted + surge - self.ready - self.starting - in_flight
 
     def launches_allowed(self, in_flight: int, now: float) -> int:
-        """How many launches may begin now: one at a time while they fail, none within the backoff."""
+        """How many launches may begin now: one at a time while they fail, none during the backoff."""
         if not self.failing:
             return IN_FLIGHT_MAX - in_flight
         return 0 if in_flight or now < self.not_before else 1
 
     def seconds_until_count(self, now: float, *, in_flight: int, period: float) -> float:
-        """Seconds until the next look when nothing is signalled; `period` at the most."""
+        """Seconds until the next count when nothing is signalled; at most `period`."""
         waits = [period]
         if self.until is not None:
             waits.append(max(self.until - now, 0.1))

@@ -1,9 +1,9 @@
-"""The workflow of one pool, `worker-pool-{name}`: keeps exactly so many workers ready (exact-pool).
+"""The workflow of one pool, `worker-pool-{name}`: keeps exactly the wanted number of workers ready.
 
-It launches when a claim took one, when a launch or a worker ended, when a window begins or ends, and looks
-every `check_period`. A count leaves out the workers of launches under way, so that nobody is counted twice or
-not at all: what may be launched is what is wanted less the ready, the starting and the launches under way,
-never more. A launch whose outcome is not known stays under way until it is settled, under its own token.
+It counts the workers after every claim, launch or end of a worker, when a window begins or ends, and every
+`check_period`. A count leaves out the workers of launches under way, so that each is counted once
+(exact-pool): missing = wanted - ready - starting - launches under way. A launch whose outcome is unknown
+stays under way until it is settled under its own token.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollout.messages import Release
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
-    from workflows.worker_pool.sizing import PoolSizing, SizingInput, size_pool
-    from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details, pool_view
+    from workflows.worker_pool.state import (
+        BACKOFF_MAX,
+        REPORT_AFTER,
+        PoolSizing,
+        PoolState,
+        SizingInput,
+        pool_details,
+        pool_view,
+        size_pool,
+    )
 
 from workflows import calls
 from workflows.calls import cause
 
-#: Free workers that one call stops at the most: each may take its grace of some seconds.
+#: Most free workers that one call stops: each may take its grace of some seconds.
 SHRINK_MAX = 50
-#: Events of a run from which on it goes on in a new one, at a moment without launches under way.
+#: Events after which the run continues as new, when no launch is under way.
 LONG = 500
 _POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
 
@@ -47,9 +55,9 @@ class WorkerPoolWorkflow:
         self._revision = given.revision
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._changed = True
-        #: The policy changed since the last look: what is too much goes at once.
+        #: The policy changed since the last count: a surplus is stopped at once.
         self._resized = False
-        #: Looks in a row that could not count.
+        #: Counts in a row that failed.
         self._uncounted = 0
         self._renew = False
         self._shown = ""
@@ -70,11 +78,11 @@ class WorkerPoolWorkflow:
                 await workflow.wait_condition(
                     lambda: self._changed,
                     timeout=self._seconds_until_count(),
-                    timeout_summary="until the next look at the pool",
+                    timeout_summary="until the next count of the pool",
                 )
 
-    # --- what others ask ------------------------------------------------------------------------------
-    # What a signal carries is not looked at: the pool counts for itself.
+    # --- signals, updates, query ----------------------------------------------------------------------
+    # What a signal carries is ignored: the pool counts by itself.
 
     @workflow.signal(name="claimed")
     def claimed(self, *payload: Any) -> None:
@@ -139,7 +147,7 @@ class WorkerPoolWorkflow:
 
     @workflow.update(name="resume")
     def resume(self) -> pm.PoolView:
-        """Also tries again at once when launches failed."""
+        """Also forgets failed launches, so that it tries again at once."""
         self._state = replace(self._state.without_failures(), paused=False, draining=False)
         self._changed = True
         return self.view()
@@ -155,10 +163,10 @@ class WorkerPoolWorkflow:
             revision=self._revision,
         )
 
-    # --- one look after the other ---------------------------------------------------------------------
+    # --- counts and launches --------------------------------------------------------------------------
 
     async def _count(self) -> None:
-        # Those under way when the count began, not now: one that ended since is in neither number.
+        # Those under way when the count begins: one that ends meanwhile would be in neither number.
         under_way = (*self._in_flight, *self._state.unsettled)
         busy, resized, self._resized = bool(self._in_flight), self._resized, False
         request = pm.CountPool(
@@ -220,7 +228,7 @@ class WorkerPoolWorkflow:
             self._failed(token, error, seen)
         finally:
             del self._in_flight[token]
-            # Another look: claims during the launch may have left a gap.
+            # Claims during the launch may have left a gap.
             self._changed = True
 
     def _recovered(self, release: Release) -> None:
@@ -229,7 +237,7 @@ class WorkerPoolWorkflow:
         self._state = self._state.launched(release)
 
     def _failed(self, token: str, error: FailureError, seen: int) -> None:
-        """One event for an episode, and one when refilling stops: not one for each failure."""
+        """Logs an episode of failures once, and once more when refilling stops."""
         why, before = cause(error), self._state
         kind = why.partition(":")[0]
         state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
@@ -246,7 +254,7 @@ class WorkerPoolWorkflow:
 
     async def _handle_surplus(self, surplus: int, *, at_once: bool) -> None:
         state = self._state = self._state.with_surplus(workflow.time())
-        if state.unsettled:  # they may run or not: the next count sees
+        if state.unsettled:  # they may run or not: the next count shows
             self._state = replace(state, unsettled=())
             self._resized, self._changed = at_once, True
             return
@@ -269,7 +277,7 @@ class WorkerPoolWorkflow:
             self._state = replace(self._state, last_failure=f"shrink: {cause(error)}")
 
     def _seconds_until_count(self) -> float:
-        """Seconds until the next look when nothing is signalled."""
+        """Until the next count when nothing is signalled."""
         if self._uncounted:
             return min(2.0 ** min(self._uncounted - 1, 10), BACKOFF_MAX, self._given.check_period)
         return self._state.seconds_until_count(
@@ -279,8 +287,8 @@ class WorkerPoolWorkflow:
     def _due_to_renew(self) -> bool:
         if self._renew or workflow.info().is_continue_as_new_suggested():
             return True
-        # Sooner where it costs no wait: who takes the pool over from an orchestrator that died replays all of
-        # it before anything is refilled. 2,300 events took a starved host 13 s.
+        # Earlier than Temporal suggests: an orchestrator that takes the pool over replays the whole history
+        # before it refills anything. 2,300 events took a starved host 13 s.
         return not self._in_flight and workflow.info().get_current_history_length() >= LONG
 
     def _show(self) -> None:

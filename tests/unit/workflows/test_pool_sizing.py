@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workflows.worker_pool.messages import WindowNow
 from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
-from workflows.worker_pool.sizing import SizingInput, size_pool
+from workflows.worker_pool.state import SizingInput, size_pool
 
 MORNING = PoolWindow(name="morning", target=40, begins="08:00", ends="09:30")
 
