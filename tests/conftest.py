@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -25,11 +26,13 @@ from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
-from tests.containers.docker_house import DockerHouse, open_docker_house, why_not
 from tests.databases import MigratedDatabases
 from tests.groups import UnitScheduling, sort_units
 from tests.stacks import all_stacks
 from workflows.names import SEARCH_ATTRIBUTES
+
+if TYPE_CHECKING:
+    from tests.containers.docker_house import DockerHouse
 
 _numbers = itertools.count(1)
 
@@ -148,6 +151,8 @@ def temporal_server(server_directory: Path) -> Iterator[TemporalServer]:
 @pytest.fixture(scope="session")
 def docker_house() -> Iterator[DockerHouse]:
     """A Docker daemon with the worker's image; where there can be none, its tests are skipped and say why."""
+    from tests.containers.docker_house import open_docker_house, why_not
+
     reason = why_not()
     if reason:
         pytest.skip(f"no real containers here: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -106,7 +107,7 @@ def test_no_key_and_no_password_is_in_what_docker_shows_of_a_worker(
     trader = house.trader(api_key="canary-api-key", secret_key="canary-secret-key")
     worker = house.start_until_active(trader)
     task_id = task_of(house, worker["worker_id"])
-    shown = docker_house.docker("inspect", task_id) + docker_house.docker("logs", task_id)
+    shown = json.dumps(docker_house.inspect(task_id)) + docker_house.logs(task_id)
     assert worker["worker_id"] in shown
     assert "canary" not in shown
     assert "redis://" not in shown

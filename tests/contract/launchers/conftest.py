@@ -76,8 +76,7 @@ class DockerGround:
 
     def ids(self) -> list[str]:
         """All containers of the fleet, also ended ones."""
-        label = f"label=berth.fleet={self.fleet}"
-        return self.house.docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
+        return self.house.ids(self.fleet)
 
     async def crash(self, task: Task) -> None:
         os.kill(self.house.pid_of(task.task_id), signal.SIGKILL)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 
 import pytest
+from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed, Task
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
 from tests.containers.docker_house import STAND_IN_IMAGE
 from tests.containers.line import DaemonLine
 from tests.contract.launchers.conftest import DockerGround
-from tests.contract.launchers.node_process import PATIENCE, until
+from tests.contract.launchers.node_process import PATIENCE
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
-
-
-async def ready(ground: DockerGround, task: Task) -> str:
-    """Waits until the stand-in has read its config and has its signal handlers; returns what it said."""
-    await until(lambda: "ready" in ground.house.docker("logs", task.task_id), f"{task.worker_id} is ready")
-    return ground.house.docker("logs", task.task_id)
 
 
 def process_file(pid: int, name: str) -> str:
@@ -30,7 +26,7 @@ def process_file(pid: int, name: str) -> str:
 
 async def test_a_container_has_the_limits_of_a_worker_and_no_rights(docker_ground: DockerGround) -> None:
     task = await docker_ground.client().launch(spec("w-1"), "token-1")
-    await ready(docker_ground, task)
+    await docker_ground.house.wait_ready(task.task_id)
     inspected = docker_ground.house.inspect(task.task_id)
     host = inspected["HostConfig"]
     assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (64, MEMORY_SOFT, MEMORY_HARD)
@@ -51,10 +47,10 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(docker_groun
 
 async def test_no_secret_is_seen_from_outside(docker_ground: DockerGround) -> None:
     task = await docker_ground.client().launch(spec("w-1"), "token-1")
-    said = await ready(docker_ground, task)
+    said = await docker_ground.house.wait_ready(task.task_id)
     pid = docker_ground.house.pid_of(task.task_id)
     seen = [
-        docker_ground.house.docker("inspect", task.task_id),
+        json.dumps(docker_ground.house.inspect(task.task_id)),
         said,
         process_file(pid, "environ"),
         process_file(pid, "cmdline"),
@@ -79,7 +75,7 @@ async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_told(
 async def test_a_stubborn_worker_is_killed_after_its_grace(docker_ground: DockerGround) -> None:
     launcher = docker_ground.client()
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
-    await ready(docker_ground, task)
+    await docker_ground.house.wait_ready(task.task_id)
     await launcher.stop(task.task_id, "test", grace=0.2)
     assert await launcher.list() == []
     (end,) = await take(launcher.exits(), 1)
@@ -89,13 +85,13 @@ async def test_a_stubborn_worker_is_killed_after_its_grace(docker_ground: Docker
 async def test_a_container_that_was_never_started_is_made_anew(docker_ground: DockerGround) -> None:
     """As an orchestrator leaves it that was killed in the middle of a launch."""
     name = container.container_name(docker_ground.fleet, "token-1")
-    label = f"{container.FLEET}={docker_ground.fleet}"
-    docker_ground.house.docker("create", "--name", name, "--label", label, STAND_IN_IMAGE)
+    labels = {container.FLEET: docker_ground.fleet}
+    docker_ground.house.client.create(STAND_IN_IMAGE, name=name, labels=labels)
     launcher = docker_ground.client(half_made=0.2)
     assert await launcher.list() == []
     task = await launcher.launch(spec("w-1"), "token-1")
     assert await launcher.list() == [task]
-    await ready(docker_ground, task)
+    await docker_ground.house.wait_ready(task.task_id)
 
 
 async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itself(
@@ -103,11 +99,12 @@ async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itsel
 ) -> None:
     """It reads an empty document: nothing can be done with it, and its token stays with it."""
     name = container.container_name(docker_ground.fleet, "token-1")
-    label = f"{container.FLEET}={docker_ground.fleet}"
-    docker_ground.house.docker("run", "--detach", "--name", name, "--label", label, STAND_IN_IMAGE)
-    launcher = docker_ground.client()
-    task = await launcher.launch(spec("w-1"), "token-1")
-    (end,) = await take(launcher.exits(), 1)
+    labels = {container.FLEET: docker_ground.fleet}
+    with DockerContainer(STAND_IN_IMAGE, name=name, labels=labels, network_mode="host") as cut_off:
+        launcher = docker_ground.client()
+        task = await launcher.launch(spec("w-1"), "token-1")
+        assert task.task_id == cut_off.get_container_id()
+        (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, 2, "exited")
 
 
@@ -134,14 +131,14 @@ async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
 async def test_what_others_do_with_docker_is_told_as_well(docker_ground: DockerGround) -> None:
     launcher = docker_ground.client()
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
-    await ready(docker_ground, one)
+    await docker_ground.house.wait_ready(one.task_id)
     exits = launcher.exits()
     first = asyncio.ensure_future(anext(exits))
-    docker_ground.house.docker("stop", one.task_id)
+    docker_ground.house.container(one.task_id).stop()
     end = await asyncio.wait_for(first, PATIENCE)
     assert (end.task_id, end.exit_code, end.reason) == (one.task_id, 0, "stopped")
     assert "stop_reason" not in end.detail
-    docker_ground.house.docker("rm", "--force", two.task_id)
+    docker_ground.house.container(two.task_id).remove(force=True)
     (end,) = await take(exits, 1)
     assert (end.task_id, end.worker_id, end.reason) == (two.task_id, "w-2", "stopped")
 
@@ -154,7 +151,9 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     launcher = docker_ground.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     for task in (one, two):
-        await ready(docker_ground, task)  # what the launcher has sent is still on this line until it is read
+        await docker_ground.house.wait_ready(
+            task.task_id
+        )  # what the launcher has sent is still on this line until it is read
     listening = asyncio.ensure_future(anext(launcher.exits()))
     await line.used(2)
     await line.cut()
