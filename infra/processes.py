@@ -1,7 +1,7 @@
-"""What the kernel knows of a worker's processes: who is who, who still lives, and how to end them.
+"""Reads processes from `/proc` and ends them, safely against reused pids.
 
-A process is told from a later one with the same pid by its start time (`/proc/<pid>/stat`, field 22: clock
-ticks since boot) together with the boot id.
+A process is identified by its pid, its start time (`/proc/<pid>/stat`, field 22: clock ticks since boot) and
+the boot id.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class ProcessStat:
 
     @property
     def alive(self) -> bool:
-        """A zombie has no code left to run: only its parent has not asked for its end yet."""
+        """False for a zombie: it has ended, and only its parent has not asked for its exit code."""
         return self.state not in "ZX"
 
 
 def boot_id() -> str:
-    """Another one after a restart of the host: then no pid means anything any more."""
+    """Changes with a restart of the host, which makes every known pid meaningless."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    """The process, or None if there is none (any more)."""
+    """The process; None if there is none."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # The name in parentheses may hold anything, also blanks and parentheses.
+    # The name in parentheses may contain blanks and parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return ProcessStat(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
 def start_time(pid: int) -> int:
-    """Of a process that cannot have been reaped yet; raises `ProcessLookupError` if it was."""
+    """The start time of a process. Raises `ProcessLookupError` if it is gone."""
     found = read_process(pid)
     if found is None:
         raise ProcessLookupError(f"process {pid} is gone")
@@ -68,10 +68,10 @@ def all_processes() -> Iterator[ProcessStat]:
 
 
 def live_members(session: int) -> list[int]:
-    """Live processes of the session or group that the worker `session` leads, itself included.
+    """Live processes of the session or group that `session` leads, itself included.
 
-    Dead ones that have become our own children are reaped: a node that is the first process of a container
-    inherits what its workers leave behind.
+    Reaps dead ones that have become our children: a node that is the first process of a container inherits
+    the orphans of its workers.
     """
     living = []
     for one in all_processes():
@@ -86,7 +86,7 @@ def live_members(session: int) -> list[int]:
 
 
 def group_is_empty(group: int) -> bool:
-    """True when no process of the group is left, zombies included: cheap, so it is asked first."""
+    """Whether no process of the group is left, not even a zombie. Cheap."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -99,8 +99,8 @@ def group_is_empty(group: int) -> bool:
 def kill_group(leader: int, started: int) -> None:
     """SIGKILL for all of the group that `leader` leads or led.
 
-    While a member lives, the kernel gives the number to no new process; a stranger with it means that the
-    group is gone.
+    While a member lives, the kernel does not reuse the number; another process with it means that the group
+    is gone.
     """
     now = read_process(leader)
     if now is not None and now.started != started:
@@ -110,7 +110,7 @@ def kill_group(leader: int, started: int) -> None:
 
 
 def find_by_argument(word: str) -> list[ProcessStat]:
-    """Live processes that were started with `word` as one of their arguments."""
+    """Live processes that have `word` as one of their arguments."""
     wanted = word.encode()
     found = []
     for one in all_processes():
@@ -124,9 +124,9 @@ def find_by_argument(word: str) -> list[ProcessStat]:
 
 
 def open_pidfd(pid: int, started: int) -> int | None:
-    """A pidfd of exactly this process, or None if it has ended.
+    """A pidfd of exactly this process; None if it has ended.
 
-    A pidfd never comes to mean another process; its start time is checked after it was opened.
+    A pidfd never changes its process, and the start time is checked after it was opened.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -140,7 +140,7 @@ def open_pidfd(pid: int, started: int) -> int | None:
 
 
 def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
-    """Sends a signal to exactly the process that was pinned; one that has ended is no error."""
+    """Sends a signal to the process of a pidfd; one that has ended is no error."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(descriptor, number)
 

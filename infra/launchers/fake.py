@@ -70,7 +70,7 @@ class FakeLauncher:
         reason: str = "killed",
         detail: dict[str, str] | None = None,
     ) -> None:
-        """Ends a worker, by default as a crash would. Unknown tasks are no error."""
+        """Ends a worker, by default like a crash. An unknown task is no error."""
         task = self._running.pop(task_id, None)
         if task is None:
             return
@@ -92,7 +92,7 @@ class FakeLauncher:
         return list(self._running.values())
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """As the port says; positions as in the process launcher."""
+        """As the port says, with positions like those of the process launcher."""
         number = int(after.rpartition(":")[2]) if after else self._position
         while True:
             self._check()

@@ -1,12 +1,11 @@
-"""So many launches a second, for one process or for all orchestrators together.
+"""A launcher that launches no faster than the platform allows, and serves the pools in turn.
 
-A token bucket: so many at once after a rest, so many a second in the long run (Fargate: 100 and 20,
-https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html).
+The rate is a token bucket: a burst after a rest, and a number a second in the long run (Fargate: 100 and 20,
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html). It is counted for one process,
+or in Valkey for all orchestrators together.
 
-Launches no faster than the platform allows, and none of the pools waits for all of another's.
-
-When the rate is used up (`launch_rate.py`), those who wait are served in turn, pool by pool; a user who waits
-for a worker of his own takes turns with his pool's refill.
+When the rate is used up, the pools take turns. A user who waits for a worker takes turns with the refill of
+the pool.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from infra.valkey import client as valkey
 from infra.worker_task import LaunchFailed, Task, TaskExit
 from worker_runtime.protocol import keys, scripts
 
-#: Of a launch: what sums of floating-point numbers lack is not waited for.
+#: Launches. A token that lacks less than this, through rounding, counts as whole.
 ROUNDING = 1e-9
 
 log = structlog.get_logger()
@@ -35,15 +34,15 @@ log = structlog.get_logger()
 
 class LaunchRate(Protocol):
     async def take(self) -> float:
-        """0: a launch may begin, and is counted; else the seconds after which to ask again. Never raises."""
+        """Counts a launch and returns 0.0, or returns the seconds after which to ask again. Never raises."""
         ...
 
 
 class OwnRate:
-    """Of one process, which knows of no other's launches."""
+    """The rate of one process, which knows of no other's launches."""
 
     def __init__(self, rate: float, burst: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`rate`: launches a second; `burst`: launches at once, after a rest. `clock` is in seconds."""
+        """`rate`: launches a second; `burst`: launches at once after a rest; `clock`: seconds."""
         self._rate = rate
         self._burst = float(burst)
         self._clock = clock
@@ -61,7 +60,7 @@ class OwnRate:
 
 
 class SharedRate:
-    """Of all orchestrators at one Valkey. While that is away, each counts by itself."""
+    """The rate of all orchestrators at one Valkey. While Valkey is away, each counts by itself."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
         """As `OwnRate`. The caller closes the client."""
@@ -69,7 +68,7 @@ class SharedRate:
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
         self._own = OwnRate(rate, burst)
-        #: The last question had no answer, and that was told.
+        #: Whether Valkey did not answer last time; that was logged.
         self._alone = False
 
     async def take(self) -> float:
@@ -86,30 +85,30 @@ class SharedRate:
         return int(wait_us) / 1e6
 
 
-#: Seconds that a launch waits for its turn at the most: nothing was launched then, and it may be tried again.
+#: Seconds that a launch waits for its turn. After that nothing was launched, and it may be tried again.
 LAUNCH_PATIENCE = 25.0
 
 
 class LaunchLimited(LaunchFailed):
-    """Too many workers are to be launched at once; this one was not, and may be tried again."""
+    """Too many workers are launched at once; this one was not, and may be tried again."""
 
     code = "LAUNCH_LIMITED"
 
 
 class LaunchTurns:
-    """Who waits for a launch, and whose turn is next."""
+    """The launches that wait, and whose turn is next."""
 
     def __init__(
         self, rate: LaunchRate, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._rate = rate
         self._sleep = sleep
-        #: Who waits, by group; the first group is the next.
+        #: Waiting launches by group; the first group is served next.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._serving: asyncio.Task[None] | None = None
 
-    async def take(self, group: str) -> None:
-        """Returns when this launch may begin."""
+    async def wait_turn(self, group: str) -> None:
+        """Returns when a launch of this group may begin."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(group, deque()).append(turn)
         if self._serving is None or self._serving.done():
@@ -126,16 +125,16 @@ class LaunchTurns:
             if wait > 0.0:
                 await self._sleep(wait)
                 continue
-            while self._waiting and not self._give():
-                pass  # he gave up meanwhile
+            while self._waiting and not self._grant_next():
+                pass  # that launch gave up meanwhile
 
-    def _give(self) -> bool:
-        """The turn of the first group's first; whether somebody still waited for it."""
+    def _grant_next(self) -> bool:
+        """Grants the first launch of the first group its turn; False when it no longer waits."""
         group = next(iter(self._waiting))
         queue = self._waiting.pop(group)
         turn = queue.popleft()
         if queue:
-            self._waiting[group] = queue  # behind the others
+            self._waiting[group] = queue  # behind the other groups
         if turn.done():
             return False
         turn.set_result(None)
@@ -143,20 +142,20 @@ class LaunchTurns:
 
 
 class LimitedLauncher:
-    """Implements `Launcher` by another one, whose launches wait for their turn."""
+    """Implements `Launcher` by another launcher, whose launches wait for their turn."""
 
     def __init__(self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE) -> None:
-        """Closes `launcher` with itself."""
+        """`patience`: seconds a launch waits for its turn. Closes `launcher` with itself."""
         self._launcher = launcher
         self._turns = turns
         self._patience = patience
         self.list_lag = launcher.list_lag
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        """Raises `LaunchLimited` as well: nothing was launched by this call."""
+        """Raises `LaunchLimited` too, when this call launched nothing."""
         group = f"{'user' if spec.config.reserved_claim else 'pool'}:{spec.config.pool}"
         try:
-            await asyncio.wait_for(self._turns.take(group), self._patience)
+            await asyncio.wait_for(self._turns.wait_turn(group), self._patience)
         except TimeoutError:
             raise LaunchLimited from None
         return await self._launcher.launch(spec, token)

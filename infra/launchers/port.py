@@ -16,11 +16,11 @@ from worker_runtime.protocol.launch import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """One worker to be. `config.task_id` is filled in by the launcher."""
+    """A worker to launch. The launcher fills in `config.task_id`."""
 
     config: WorkerConfig
-    #: What is run, in the platform's own words (a container image, a task definition); empty: what the
-    #: launcher was configured with. The process launcher has only one.
+    #: What to run, in the platform's terms (a container image, a task definition); empty: what the launcher
+    #: was configured with. The process launcher has only one.
     image: str = ""
     memory_soft: int = MEMORY_SOFT
     memory_hard: int = MEMORY_HARD
@@ -32,29 +32,28 @@ class Launcher(Protocol):
     list_lag: float
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        """Starts one worker. The same `token` always gives the same task, also after a restart.
+        """Starts one worker. The same `token` always gives the same task, even after a restart.
 
         Raises `LaunchFailed` or `LauncherUnreachable`.
         """
         ...
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
-        """Asks the worker to end and kills it after `grace` seconds (None: the time its config gives it).
+        """Asks the worker to end, and kills it after `grace` seconds (None: the time its config gives it).
 
-        Returns when the task is confirmed to have stopped; unknown tasks are no error. Raises `StopFailed`
-        when it has not stopped after the kill, `LauncherUnreachable` when nobody knows; both may be called
-        again.
+        Returns when the task is confirmed to have stopped; an unknown task is no error. Raises `StopFailed`
+        when it still runs after the kill, `LauncherUnreachable` when nobody knows. Both may be retried.
         """
         ...
 
     async def list(self) -> list[Task]: ...
 
     def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Ends of workers, as they happen; those missed while nobody listened come first.
+        """Exits of workers as they happen; first those that nobody listened for.
 
-        The position of an end stands in its `detail["position"]`; with `after`, only those behind that one
-        come. A position that the launcher does not know is none. Raises `LauncherUnreachable` when the
-        stream breaks: call it again.
+        Each has its position in `detail["position"]`. With `after`, only exits behind that position come;
+        one that the launcher does not know is ignored. Raises `LauncherUnreachable` when the stream breaks:
+        call it again.
         """
         ...
 

@@ -28,7 +28,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ProcessLauncher:
-    """Implements `Launcher`. Each call has a connection of its own: there is none that could be stale.
+    """Implements `Launcher`. Each call opens its own connection, so none can be stale.
 
     A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
     with the same token.
@@ -76,10 +76,10 @@ class ProcessLauncher:
         return await self._ask(protocol.PingNode(), protocol.NodeStatus)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Ends of workers, at least once each, in order; first those after the position `after`.
+        """Exits of workers, at least once each, in order; those behind the position `after`.
 
-        The position of an end stands in its `detail["position"]`. Without `after`, the object goes on
-        behind the last end whose handling was finished: the next one was asked for.
+        Without `after`, the object goes on behind the last exit that was handled. An exit counts as handled
+        when the next one is asked for.
         """
         log, _, number = (after or self._position).rpartition(":")
         watch = protocol.WatchExits(log=log, after=int(number) if number.isdigit() else 0)
@@ -92,17 +92,17 @@ class ProcessLauncher:
                     yield replace(reply.exit, detail={**reply.exit.detail, "position": position})
                     self._position = position
                 elif not isinstance(reply, protocol.Beat):
-                    raise self._strange(reply)
+                    raise self._unexpected(reply)
 
     async def close(self) -> None:
-        """Nothing stays open between two calls."""
+        """Does nothing: no connection stays open between two calls."""
 
     async def _ask(self, request: msgspec.Struct, wanted: type[R], extra: float = 0.0) -> R:
         async with self._connected() as (reader, writer):
             await self._send(writer, request)
             reply = await self._receive(reader, self._answer_timeout + extra)
         if not isinstance(reply, wanted):
-            raise self._strange(reply)
+            raise self._unexpected(reply)
         return reply
 
     @contextlib.asynccontextmanager
@@ -136,7 +136,7 @@ class ProcessLauncher:
         reason = str(error) or type(error).__name__
         return LauncherUnreachable(f"the node at {self._path} does not answer: {reason}")
 
-    def _strange(self, reply: protocol.NodeReply) -> BerthError:
+    def _unexpected(self, reply: protocol.NodeReply) -> BerthError:
         if isinstance(reply, protocol.NodeRefused):
             return from_code(reply.code, reply.detail)
         return LauncherUnreachable(f"the node at {self._path} answered {type(reply).__name__}")

@@ -1,7 +1,4 @@
-"""Which launcher the settings ask for.
-
-Which platform runs the hosts: the one that launches the workers.
-"""
+"""Creates the launcher that the settings name, and the scaler of its hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def _create_docker_launcher(settings: Settings) -> Launcher:
     )
 
 
-#: Each maker imports its launcher itself: nobody loads the libraries of one that is not used.
+#: Each maker imports its launcher itself, so the libraries of the others are not loaded.
 _MAKERS: dict[str, Callable[[Settings], Launcher]] = {
     "docker": _create_docker_launcher,
     "ecs": _create_ecs_launcher,
@@ -61,7 +58,7 @@ def create_launcher(settings: Settings) -> Launcher:
 
 
 def create_host_scaler(settings: Settings, ecs: EcsSettings) -> HostScaler | None:
-    """None where hosts are not ours to scale. The caller closes it."""
+    """Returns None where the hosts are not ours to scale. The caller closes it."""
     if settings.launcher != "ecs" or not ecs.host_provider:
         return None
     from infra.hosts.ecs import EcsHosts

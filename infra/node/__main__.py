@@ -1,7 +1,7 @@
 """`python -m infra.node --socket PATH --state DIR`: keeps this host's workers until SIGTERM.
 
-It never takes a worker down with it: SIGTERM, SIGINT and a crash leave all of them running, and the next
-node on the same state folder adopts them. `stop_all` on the socket is what ends them.
+It never takes a worker down with it: after SIGTERM, SIGINT or a crash all workers run on, and the next node
+on the same state folder adopts them. Only `stop_all` on the socket ends them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 class _StandardError:
-    """Where the log goes; a reader that went away is no reason to die."""
+    """Standard error for the log. A reader that went away is no error."""
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def main() -> int:
     )
     os.umask(0o077)  # register and logs are this user's only
     try:
-        # One state folder, one node; one socket, one node: by locks that the kernel drops with the process.
+        # One node a state folder and a socket: the kernel drops these locks with the process.
         with (
             take_lock(options.state / "lock"),
             take_lock(options.socket.with_name(f"{options.socket.name}.lock")),

@@ -1,4 +1,4 @@
-"""The node's socket address: paths of any length, and one node a path."""
+"""The address of the node's socket: its path may have any length, and only one node serves it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LONGEST = 107
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """The path in a form short enough for a Unix socket, while the block runs.
+    """The path, short enough for a Unix socket while the block runs.
 
-    A long path is reached through its folder's descriptor: clones in deep folders work, too.
+    A long path goes through its folder's descriptor, so that clones in deep folders work.
     """
     plain = str(path)
     if len(os.fsencode(plain)) <= _LONGEST:
@@ -35,7 +35,7 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def take_lock(path: Path) -> IO[bytes]:
-    """Holds `path` as long as the file is open and this process lives. Raises `NodeBusy`."""
+    """Locks `path` until the file is closed or this process ends. Raises `NodeBusy`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     try:
@@ -47,16 +47,16 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, for its owner only (0600). The caller holds the lock of this path.
+    """A listening socket at `path` with mode 0600. The caller holds the lock of this path.
 
-    A socket file left behind by a killed node is replaced. Raises `NodeSocketInvalid`.
+    It replaces the socket file of a killed node. Raises `NodeSocketInvalid`.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeSocketInvalid(f"{path} exists and is no socket; it was left untouched")
         path.unlink()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    mask = os.umask(0o177)  # the file must not be open to others even for a moment
+    mask = os.umask(0o177)  # the file must never be open to others
     try:
         with reachable(path) as short:
             server.bind(short)

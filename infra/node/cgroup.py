@@ -1,6 +1,6 @@
-"""Memory limits by cgroup, v1 or v2, where the host lets this user make them.
+"""Memory limits for workers by cgroup, v1 or v2, where the host lets this user set them.
 
-The workers' groups lie below the node's own group: whatever limits the node limits its workers, too.
+The workers' groups lie below the node's own group, so a limit on the node limits its workers too.
 
 | | v1 | v2 |
 |---|---|---|
@@ -33,7 +33,7 @@ class MemoryGroup:
     path: Path
 
     def add(self, pid: int) -> None:
-        """Moves a process; what it forks later is born inside."""
+        """Moves a process into the group; what it forks later is in it too."""
         (self.path / "cgroup.procs").write_text(str(pid))
 
     def members(self) -> list[int]:
@@ -43,7 +43,7 @@ class MemoryGroup:
             return []
 
     def kill(self) -> None:
-        """SIGKILL for every member; what forks meanwhile is caught by the next call."""
+        """SIGKILL for every member. The next call catches what was forked meanwhile."""
         at_once = self.path / "cgroup.kill"  # v2, Linux 5.14
         if at_once.exists():
             at_once.write_text("1")
@@ -53,7 +53,7 @@ class MemoryGroup:
                 os.kill(pid, signal.SIGKILL)
 
     def oom_kills(self) -> int:
-        """Processes of this group that the kernel killed because of its hard limit."""
+        """How many processes of this group the kernel killed for its hard limit."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 for line in (self.path / name).read_text().splitlines():
@@ -63,7 +63,7 @@ class MemoryGroup:
         return 0
 
     def remove(self) -> bool:
-        """False while a process is still inside."""
+        """Removes the group; False while a process is inside."""
         try:
             self.path.rmdir()
         except FileNotFoundError:
@@ -81,14 +81,14 @@ class MemoryGroups:
     folder: Path
 
     def path(self, name: str) -> Path:
-        """Where `create` makes a group of this name."""
+        """The folder of the group with this name."""
         return self.folder / name
 
     def existing(self) -> list[MemoryGroup]:
         return [MemoryGroup(path) for path in self.folder.iterdir() if path.is_dir()]
 
     def create(self, name: str, *, soft: int, hard: int) -> MemoryGroup:
-        """A new group with limits in bytes. Raises `OSError` and leaves nothing behind."""
+        """Makes a group with limits in bytes. On an `OSError` nothing is left behind."""
         path = self.path(name)
         path.mkdir(parents=True)
         try:
@@ -114,13 +114,13 @@ class MemoryGroups:
         return [("memory.max", hard, True), ("memory.swap.max", 0, False), ("memory.low", soft, False)]
 
     def close(self) -> None:
-        """Removes the folder once no worker is left in it."""
+        """Removes the folder if no worker is left in it."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
 
 def find_groups(name: str, parent: Path | None = None, proc: Path = Path("/proc/self")) -> MemoryGroups:
-    """Where this process may limit memory; the groups go into a folder `name` below its own group.
+    """The groups below this process's own group, in a folder `name`, if it may limit memory there.
 
     `parent` is a group delegated to the node, to be used instead of its own. Raises `LimitsUnavailable`.
     """
@@ -132,7 +132,7 @@ def find_groups(name: str, parent: Path | None = None, proc: Path = Path("/proc/
             delegate(own, "memory")
             (folder / "cgroup.subtree_control").write_text("+memory")
         groups = MemoryGroups(version, folder)
-        # One trial tells whether limits really can be set, before any worker relies on them.
+        # Tries it once, before any worker relies on the limits.
         groups.create(f"trial-{os.getpid()}", soft=1 << 30, hard=1 << 30).remove()
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -171,15 +171,15 @@ def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Pa
 
 
 def _inside(mount: Path, root: str, path: str) -> Path:
-    """A group's folder below a mount that shows only the part of the hierarchy below `root`."""
+    """A group's folder in a mount that shows only the hierarchy below `root`."""
     below = path.removeprefix(root) if root != "/" else path
     return mount / below.lstrip("/")
 
 
 def delegate(own: Path, controller: str) -> None:
-    """v2: hands a controller to the groups below. Raises `OSError` where others live in `own`.
+    """v2: enables a controller for the groups below. Raises `OSError` when `own` has other processes.
 
-    A group that hands controllers down may hold no process itself, so the node moves to a leaf of its own.
+    A group that does so may hold no process itself, so the node moves into a leaf group.
     """
     control = own / "cgroup.subtree_control"
     if controller in control.read_text().split():

@@ -1,4 +1,4 @@
-"""Keeps the workers of this host: starts, stops and adopts them, and sees each of them end."""
+"""`Keeper`: starts, stops and adopts the workers of this host, and sees each of them end."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from infra.worker_task import (
 
 _log = structlog.get_logger()
 
-#: Bytes; a pipe takes 64 KiB without anyone reading it, so that handing over never blocks.
+#: Bytes. A pipe holds 64 KiB that nobody has read yet, so writing the config never blocks.
 _CONFIG_MAX = 60 * 1024
-#: Seconds between two attempts to write down an end on a full disk, and between two complaints.
+#: Seconds between two attempts to record an exit on a full disk, and between two log lines about it.
 _RECORD_RETRY = 1.0
 _COMPLAINT_PERIOD = 10.0
-#: Seconds that a node which is told to end waits for ends that it is just confirming.
+#: Seconds that an ending node waits for exits that it is just confirming.
 _LAST_WORK = 1.0
 
 
 class Keeper:
-    """Belongs to one event loop: no method may be called from another thread."""
+    """Not thread-safe: all methods are called in one event loop."""
 
     def __init__(
         self, folder: Path, register: NodeRegister, groups: MemoryGroups | None, command: Sequence[str]
@@ -60,7 +60,7 @@ class Keeper:
         self._boot_id = processes.boot_id()
         self._workers: dict[str, WorkerProcess] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._news = asyncio.Event()
+        self._exited = asyncio.Event()
 
     def tasks(self) -> list[Task]:
         return [one.entry.task for one in self._workers.values()]
@@ -77,8 +77,8 @@ class Keeper:
             if known is not None and known.state != "intended":
                 return known.task
             if known is not None:  # an attempt that failed with the disk full: it never had a config
-                self._register.forget(known.task_id)
-            entry = self._checked(request)
+                self._register.forget_intent(known.task_id)
+            entry = self._checked_entry(request)
             self._register.record_intent(entry)
         except sqlite3.Error as error:
             raise LaunchFailed(f"the node cannot write its register: {error}") from None
@@ -86,14 +86,14 @@ class Keeper:
             started = self._start(entry, request)
         except (OSError, sqlite3.Error) as error:
             with contextlib.suppress(sqlite3.Error):
-                self._register.forget(entry.task_id)
+                self._register.forget_intent(entry.task_id)
             shutil.rmtree(self._runs / entry.task_id, ignore_errors=True)
             raise LaunchFailed(f"worker {entry.worker_id}: {error}") from None
-        self._keep(started)
+        self._watch_worker(started)
         _log.info("node.launched", worker=entry.worker_id, task=entry.task_id, pid=started.pid)
         return entry.task
 
-    def _checked(self, request: LaunchTask) -> NodeEntry:
+    def _checked_entry(self, request: LaunchTask) -> NodeEntry:
         config = request.config
         check_worker_id(config.worker_id)
         if not request.token or request.memory_hard <= 0:
@@ -131,7 +131,7 @@ class Keeper:
                 os.close(output)
             undo.callback(worker.discard_child, child)
             if group is not None:
-                # It does nothing of its own before it has its config: now is early enough for the limit.
+                # It does nothing before it has its config, so the limit is in time.
                 group.add(child.pid)
             pidfd = os.pidfd_open(child.pid)
             undo.callback(os.close, pidfd)
@@ -150,12 +150,12 @@ class Keeper:
     # --- adoption -----------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Takes over what an earlier node has left: once, before the first request."""
+        """Takes over the workers of an earlier node: once, before the first request."""
         for entry in self._register.in_state("intended"):
             for found in processes.find_by_argument(entry.task_id):
-                if found.pid == found.session:  # its node died before it got its config: it can never work
+                if found.pid == found.session:  # its node died before sending its config: it can never work
                     processes.kill_group(found.pid, found.started)
-            self._register.forget(entry.task_id)
+            self._register.forget_intent(entry.task_id)
         for entry in self._register.in_state("running"):
             adopted = worker.adopt_worker(entry, self._boot_id)
             if adopted is None:
@@ -165,7 +165,7 @@ class Keeper:
                     )
                 )
                 continue
-            self._keep(adopted)
+            self._watch_worker(adopted)
             _log.info(
                 "node.adopted",
                 worker=entry.worker_id,
@@ -174,7 +174,7 @@ class Keeper:
                 running=adopted.pidfd is not None,
             )
             if adopted.stop_reason is not None:
-                self._run(self._resume_stop(adopted))
+                self._in_background(self._resume_stop(adopted))
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
@@ -182,7 +182,7 @@ class Keeper:
         groups = {group.path.name: group for group in self._groups.existing()} if self._groups else {}
         folders = {path.name for path in self._runs.iterdir()} if self._runs.exists() else set()
         for task_id in (groups.keys() | folders) - self._workers.keys():
-            self._run(self._tidy(task_id, groups.get(task_id)))
+            self._in_background(self._remove_leftovers(task_id, groups.get(task_id)))
 
     async def _resume_stop(self, one: WorkerProcess) -> None:
         try:
@@ -193,9 +193,9 @@ class Keeper:
     # --- stop ---------------------------------------------------------------------------------------
 
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
-        """Ends one worker: SIGTERM, after `grace` seconds SIGKILL for all its processes.
+        """Ends one worker: SIGTERM, and after `grace` seconds SIGKILL for all its processes.
 
-        Returns once its end is confirmed: 1, or 0 for a task that does not run. Raises `StopFailed`.
+        Returns 1 once its end is confirmed, 0 for a task that does not run. Raises `StopFailed`.
         """
         one = self._workers.get(task_id)
         if one is None:
@@ -204,7 +204,7 @@ class Keeper:
             one.stop_reason = reason
             try:
                 self._register.record_stopping(task_id, reason)
-            except sqlite3.Error as error:  # the stop goes on; only a restarted node would not know why
+            except sqlite3.Error as error:  # the stop goes on; a restarted node would not know why
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
             _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
         one.terminate()
@@ -227,29 +227,29 @@ class Keeper:
                 raise result
         return sum(result for result in results if isinstance(result, int))
 
-    # --- ends ---------------------------------------------------------------------------------------
+    # --- exits --------------------------------------------------------------------------------------
 
-    async def news(self, timeout: float) -> None:
-        """Returns when something has ended since the call, or after `timeout` seconds."""
-        await _set_within(self._news, timeout)
+    async def wait_for_exit(self, timeout: float) -> None:
+        """Returns when a worker has ended since the call, or after `timeout` seconds."""
+        await _set_within(self._exited, timeout)
 
-    def _keep(self, one: WorkerProcess) -> None:
+    def _watch_worker(self, one: WorkerProcess) -> None:
         self._workers[one.entry.task_id] = one
         if one.pidfd is None:
-            self._run(self._finish(one))
+            self._in_background(self._finish(one))
         else:
             asyncio.get_running_loop().add_reader(one.pidfd, self._main_ended, one)
 
     def _main_ended(self, one: WorkerProcess) -> None:
         if one.pidfd is not None:
             asyncio.get_running_loop().remove_reader(one.pidfd)
-        self._run(self._finish(one))
+        self._in_background(self._finish(one))
 
     async def _finish(self, one: WorkerProcess) -> None:
-        """From the end of the main process to the confirmed and recorded end of the worker."""
-        one.kill()  # before the reaping: until then nobody else can get the number of its group
+        """Ends and confirms the rest of a worker whose main process has ended, and records its exit."""
+        one.kill()  # before the reaping: until then no other group can get its number
         code = one.reap()
-        await self._wait_until_alone(one)
+        await self._wait_until_none_left(one)
         oom_kills = one.group.oom_kills() if one.group else 0
         await self._record(
             worker_exit(
@@ -267,12 +267,12 @@ class Keeper:
         self._workers.pop(one.entry.task_id, None)
         one.close()
         one.ended.set()
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-        await self._tidy(one.entry.task_id, one.group)
+        exited, self._exited = self._exited, asyncio.Event()
+        exited.set()
+        await self._remove_leftovers(one.entry.task_id, one.group)
 
-    async def _wait_until_alone(self, one: WorkerProcess) -> None:
-        """Waits until no process of the worker is left; a child that it forked just now is killed, too."""
+    async def _wait_until_none_left(self, one: WorkerProcess) -> None:
+        """Waits until no process of the worker is left, and kills those forked meanwhile."""
         delay, complaint = 0.001, time.monotonic() + _COMPLAINT_PERIOD
         while one.remaining():
             one.kill()
@@ -283,7 +283,7 @@ class Keeper:
                 _log.error("node.processes_remain", task=one.entry.task_id, pids=one.remaining())
 
     async def _record(self, end: TaskExit) -> None:
-        """An end is told only once it is written down; with a full disk that takes until there is room."""
+        """Records an exit before anyone hears of it. On a full disk it retries until there is room."""
         while True:
             try:
                 number = self._register.record_exit(end)
@@ -302,10 +302,10 @@ class Keeper:
             )
             return
 
-    async def _tidy(self, task_id: str, group: MemoryGroup | None) -> None:
-        """Removes the folder and the cgroup of a worker that has ended."""
+    async def _remove_leftovers(self, task_id: str, group: MemoryGroup | None) -> None:
+        """Removes the folder and the cgroup of an ended worker."""
         shutil.rmtree(self._runs / task_id, ignore_errors=True)
-        for _ in range(40):  # the kernel lets go of a group some milliseconds after its last process
+        for _ in range(40):  # the kernel frees a group some milliseconds after its last process
             if group is None or group.remove():
                 return
             await asyncio.sleep(0.05)
@@ -314,7 +314,7 @@ class Keeper:
     # --- housekeeping -------------------------------------------------------------------------------
 
     async def sweep_logs(self) -> None:
-        """Keeps the workers' logs bounded, for ever."""
+        """Keeps the workers' logs bounded; never returns."""
         while True:
             try:
                 self._logs.sweep({one.entry.worker_id for one in self._workers.values()})
@@ -322,19 +322,20 @@ class Keeper:
                 _log.warning("node.log_sweep_failed", detail=str(error))
             await asyncio.sleep(LOG_PERIOD)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)  # the loop itself keeps only a weak reference
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Lets go of all workers without touching them."""
+        """Stops watching the workers; they run on."""
         loop = asyncio.get_running_loop()
         for one in self._workers.values():
             if one.pidfd is not None:
                 loop.remove_reader(one.pidfd)
         if self._background:
-            await asyncio.wait(self._background, timeout=_LAST_WORK)  # ends under way are told rightly
+            # Exits under way are recorded with their exit code.
+            await asyncio.wait(self._background, timeout=_LAST_WORK)
         await tasks.cancel_tasks(*self._background)
 
 

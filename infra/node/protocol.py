@@ -1,10 +1,7 @@
-"""What can go wrong in a node, with stable codes.
+"""The node's protocol: JSON lines over a Unix socket, one reply a request, in order; and its errors.
 
-The node's protocol: JSON lines over a Unix socket, one reply a request, in order.
-
-`WatchExits` takes its connection over: from then on the node sends `TaskEnded` and, so that a silent node
-can be
-told from a quiet one, `Beat` every `BEAT_PERIOD`. Anything that is no request is answered by `NodeRefused`.
+After `WatchExits` the node sends `TaskEnded` on that connection, and a `Beat` every `BEAT_PERIOD`: its client
+can tell a dead node from one with nothing to say. `NodeRefused` answers what is no request.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class NodeSocketInvalid(BerthError):
 
 
 class NodeStateUnreadable(BerthError):
-    """The node's register cannot be read: its workers cannot be told from strangers."""
+    """The node's register cannot be read: it is unknown which processes are its workers."""
 
     code = "NODE_STATE_UNREADABLE"
 
@@ -45,7 +42,7 @@ KILL_CONFIRM = 10.0
 
 
 class LaunchTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="launch"):
-    """Starts one worker, or returns the one that this token has already started. Memory is in bytes."""
+    """Starts one worker, or returns the one that this token has started. Memory is in bytes."""
 
     token: str
     config: WorkerConfig
@@ -54,7 +51,7 @@ class LaunchTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=
 
 
 class StopTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"):
-    """Ends one worker; answered once it has ended. `grace` is seconds; None is the worker's own."""
+    """Ends one worker; the reply comes once it has ended. `grace`: seconds; None: the worker's own."""
 
     task_id: str
     reason: str
@@ -73,9 +70,9 @@ class ListTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="
 
 
 class WatchExits(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watch"):
-    """Asks for all ends after number `after` of the log `log`, and for those to come.
+    """Asks for all exits after number `after` of the log `log`, and for those to come.
 
-    A log other than the node's own was lost with its state folder: all ends kept are sent.
+    Another log than the node's own was lost with its state folder: the node sends all exits it has kept.
     """
 
     log: str = ""
@@ -83,7 +80,7 @@ class WatchExits(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=
 
 
 class PingNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
-    """Asks who is there."""
+    """Asks for the node's status."""
 
 
 NodeRequest = LaunchTask | StopTask | StopAllTasks | ListTasks | WatchExits | PingNode
@@ -104,7 +101,7 @@ class TaskList(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pong"):
     pid: int
-    #: Identifier of this node's log of ends; a new state folder has a new one.
+    #: Identifier of this node's log of exits; a new state folder has a new one.
     log: str
     workers: int
     #: Memory limits: `cgroup v1`, `cgroup v2` or `none`.

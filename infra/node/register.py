@@ -1,8 +1,8 @@
-"""The node's register: its workers and their ends, in SQLite, so that kill -9 of the node loses nothing.
+"""The node's register of its workers and their exits, in SQLite: kill -9 of the node loses nothing.
 
-A worker is written down before it can do anything: *intended* before its process is started, *running*
-before it is sent its config. So a process that the register knows only as intended has never had a config.
-The last ends are kept under a growing number that is never used twice.
+A worker is recorded before it can do anything: as *intended* before its process is started, as *running*
+before it gets its config. So a process known only as intended never had a config. The last exits are kept
+under growing numbers that are never reused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infra.node.protocol import NodeStateUnreadable
 from infra.worker_task import Task, TaskExit
 
 SCHEMA = 1
-#: Ends that stay readable for a subscriber that was away, and ended workers whose token is remembered.
+#: Exits kept for a subscriber that was away, and ended workers whose token is remembered.
 KEPT_ENDS = 5000
 
 _TABLES = (
@@ -47,7 +47,7 @@ _TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """One worker as it stands in the register."""
+    """One worker in the register."""
 
     task_id: str
     token: str
@@ -65,7 +65,7 @@ class NodeEntry:
     started: int = 0
     #: Folder of its memory cgroup; empty without limits.
     cgroup: str = ""
-    #: Why somebody asked for its end; None while nobody has.
+    #: Why somebody asked it to stop; None while nobody has.
     stop_reason: str | None = None
 
     @property
@@ -80,17 +80,19 @@ class NodeEntry:
 
 
 class NodeRegister:
-    """All methods are quick (no fsync: what must survive is the node, not the host) and may raise
-    `sqlite3.Error` when the disk is full."""
+    """Every method may raise `sqlite3.Error` when the disk is full.
+
+    There is no fsync: the register must survive a crash of the node, not of the host.
+    """
 
     def __init__(self, path: Path, *, kept: int = KEPT_ENDS) -> None:
-        """Opens or makes the register; it keeps the last `kept` ends. Raises `NodeStateUnreadable`."""
+        """Opens or makes the register, which keeps the last `kept` exits. Raises `NodeStateUnreadable`."""
         self._kept = kept
         self._decode = msgspec.json.Decoder(TaskExit).decode
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
-            # A host that loses power has lost its workers, too; WAL keeps the file whole all the same.
+            # A host that loses power loses its workers too; WAL still keeps the file consistent.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._prepare()
             self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
@@ -116,7 +118,7 @@ class NodeRegister:
     # --- workers ------------------------------------------------------------------------------------
 
     def record_intent(self, entry: NodeEntry) -> None:
-        """Writes down a worker that is about to be started."""
+        """Records a worker that is about to be started."""
         self._db.execute(
             "INSERT INTO workers"
             " (task_id, token, worker_id, pool, version, launched_at, grace, cgroup, state)"
@@ -128,13 +130,13 @@ class NodeRegister:
         )
 
     def record_running(self, entry: NodeEntry) -> None:
-        """Writes down the process of an intended worker; only then may it be told what to do."""
+        """Records the process of an intended worker; only then may it get its config."""
         self._db.execute(
             "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE task_id = ?",
             (entry.boot_id, entry.pid, entry.started, entry.task_id),
         )
 
-    def forget(self, task_id: str) -> None:
+    def forget_intent(self, task_id: str) -> None:
         """Removes a worker that never ran; its token is free again."""
         self._db.execute("DELETE FROM workers WHERE task_id = ? AND state = 'intended'", (task_id,))
 
@@ -156,10 +158,10 @@ class NodeRegister:
         names = [column[0] for column in cursor.description]
         return [NodeEntry(**dict(zip(names, row, strict=True))) for row in cursor]
 
-    # --- ends ---------------------------------------------------------------------------------------
+    # --- exits --------------------------------------------------------------------------------------
 
     def record_exit(self, end: TaskExit) -> int:
-        """Writes down the end of a worker, once; returns its number."""
+        """Records the exit of a worker; returns the exit's number."""
         with self._transaction():
             number = self._db.execute(
                 "INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),)

@@ -1,4 +1,4 @@
-"""The node's socket: many clients at once, each served in order; nothing they send can harm the node."""
+"""`NodeServer`: serves the node's socket to many clients at once, each in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WRITE_TIMEOUT = 10.0
 
 
 class KeeperPort(Protocol):
-    """Who has the workers: `keeper.Keeper`, or a simulated one. May raise `BerthError`."""
+    """What the server needs of `Keeper`, or of a simulated one. May raise `BerthError`."""
 
     def launch(self, request: LaunchTask) -> Task: ...
 
@@ -57,13 +57,13 @@ class KeeperPort(Protocol):
 
     def tasks(self) -> list[Task]: ...
 
-    async def news(self, timeout: float) -> None:
+    async def wait_for_exit(self, timeout: float) -> None:
         """Returns when a worker has ended since the call, or after `timeout` seconds."""
         ...
 
 
 class ExitLog(Protocol):
-    """Who knows how workers ended: `register.Register`, or a simulated keeper."""
+    """What the server needs of `NodeRegister`, or of a simulated keeper."""
 
     log: str
 
@@ -71,7 +71,7 @@ class ExitLog(Protocol):
 
 
 class NodeServer:
-    """Serves one keeper. `limits` is what `NodeStatus` says of memory limits."""
+    """Serves one keeper. `limits` is what `NodeStatus` says about memory limits."""
 
     def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
         self._keeper = keeper
@@ -100,7 +100,7 @@ class NodeServer:
                 return
             while line := await _read_line(reader):
                 await self._answer(line, writer)
-        except MalformedMessage as error:  # where the next request begins is unknown
+        except MalformedMessage as error:  # nobody knows where the next request begins
             with contextlib.suppress(OSError, TimeoutError):
                 await _send(writer, NodeRefused(code=error.code, detail=error.detail))
         except (OSError, TimeoutError):
@@ -114,7 +114,7 @@ class NodeServer:
             if isinstance(request, WatchExits):
                 await self._send_exits(request, writer)
                 return
-            reply: NodeReply = await self._carry_out(request)
+            reply: NodeReply = await self._reply_to(request)
         except BerthError as error:
             reply = NodeRefused(code=error.code, detail=error.detail)
         except (OSError, TimeoutError, asyncio.CancelledError):
@@ -124,7 +124,7 @@ class NodeServer:
             reply = NodeRefused(code=BerthError.code, detail=type(error).__name__)
         await _send(writer, reply)
 
-    async def _carry_out(self, request: NodeRequest) -> NodeReply:
+    async def _reply_to(self, request: NodeRequest) -> NodeReply:
         match request:
             case LaunchTask():
                 return TaskLaunched(task=self._keeper.launch(request))
@@ -144,10 +144,10 @@ class NodeServer:
                 )
 
     async def _send_exits(self, request: WatchExits, writer: asyncio.StreamWriter) -> None:
-        """Until the client goes away: ends in order, and a beat while there are none."""
+        """Sends exits in order, and a beat while there are none, until the client goes away."""
         log = self._register.log
         number = request.after if request.log == log else 0
-        await _send(writer, Beat())  # the subscription stands
+        await _send(writer, Beat())  # the client is subscribed
         while True:
             try:
                 missed = self._register.exits_after(number)
@@ -156,13 +156,13 @@ class NodeServer:
             for number, exit_ in missed:
                 await _send(writer, TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
-                await self._keeper.news(BEAT_PERIOD)
+                await self._keeper.wait_for_exit(BEAT_PERIOD)
                 if not self._register.exits_after(number, limit=1):
                     await _send(writer, Beat())
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """One line, or nothing at the end. Raises `MalformedMessage` for an endless or broken-off one."""
+    """One line; empty at the end. Raises `MalformedMessage` for an endless or incomplete one."""
     try:
         return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
     except asyncio.IncompleteReadError as error:

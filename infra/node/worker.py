@@ -1,9 +1,7 @@
-"""The workers' own logs: one file a worker, of bounded size.
+"""One worker process of this node: how it is started, adopted, signalled and ended; and the workers' logs.
 
-A worker writes to its file directly, not through the node, so that it survives the node's death. Files are
-opened for appending, so one that grew too long can be cut at its start while the worker goes on writing.
-
-One worker process of this node: how it is started, adopted, signalled and seen to end.
+A worker writes to its log file directly, not through the node, so its output survives the node's death. The
+files are opened for appending, so a long one can be cut at its start while the worker goes on writing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from infra.node.register import NodeEntry
 LOG_CAP = 4 * 1024 * 1024
 #: Logs kept, newest first.
 LOGS_KEPT = 300
-#: Seconds between two looks; what a runaway worker writes in that time comes on top of the cap.
+#: Seconds between two checks; what a runaway worker writes meanwhile comes on top of the cap.
 LOG_PERIOD = 5.0
 
 
@@ -37,12 +35,12 @@ class WorkerLogs:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def open(self, worker_id: str) -> int:
-        """A descriptor to which a worker's output goes."""
+        """A descriptor for a worker's output."""
         path = self._folder / f"{worker_id}.log"
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def sweep(self, living: set[str]) -> None:
-        """Cuts what is too long and removes the oldest logs of workers that are no longer `living`."""
+        """Cuts long logs, and removes the oldest logs of workers that are no longer `living`."""
         ages: list[tuple[float, Path]] = []
         for path in self._folder.glob("*.log"):
             with contextlib.suppress(OSError):
@@ -67,25 +65,25 @@ class WorkerLogs:
             file.truncate(0)
 
 
-#: All that a worker gets of the node's environment: nothing that could hold a secret.
+#: The part of the node's environment that a worker gets: nothing that could hold a secret.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUTF8")
 
 
 @dataclass(kw_only=True)
 class WorkerProcess:
-    """A running worker. `child` is None for an adopted one: its exit code is seen by nobody."""
+    """A running worker. `child` is None for an adopted one, whose exit code nobody sees."""
 
     entry: NodeEntry
-    #: None when the main process had ended before this node looked.
+    #: None when the main process had ended before this node started.
     pidfd: int | None
     group: MemoryGroup | None
     child: subprocess.Popen[bytes] | None = None
-    #: Set once the end of all its processes is confirmed and written down.
+    #: Set once the end of all its processes is confirmed and recorded.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: str | None = None
     #: Whether we had to use SIGKILL.
     forced: bool = False
-    #: Whether the process group with the worker's number is surely its own.
+    #: Whether the process group with the worker's number is certainly its own.
     owns_group: bool = True
 
     @property
@@ -93,7 +91,7 @@ class WorkerProcess:
         return self.entry.pid
 
     def terminate(self) -> None:
-        """Asks it to end. A frozen one is woken, too: it would never see the signal."""
+        """Asks it to end. A stopped process is continued too: it would never see the signal."""
         if self.pidfd is not None:
             processes.signal_pidfd(self.pidfd, signal.SIGTERM)
             processes.signal_pidfd(self.pidfd, signal.SIGCONT)
@@ -107,11 +105,11 @@ class WorkerProcess:
                 self.group.kill()
 
     def reap(self) -> int | None:
-        """The exit code of the ended main process, negative for a signal; None if nobody could see it."""
+        """The exit code of the ended main process, negative for a signal; None if nobody saw it."""
         return self.child.wait() if self.child else None
 
     def remaining(self) -> list[int]:
-        """Processes of an ended worker that still live: asked after `reap`."""
+        """Processes of an ended worker that still live. Call it after `reap`."""
         inside = self.group.members() if self.group else []
         if inside or not self.owns_group:
             return inside
@@ -123,7 +121,7 @@ class WorkerProcess:
 
 
 def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
-    """A worker's environment; files that libraries leave in HOME or TMPDIR go into its own folder."""
+    """A worker's environment. HOME and TMPDIR are its own folder, for the files of libraries."""
     kept = {name: source[name] for name in PASSED_ON if name in source}
     return {**kept, "HOME": str(home), "TMPDIR": str(home)}
 
@@ -131,10 +129,10 @@ def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
 def spawn_worker(
     command: Sequence[str], entry: NodeEntry, *, home: Path, output: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of one worker; it waits for its config on standard input.
+    """Starts the process of one worker, which waits for its config on standard input. Raises `OSError`.
 
-    Worker and task stand among its arguments: `ps` shows who is who, and a node that was killed right here
-    finds the process again. Raises `OSError`.
+    Its arguments name worker and task: `ps` shows them, and the successor of a node that is killed right
+    here finds the process by them.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     return subprocess.Popen(
@@ -150,7 +148,7 @@ def spawn_worker(
 
 
 def hand_over_config(child: subprocess.Popen[bytes], config: bytes) -> None:
-    """Gives a started worker its config. One that has died meanwhile shows by its exit, not here."""
+    """Sends a started worker its config. A worker that has died meanwhile is no error."""
     if child.stdin is None:
         raise ValueError("the worker was started without standard input")
     with contextlib.suppress(BrokenPipeError):
@@ -159,7 +157,7 @@ def hand_over_config(child: subprocess.Popen[bytes], config: bytes) -> None:
 
 
 def discard_child(child: subprocess.Popen[bytes]) -> None:
-    """Ends a started worker that has not got its config."""
+    """Ends a started worker that has no config yet."""
     child.kill()
     child.wait()
     if child.stdin is not None:
@@ -167,9 +165,9 @@ def discard_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
-    """The worker that an earlier node has started; None if it ended with the host.
+    """The worker that an earlier node started; None if it ended with the host.
 
-    Without `pidfd` its main process has ended while no node looked; others of its processes may be left.
+    Without `pidfd` its main process ended while no node ran; its other processes may be left.
     """
     if entry.boot_id != boot_id:
         return None
@@ -179,6 +177,6 @@ def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
         pidfd=pidfd,
         group=MemoryGroup(Path(entry.cgroup)) if entry.cgroup else None,
         stop_reason=entry.stop_reason,
-        # The number of a group without its leader may be a stranger's by now; ours name the task.
+        # A group without its leader may have gone, and its number reused; our processes name the task.
         owns_group=pidfd is not None or bool(processes.find_by_argument(entry.task_id)),
     )

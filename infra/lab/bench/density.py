@@ -104,11 +104,11 @@ class MemoryHog:
                 if container_id is None:
                     continue
                 await engine.start(container_id, b"")
-                ended = await engine.ended(container_id, 60.0)
+                ended = await engine.wait_ended(container_id, 60.0)
                 known = await engine.inspect(container_id)
                 self.killed += bool(ended and known and known["State"]["OOMKilled"])
                 await engine.signal(container_id, "SIGKILL")
-                await engine.ended(container_id, 10.0)
+                await engine.wait_ended(container_id, 10.0)
                 await engine.remove(container_id)
 
 

@@ -1,4 +1,4 @@
-"""A worker as a container: how it is made, and what the daemon's words about it mean."""
+"""A worker as a container: the document that creates it, and how to read what the daemon says of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infra.worker_task import LaunchFailed, Task, check_worker_id, stop_grace
 
 Document = dict[str, Any]
 
-#: Labels. They cannot be changed afterwards, and `docker inspect` shows them: no secret is among them.
+#: Labels. They cannot be changed later, and `docker inspect` shows them: none holds a secret.
 FLEET = "berth.fleet"
 WORKER = "berth.worker"
 POOL = "berth.pool"
@@ -21,7 +21,7 @@ VERSION = "berth.version"
 LAUNCHED_AT = "berth.launched_at"
 GRACE = "berth.grace"
 
-#: Who the worker is inside: the user that `infra/images/worker.Dockerfile` makes.
+#: The user inside the container, made by `infra/images/worker.Dockerfile`.
 USER = "10002:10002"
 #: Processes of a worker: zygote, supervisor, session, a broker SDK's threads, jobs; a fork bomb ends here.
 PIDS = 256
@@ -34,13 +34,13 @@ _FRACTION = re.compile(r"\.(\d{6})\d*")
 
 
 def container_name(fleet: str, token: str) -> str:
-    """The container's name: the same token, the same container. The daemon lets no name exist twice."""
+    """The same token gives the same name, and the daemon lets no name exist twice."""
     digest = blake2b(token.encode(), key=fleet.encode()[:64], digest_size=10).hexdigest()
     return f"berth-{digest}"
 
 
 def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str, now: float) -> Document:
-    """What the daemon is asked to create. Raises `LaunchFailed` for a spec that no container can be."""
+    """The document that creates a worker's container. Raises `LaunchFailed` for an impossible spec."""
     config = spec.config
     check_worker_id(config.worker_id)
     grace = stop_grace(config.shutdown_timeout)
@@ -67,7 +67,7 @@ def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str
         "AttachStderr": False,
         "Tty": False,
         "StopSignal": "SIGTERM",
-        # For those who stop it by other means than ours (`docker stop`, the end of the daemon).
+        # For a stop that is not ours: `docker stop`, the end of the daemon.
         "StopTimeout": math.ceil(grace),
         "HostConfig": {
             "CpuShares": spec.cpu_units,
@@ -92,7 +92,7 @@ def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str
 
 
 def task_of(container_id: str, labels: dict[str, str]) -> Task:
-    """The task that a container of ours is."""
+    """The task that one of our containers is."""
     return Task(
         task_id=container_id,
         worker_id=labels.get(WORKER, ""),

@@ -1,4 +1,4 @@
-"""The part of the Docker Engine API that the launcher uses, with time limits and errors of ours."""
+"""A client of the Docker Engine API: what the launcher needs, with time limits and our own errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Document = dict[str, Any]
 class DockerEngine:
     """One daemon, over its Unix socket. Use it as a context manager, in one event loop.
 
-    Every call raises `LauncherUnreachable` when the daemon does not answer, or answers what nobody expects.
+    Every call raises `LauncherUnreachable` when the daemon does not answer, or answers something unexpected.
     """
 
     def __init__(self, socket_path: Path, *, timeout: float = ANSWER_TIMEOUT) -> None:
@@ -58,42 +58,42 @@ class DockerEngine:
 
     async def create(self, name: str, document: Document) -> str | None:
         """The new container's id; None when there is one of this name. Raises `LaunchFailed`."""
-        async with self._asking(expected=(409,), refused=LaunchFailed):
+        async with self._call(expected=(409,), refused=LaunchFailed):
             return (await self._client().containers.create(document, name=name)).id
         return None
 
     async def start(self, container_id: str, standard_input: bytes) -> None:
         """Starts a container, writes its standard input and closes it. Raises `LaunchFailed`.
 
-        The connection stands before the start, so that whoever dies in between closes it: then the worker
-        reads an empty document and ends.
+        The connection is made before the start. If we die in between, it closes, and the worker reads an
+        empty document and ends.
         """
         container = self._client().containers.container(container_id)
-        async with self._asking(refused=LaunchFailed), container.attach(stdin=True) as stream:
+        async with self._call(refused=LaunchFailed), container.attach(stdin=True) as stream:
             await container.start()
             await stream.write_in(standard_input)
 
     async def inspect(self, name_or_id: str) -> Document | None:
         """All that the daemon knows of a container; None for one that does not exist."""
-        async with self._asking(expected=(404,)):
+        async with self._call(expected=(404,)):
             return await self._client().containers.container(name_or_id).show()
         return None
 
     async def find(self, labels: Mapping[str, str], states: Sequence[str]) -> list[Document]:
         """Short descriptions of the containers with all these labels and one of these states."""
         wanted = {"label": _labels(labels), "status": list(states)}
-        async with self._asking():
+        async with self._call():
             found = await self._client().containers.list(all=1, filters=json.dumps(wanted))
         return [{name: one[name] for name in ("Id", "Names", "Labels", "Created", "State")} for one in found]
 
     async def signal(self, container_id: str, name: str) -> None:
         """Sends a signal to the container's first process; one that does not run is no error."""
-        async with self._asking(expected=(404, 409)):
+        async with self._call(expected=(404, 409)):
             await self._client().containers.container(container_id).kill(signal=name)
 
-    async def ended(self, container_id: str, within: float) -> bool:
-        """Whether a container does not run any more, or ends within so many seconds."""
-        async with self._asking(expected=(404,), extra=within):
+    async def wait_ended(self, container_id: str, within: float) -> bool:
+        """Whether a container has ended, or ends within `within` seconds."""
+        async with self._call(expected=(404,), extra=within):
             try:
                 async with asyncio.timeout(within):
                     await self._client().containers.container(container_id).wait()
@@ -103,7 +103,7 @@ class DockerEngine:
 
     async def remove(self, container_id: str) -> bool:
         """Removes a container with its log; False for one that runs."""
-        async with self._asking(expected=(404,)):
+        async with self._call(expected=(404,)):
             try:
                 await self._client().containers.container(container_id).delete(v=True)
             except DockerError as error:
@@ -114,14 +114,16 @@ class DockerEngine:
 
     # --- events -------------------------------------------------------------------------------------
 
-    async def past(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Document]:
-        """What happened to the containers with these labels from `since` until now (Unix nanoseconds).
+    async def past_events(
+        self, labels: Mapping[str, str], kinds: Sequence[str], since: int
+    ) -> list[Document]:
+        """Events of the containers with these labels, from `since` (Unix nanoseconds) until now.
 
         The daemon remembers its last 256 events.
         """
         source = DockerEvents(self._client())  # type: ignore[no-untyped-call]
         subscriber = source.subscribe(create_task=False)  # type: ignore[no-untyped-call]
-        async with self._asking():
+        async with self._call():
             await source.run(**_span(labels, kinds, since), until=_seconds(time.time_ns()))
         found = []
         while (event := await subscriber.get()) is not None:
@@ -129,13 +131,11 @@ class DockerEngine:
         return found
 
     def events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> DockerEventStream:
-        """The same from `since` on, as it happens; close what it returns."""
+        """The events from `since` on, as they happen. The caller closes the stream."""
         source = DockerEvents(self._client())  # type: ignore[no-untyped-call]
         subscriber = source.subscribe(create_task=False)  # type: ignore[no-untyped-call]
         running = asyncio.get_running_loop().create_task(source.run(**_span(labels, kinds, since)))
         return DockerEventStream(running, subscriber, self._path)
-
-    # --- how ----------------------------------------------------------------------------------------
 
     def _client(self) -> aiodocker.Docker:
         if self._docker is None:
@@ -143,16 +143,16 @@ class DockerEngine:
         return self._docker
 
     @contextlib.asynccontextmanager
-    async def _asking(
+    async def _call(
         self,
         *,
         expected: Sequence[int] = (),
         refused: type[BerthError] = LauncherUnreachable,
         extra: float = 0.0,
     ) -> AsyncIterator[None]:
-        """One call. A refusal with an `expected` status is none; any other becomes `refused`.
+        """Wraps one call. A refusal with an `expected` status is ignored; any other becomes `refused`.
 
-        `extra`: seconds that it may take beyond the daemon's own time.
+        `extra`: seconds that the call may take beyond the daemon's own time.
         """
         try:
             async with asyncio.timeout(self._timeout + extra):
@@ -176,7 +176,7 @@ class DockerEventStream:
         self._path = path
 
     async def next(self, within: float) -> Document | None:
-        """The next event; None when there is none for so many seconds. Raises `LauncherUnreachable`."""
+        """The next event; None when none comes within `within` seconds. Raises `LauncherUnreachable`."""
         try:
             async with asyncio.timeout(within):
                 event = await self._subscriber.get()  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class DockerEventStream:
         return dict(event)
 
     async def close(self) -> None:
-        # It ends by an error when the daemon went away: `next` has told of that.
+        # When the daemon went away, this task ends with the error that `next` has raised already.
         await tasks.cancel_tasks(self._running)
 
 

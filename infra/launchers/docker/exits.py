@@ -1,10 +1,10 @@
-"""The ends of a fleet's containers: each told at least once, also those that happened while nobody listened.
+"""The exits of a fleet's containers: each is reported at least once, also those while nobody listened.
 
-The daemon remembers its last 256 events, and none beyond its own restart. So the events only tell *that*
-something ended; what ended is read from the exited containers themselves, which stay until their end was
-handled. A position is the set of those that exist and were handled: no clock is in it, so containers whose
-ends become known in another order than they happened are all told. It also holds the time of the last event,
-from which the daemon is asked again: that finds those who were removed by hand meanwhile.
+The daemon remembers its last 256 events, and none beyond its own restart. So an event only says *that*
+something ended; what ended is read from the exited containers, which stay until their exit was handled.
+A position is the set of exited containers that exist and were handled. It needs no clock, so exits that
+become known out of order are all reported. It also holds the time of the last event, from which the daemon
+is asked again: that finds containers which somebody removed meanwhile.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Document
 from infra.worker_task import TaskExit, signed_exit_code, worker_exit
 
-#: Seconds between two looks at all ended containers, whatever events came.
-LOOK = 10.0
-#: Seconds until a container is looked at again whose end the daemon has told and not yet written down.
-SOON = 0.1
+#: Seconds between two listings of all exited containers, whatever events came.
+LISTING_PERIOD = 10.0
+#: Seconds between two inspections of a container whose exit was announced but not yet written down.
+INSPECTION_PERIOD = 0.1
 #: Seconds between two rounds of removal.
-SWEEP = 60.0
-#: Seconds that an ended container stays at least, and the number of them that stay longer: its token keeps
-#: its task, and its log can be read.
+SWEEP_PERIOD = 60.0
+#: Seconds for which an exited container stays at least, and how many stay longer: a repeated token finds its
+#: task, and its log can be read.
 KEPT = 600.0
 KEPT_COUNT = 200
-#: More than so many ended containers whose end was handled stay in no case: a position names each of them, in
-#: 13 bytes, and is written with every end. (1,000 ends within ten minutes made it 13 kB.)
+#: The most exited and handled containers that stay: a position names each of them in 13 bytes, and is
+#: written with every exit. (1,000 exits within ten minutes made it 13 kB.)
 KEPT_MOST = 400
-#: Hexadecimal digits of an id in a position: two of 1,000 containers are alike once in 5·10⁸ fleets.
+#: Hexadecimal digits of an id in a position: two of 1,000 containers share them once in 5·10⁸ fleets.
 DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
 _ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
@@ -54,29 +54,29 @@ class StopNote:
 
 
 class StopNotes:
-    """The stops of this launcher object. Another one's are seen by the daemon's event, without a reason."""
+    """The stops by this launcher object. Another's show in the daemon's events, without a reason."""
 
     def __init__(self, size: int = 10_000) -> None:
         self._size = size
         self._notes: OrderedDict[str, StopNote] = OrderedDict()
 
-    def note(self, container_id: str, reason: str) -> StopNote:
-        """The note of a stop that begins. The first reason stays."""
-        return self.keep(container_id, self._notes.get(container_id, StopNote(reason)))
+    def begin(self, container_id: str, reason: str) -> StopNote:
+        """Notes a stop that begins. The first reason stays."""
+        return self.replace(container_id, self._notes.get(container_id, StopNote(reason)))
 
-    def keep(self, container_id: str, note: StopNote) -> StopNote:
+    def replace(self, container_id: str, note: StopNote) -> StopNote:
         self._notes[container_id] = note
         while len(self._notes) > self._size:
             self._notes.popitem(last=False)
         return note
 
-    def of(self, container_id: str) -> StopNote | None:
+    def for_container(self, container_id: str) -> StopNote | None:
         return self._notes.get(container_id)
 
 
 @dataclass(frozen=True)
 class DockerPosition:
-    """Which ends were handled: of containers that still exist, and when the last event came (Unix ns)."""
+    """Which exits were handled, of containers that still exist, and when the last event came (Unix ns)."""
 
     event_at: int = 0
     handled: frozenset[str] = field(default_factory=frozenset)
@@ -86,7 +86,7 @@ class DockerPosition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A position that is none of ours is the very first: everything is told."""
+        """Text that is no position of ours is the first position: every exit is reported."""
         kind, _, rest = text.partition(":")
         event_at, _, handled = rest.partition(":")
         if kind != "docker" or not event_at.isdigit():
@@ -113,22 +113,22 @@ class DockerExits:
         self._stops = stops
         self._event_at = position.event_at
         self._handled = set(position.handled)
-        #: Told by a `die` event, not yet seen as ended: id → the event.
+        #: Announced by a `die` event, not yet seen as exited: id → the event.
         self._announced: dict[str, Document] = {}
-        #: Containers that somebody ended through the daemon.
-        self._asked: set[str] = set()
-        #: Unix seconds at which containers ended that were handled and exist.
+        #: Containers that somebody stopped through the daemon.
+        self._stopped: set[str] = set()
+        #: When the handled containers that still exist exited (Unix seconds).
         self._ended_at: dict[str, float] = {}
         self._sweep_at = 0.0
-        self._look_at = 0.0
-        self._looked = False
+        self._list_at = 0.0
+        self._listed = False
         self._events: DockerEventStream | None = None
 
     async def __aenter__(self) -> Self:
         """Raises `LauncherUnreachable`."""
         now = time.time_ns()
-        for event in await self._engine.past(self._labels, _EVENTS, self._event_at):
-            self._hear(event)
+        for event in await self._engine.past_events(self._labels, _EVENTS, self._event_at):
+            self._note_event(event)
         self._events = self._engine.events(self._labels, _EVENTS, self._event_at or now)
         return self
 
@@ -138,44 +138,44 @@ class DockerExits:
         if self._events is not None:
             await self._events.close()
 
-    async def news(self) -> list[TaskExit]:
-        """Ends that were not handled yet, oldest first; waits some seconds for the first.
+    async def next_exits(self) -> list[TaskExit]:
+        """Exits that were not handled yet, oldest first; waits some seconds for the first.
 
         Raises `LauncherUnreachable`.
         """
-        if self._looked:
-            await self._sweep()  # before the first look it is not known what was handled
-        left = self._look_at - time.monotonic()
+        if self._listed:
+            await self._sweep()  # before the first listing it is not known what was handled
+        left = self._list_at - time.monotonic()
         if self._events is None or left <= 0:
-            self._look_at = time.monotonic() + LOOK
-            self._looked = True
-            return await self._look()
-        event = await self._events.next(SOON if self._announced else left)
+            self._list_at = time.monotonic() + LISTING_PERIOD
+            self._listed = True
+            return await self._list_exited()
+        event = await self._events.next(INSPECTION_PERIOD if self._announced else left)
         if event is not None:
-            self._hear(event)
-        return await self._announced_ends()
+            self._note_event(event)
+        return await self._announced_exits()
 
-    def placed(self, end: TaskExit) -> TaskExit:
-        """The end with its position."""
+    def with_position(self, end: TaskExit) -> TaskExit:
+        """The exit with its position."""
         handled = frozenset(self._handled | {end.task_id[:DIGITS]})
         return replace(end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))})
 
-    def handled(self, end: TaskExit) -> DockerPosition:
-        """Notes that an end was handled."""
+    def mark_handled(self, end: TaskExit) -> DockerPosition:
+        """Notes that an exit was handled; returns the position behind it."""
         self._handled.add(end.task_id[:DIGITS])
         return DockerPosition(self._event_at, frozenset(self._handled))
 
-    def _hear(self, event: Document) -> None:
+    def _note_event(self, event: Document) -> None:
         container_id = event["Actor"]["ID"]
-        # The next question is for what comes after: the daemon gives those *from* a time on.
+        # The daemon gives the events *from* a time on: the next question is for the ones behind this.
         self._event_at = max(self._event_at, int(event["timeNano"]) + 1)
         if event["Action"] == "die":
             self._announced[container_id] = event
         elif event["Actor"]["Attributes"].get("signal") in _ENDING:
-            self._asked.add(container_id)
+            self._stopped.add(container_id)
 
-    async def _look(self) -> list[TaskExit]:
-        """All that ended and was not handled, oldest first."""
+    async def _list_exited(self) -> list[TaskExit]:
+        """All exits that were not handled, oldest first."""
         found = await self._engine.find(self._labels, _ENDED)
         present = {one["Id"][:DIGITS] for one in found}
         self._handled &= present
@@ -187,8 +187,8 @@ class DockerExits:
                     ends.append(end)
         return sorted(ends, key=lambda end: end.at)
 
-    async def _announced_ends(self) -> list[TaskExit]:
-        """The ends of which an event told, as far as the daemon has written them down."""
+    async def _announced_exits(self) -> list[TaskExit]:
+        """The exits that an event announced, as far as the daemon has written them down."""
         ends = []
         for container_id, event in list(self._announced.items()):
             if container_id[:DIGITS] in self._handled:
@@ -196,20 +196,20 @@ class DockerExits:
                 continue
             known = await self._engine.inspect(container_id)
             if known is None:
-                ends.append(self._told_by(event))
+                ends.append(self._exit_of_event(event))
             elif known["State"]["Status"] in _ENDED:
-                ends.append(self._told(known))
-            elif time.time() < int(event["timeNano"]) / 1e9 + LOOK:
-                continue  # else it was started again, by hand: the next look tells what it is
+                ends.append(self._exit_of_inspected(known))
+            elif time.time() < int(event["timeNano"]) / 1e9 + LISTING_PERIOD:
+                continue  # later: somebody started it again, and the next listing shows what it is
             self._announced.pop(container_id, None)
         return ends
 
     async def _inspected(self, container_id: str) -> TaskExit | None:
         known = await self._engine.inspect(container_id)
         self._announced.pop(container_id, None)
-        return self._told(known) if known else None
+        return self._exit_of_inspected(known) if known else None
 
-    def _told(self, known: Document) -> TaskExit:
+    def _exit_of_inspected(self, known: Document) -> TaskExit:
         state = known["State"]
         return self._end(
             known["Id"],
@@ -219,8 +219,8 @@ class DockerExits:
             oom_killed=bool(state["OOMKilled"]),
         )
 
-    def _told_by(self, event: Document) -> TaskExit:
-        """The end of a container that was removed before we could look: the event says enough."""
+    def _exit_of_event(self, event: Document) -> TaskExit:
+        """The exit of a container that was removed before we could inspect it: the event says enough."""
         attributes = event["Actor"]["Attributes"]
         return self._end(
             event["Actor"]["ID"],
@@ -233,14 +233,14 @@ class DockerExits:
     def _end(
         self, container_id: str, labels: dict[str, str], *, code: int, at: float, oom_killed: bool
     ) -> TaskExit:
-        note = self._stops.of(container_id)
+        note = self._stops.for_container(container_id)
         return worker_exit(
             container_id,
             labels.get(container.WORKER, ""),
             code=code,
             at=at,
             oom_killed=oom_killed,
-            stopped=note is not None or container_id in self._asked,
+            stopped=note is not None or container_id in self._stopped,
             stop_reason=note.reason if note else None,
             forced=note is not None and note.forced,
         )
@@ -248,10 +248,10 @@ class DockerExits:
     # --- removal --------------------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
-        """Removes ended containers whose end was handled, and those that were never started."""
+        """Removes exited containers whose exit was handled, and those that were never started."""
         if time.monotonic() < self._sweep_at:
             return
-        self._sweep_at = time.monotonic() + SWEEP
+        self._sweep_at = time.monotonic() + SWEEP_PERIOD
         now = time.time()
         for one in await self._engine.find(self._labels, ("created",)):
             if now - one["Created"] > KEPT:
@@ -268,10 +268,10 @@ class DockerExits:
                 self._ended_at[container_id] = container.finished_at(known)
             ages.append((now - self._ended_at[container_id], container_id))
         ages.sort()
-        for place, (age, container_id) in enumerate(ages):
-            if place >= KEPT_MOST or (place >= self._kept_count and age > self._kept):
+        for rank, (age, container_id) in enumerate(ages):
+            if rank >= KEPT_MOST or (rank >= self._kept_count and age > self._kept):
                 await self._engine.remove(container_id)
                 log.info("docker.removed", task=container_id)
         present = {one["Id"] for one in found}
         self._ended_at = {name: at for name, at in self._ended_at.items() if name in present}
-        self._asked &= present | set(self._announced)
+        self._stopped &= present | set(self._announced)

@@ -1,8 +1,8 @@
-"""Workers as containers of one host, through the Docker daemon's socket.
+"""The Docker launcher: workers as containers of one host, through the daemon's socket.
 
-The daemon is the only memory: a container's name is made of the launch token, and its labels say who it is.
-So an orchestrator that starts anew finds all of them, and several see the same. Every fleet (a setting) sees
-its own containers only.
+The daemon is the only memory: a container's name is made from the launch token, and its labels say which
+worker it is. So a restarted orchestrator finds all of them, and several orchestrators see the same. Every
+fleet (a setting) sees only its own containers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPo
 from infra.launchers.port import LaunchSpec
 from infra.worker_task import GRACE_MAX, LaunchFailed, StopFailed, Task, TaskExit
 
-#: Seconds after which a container that was created and not started counts as left behind by a launch that
-#: died in between. A start takes 0.5 s on 2 idle cores.
+#: Seconds after which a container that was created but not started counts as abandoned: its launch died in
+#: between. A start takes 0.5 s on 2 idle cores.
 HALF_MADE = 10.0
-#: Seconds between two looks at one that another launch is about to start.
-LOOK = 0.05
-#: Seconds after those that a launch tries on, when others of the same token come and go.
-AGAIN = 10.0
+#: Seconds between two inspections of a container that another launch is about to start.
+INSPECTION_PERIOD = 0.05
+#: Seconds beyond `HALF_MADE` for which a launch goes on trying while others of its token come and go.
+RETRY_TIME = 10.0
 #: Seconds the daemon may take to confirm an end after SIGKILL.
 KILL_CONFIRM = 15.0
 
@@ -77,7 +77,7 @@ class DockerLauncher:
         if not token:
             raise LaunchFailed("a launch needs a token")
         name = container.container_name(self._fleet, token)
-        until = time.monotonic() + self._half_made + AGAIN
+        until = time.monotonic() + self._half_made + RETRY_TIME
         while True:
             known = await self._engine.inspect(name)
             if known is None:
@@ -88,10 +88,12 @@ class DockerLauncher:
                 return launched
             if time.monotonic() > until:
                 raise LaunchFailed(f"another launch of worker {spec.config.worker_id} gets in the way")
-            await asyncio.sleep(LOOK)  # the daemon takes a name some time before it shows the container
+            await asyncio.sleep(
+                INSPECTION_PERIOD
+            )  # the daemon takes a name some time before it shows the container
 
     async def _create(self, spec: LaunchSpec, name: str) -> Task | None:
-        """None when another launch of this token was first."""
+        """Returns None when another launch of this token was first."""
         config = spec.config
         for other in await self._engine.find({**self._ours, container.WORKER: config.worker_id}, _RUNNING):
             if f"/{name}" in other["Names"]:
@@ -114,14 +116,14 @@ class DockerLauncher:
         return container.task_of(container_id, made["Labels"])
 
     async def _adopt(self, known: Document) -> Task | None:
-        """The task of a container that this token has made; None when it never started and is gone now."""
+        """The task of a container that this token made; None when it never started and is gone now."""
         until = time.monotonic() + self._half_made
         while known["State"]["Status"] == "created":
             if time.monotonic() > until:
                 log.warning("docker.half_made_removed", task=known["Id"])
                 await self._engine.remove(known["Id"])
                 return None
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(INSPECTION_PERIOD)
             now = await self._engine.inspect(known["Id"])
             if now is None:
                 return None
@@ -136,25 +138,25 @@ class DockerLauncher:
             return
         if not known["State"]["Running"]:
             return
-        note = self._stops.note(task_id, reason)
+        note = self._stops.begin(task_id, reason)
         own = float(container.labels_of(known).get(container.GRACE, 0))
         await self._engine.signal(task_id, "SIGTERM")
-        if await self._engine.ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
+        if await self._engine.wait_ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
             return
-        self._stops.keep(task_id, StopNote(note.reason, forced=True))
+        self._stops.replace(task_id, StopNote(note.reason, forced=True))
         log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)
         await self._engine.signal(task_id, "SIGKILL")
-        if not await self._engine.ended(task_id, KILL_CONFIRM):
+        if not await self._engine.wait_ended(task_id, KILL_CONFIRM):
             short = task_id[:12]
             raise StopFailed(f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
 
     async def stop_all(self, reason: str, *, grace: float | None = None) -> int:
-        """Ends all workers of the fleet beside each other, for `berth up`; returns how many there were."""
+        """Ends all workers of the fleet at once, for `berth up`; returns how many there were."""
         running = await self.list()
         await asyncio.gather(*(self.stop(task.task_id, reason, grace=grace) for task in running))
         return len(running)
 
-    # --- what there is --------------------------------------------------------------------------------
+    # --- list and exits -------------------------------------------------------------------------------
 
     async def list(self) -> list[Task]:
         found = await self._engine.find(self._ours, _RUNNING)
@@ -162,10 +164,10 @@ class DockerLauncher:
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Ends of workers, at least once each; first those after the position `after`, oldest first.
+        """Exits of workers, at least once each, oldest first; those behind the position `after`.
 
-        Without `after`, the object goes on behind the last end whose handling was finished: the next one
-        was asked for. That is also when the daemon may forget it (`docker_exits.py`).
+        Without `after`, the object goes on behind the last exit that was handled. An exit counts as handled
+        when the next one is asked for; from then on its container may be removed.
         """
         position = DockerPosition.parse(after) if after else self._position
         async with (
@@ -175,9 +177,9 @@ class DockerLauncher:
             ) as exits,
         ):
             while True:
-                for end in await exits.news():
-                    yield exits.placed(end)
-                    self._position = exits.handled(end)
+                for end in await exits.next_exits():
+                    yield exits.with_position(end)
+                    self._position = exits.mark_handled(end)
 
     async def close(self) -> None:
         await self._engine.close()

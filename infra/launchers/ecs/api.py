@@ -1,8 +1,8 @@
-"""The calls of ECS and SQS that the launcher needs, with our errors. boto3 blocks: each runs in a thread.
+"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a thread.
 
-The threads are bounded: 16 calls at a time, more wait their turn, and one thread is the queue's alone, since
-a long poll holds its thread for seconds. Retries of throttled and broken calls are botocore's (standard mode:
-three attempts, exponential backoff with jitter); every call here may be repeated, RunTask by its token.
+boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since a long poll holds
+it for seconds. botocore retries throttled and broken calls (standard mode: three attempts, exponential
+backoff with jitter); every call here may be repeated, RunTask because of its token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 from infra.launchers.ecs.failures import UnknownTask, call_error, launch_error, placement_error, task_id_of
 from infra.worker_task import LauncherUnreachable
 
-#: Calls at the same time. A call takes about 0.1 s, so these make 160 a second: more than the 20 to 50 that
-#: ECS allows. https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
+#: Calls at the same time. A call takes about 0.1 s: 160 a second, more than the 20 to 50 that ECS allows.
+#: https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
 THREADS = 16
-#: What ListTasks and DescribeTasks give and take at once.
+#: Tasks in one page of ListTasks, and in one DescribeTasks.
 PAGE = 100
-#: Seconds of one long poll. SQS allows 20; a thread in the middle of one holds up the end of the process.
+#: Seconds of one long poll. SQS allows 20, but a running poll delays the end of the process.
 POLL = 3
-#: What ReceiveMessage and DeleteMessageBatch give and take at once.
+#: Messages in one ReceiveMessage, and in one DeleteMessageBatch.
 BATCH = 10
-#: Characters of a stop's reason.
+#: Characters of a stop's reason that ECS takes.
 REASON = 255
 
 _CONFIG = Config(
@@ -53,7 +53,7 @@ class SqsMessage:
 
 
 class EcsApi:
-    """Raises `LauncherUnreachable` when nobody knows, and what each method says."""
+    """Every method raises `LauncherUnreachable` when the outcome is unknown."""
 
     def __init__(
         self, *, cluster: str, family: str, queue_url: str, region: str = "", endpoint: str = ""
@@ -69,7 +69,7 @@ class EcsApi:
         self._polls = ThreadPoolExecutor(1, thread_name_prefix="sqs")
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The task. Raises `TokenInUse` or a `LaunchFailed` of `ecs_failures`."""
+        """Launches and returns the task. Raises `TokenInUse` or a `LaunchFailed` of `failures`."""
         answer = await self._in_thread(lambda: self._ecs.run_task(**request), launch_error)
         tasks: list[dict[str, Any]] = answer.get("tasks", [])
         if not tasks:
@@ -77,12 +77,12 @@ class EcsApi:
         return tasks[0]
 
     async def stop(self, task_id: str, reason: str) -> None:
-        """Asks ECS to stop the task, which takes a while. Raises `UnknownTask`."""
+        """Asks ECS to stop the task and does not wait for it. Raises `UnknownTask`."""
         request = {"cluster": self._cluster, "task": task_id, "reason": reason[:REASON]}
         await self._in_thread(lambda: self._ecs.stop_task(**request), call_error)
 
     async def task_ids(self, desired: Literal["RUNNING", "STOPPED"]) -> list[str]:
-        """All tasks of the family that ECS wants to be so; stopped ones for about an hour."""
+        """All tasks of the family with this desired status; stopped ones for about an hour."""
 
         def listed() -> list[str]:
             pages = self._ecs.get_paginator("list_tasks").paginate(
@@ -133,7 +133,7 @@ class EcsApi:
         ]
 
     async def delete(self, receipts: list[str]) -> None:
-        """Those that cannot be deleted come again, which is no harm."""
+        """Deletes messages. Those that cannot be deleted come again, which does no harm."""
         for at in range(0, len(receipts), BATCH):
             entries = [
                 {"Id": str(number), "ReceiptHandle": receipt}
@@ -143,7 +143,7 @@ class EcsApi:
             await self._in_thread(call, call_error)
 
     async def close(self) -> None:
-        """Waits for a poll under way, `POLL` seconds at the most: a thread cannot be cut off."""
+        """Waits at most `POLL` seconds for a running poll: a thread cannot be cancelled."""
         self._calls.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._polls.shutdown, wait=True, cancel_futures=True)
         self._ecs.close()
@@ -152,11 +152,11 @@ class EcsApi:
     async def _in_thread(
         self,
         call: Callable[[], Any],
-        meant: Callable[[Exception], Exception],
+        to_error: Callable[[Exception], Exception],
         threads: ThreadPoolExecutor | None = None,
     ) -> Any:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(threads or self._calls, call)
         except (BotoCoreError, ClientError) as error:
-            raise meant(error) from None
+            raise to_error(error) from None

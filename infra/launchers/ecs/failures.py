@@ -1,4 +1,4 @@
-"""What ECS answers when it does not do what it was asked, as errors with codes.
+"""ECS's refusals as errors with codes.
 
 RunTask fails in two ways: by an exception, and by a good answer (HTTP 200) whose `failures` say why no task
 was placed. https://docs.aws.amazon.com/AmazonECS/latest/developerguide/api_failures_messages.html
@@ -15,13 +15,13 @@ from worker_runtime.protocol.errors import BerthError
 
 
 class NoCapacity(LaunchFailed):
-    """The cluster has no room for another worker just now."""
+    """The cluster has no room for another worker now."""
 
     code = "LAUNCH_NO_CAPACITY"
 
 
 class HostUnavailable(LaunchFailed):
-    """The host that was to take the worker does not answer ECS, or leaves."""
+    """The host chosen for the worker does not answer ECS, or leaves the cluster."""
 
     code = "LAUNCH_HOST_UNAVAILABLE"
 
@@ -62,7 +62,7 @@ class UnknownTask(BerthError):
     code = "UNKNOWN_TASK"
 
 
-#: Codes of the same thing in AWS's several protocols. All mean that nothing was done.
+#: AWS's protocols have several codes for the same refusal. All mean that nothing was done.
 _THROTTLED = frozenset(
     {"ThrottlingException", "Throttling", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown"}
 )
@@ -90,8 +90,8 @@ _MISCONFIGURED = frozenset(
         "ValidationException",
     }
 )
-#: In the message of a `ClientException`: the cluster's quota of tasks in PROVISIONING, or the account's of
-#: running ones, is used up, or Fargate has no room. All pass.
+#: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of tasks in
+#: PROVISIONING, of the account's quota of running tasks, or of room on Fargate.
 _CAPACITY_WORDS = ("capacity", "provisioning", "limit on the number of tasks")
 
 
@@ -104,12 +104,12 @@ def placement_error(failure: dict[str, Any]) -> LaunchFailed:
         return NoCapacity(text)
     if reason in ("AGENT", "INACTIVE"):
         return HostUnavailable(text)
-    # MISSING, ATTRIBUTE, LOCATION and what may come: ECS would say the same again.
+    # MISSING, ATTRIBUTE, LOCATION and reasons to come: ECS would answer the same again.
     return LaunchMisconfigured(text)
 
 
 def launch_error(error: Exception) -> BerthError:
-    """The error for an exception of RunTask. What may have worked is `LauncherUnreachable`."""
+    """The error for an exception of RunTask; `LauncherUnreachable` when the launch may have worked."""
     if isinstance(error, NoCredentialsError):
         return LaunchDenied(_detail_of(error))
     if not isinstance(error, ClientError):
@@ -129,7 +129,7 @@ def launch_error(error: Exception) -> BerthError:
 
 
 def call_error(error: Exception) -> BerthError:
-    """The error for an exception of any other call: an unknown task, or nobody knows."""
+    """The error for an exception of any other call: `UnknownTask`, or `LauncherUnreachable`."""
     if isinstance(error, ClientError) and _code(error) == "InvalidParameterException":
         text = _detail_of(error).lower()
         # "The referenced task was not found.", "taskId length should be one of [32,36]"

@@ -1,10 +1,8 @@
-"""Workers as ECS tasks.
+"""The ECS launcher: workers as ECS tasks.
 
-RunTask with the token as `clientToken`: for 24 hours ECS gives a repeat the same task, whoever asks; later,
-our own list knows the token by the task's tag, as long as the task runs. What runs is kept in a cache that
-events feed, with a full listing every 10 minutes; ECS's answers lag, `ecs_tasks` says what is believed.
-
-The ECS launcher that the settings ask for.
+RunTask gets the token as `clientToken`: for 24 hours ECS answers a repeat with the same task, whoever asks.
+Later our own cache knows the token by the task's tag, as long as the task runs. Events feed the cache, and a
+full listing every 10 minutes corrects it. ECS's answers lag; `task_cache` decides what to believe.
 """
 
 from __future__ import annotations
@@ -33,31 +31,31 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two full listings, while events come.
 LISTING_PERIOD = 600.0
-#: Seconds that a listing is good for while no events come: nobody listens, or the queue is out of reach.
+#: Seconds that a listing stays valid while no events come: nobody listens, or the queue is out of reach.
 UNFED_PERIOD = 10.0
-#: Seconds in which the queue must have answered for the cache to count as fed: two long polls and a pause.
+#: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a pause.
 FED = 15.0
-#: Seconds a stopped worker gets, unless the caller says otherwise. ECS kills after the container's own
-#: `stopTimeout` (30 unless the task definition says otherwise), whatever we ask for.
+#: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the container's own
+#: `stopTimeout` (30 by default), whatever we ask for.
 GRACE = 15.0
-#: Seconds beyond the grace for the kill and for its news to reach ECS.
+#: Seconds beyond the grace for the kill, and until ECS shows it.
 KILL_CONFIRM = 10.0
-#: Seconds between two looks at a stopping task: first, and at the most.
-LOOK, LONGEST_LOOK = 0.5, 3.0
-#: Seconds for which ECS must deny a task that nobody here launched, before a stop believes that it is gone.
+#: Seconds between two checks of a stopping task: at first, and at most.
+CHECK_PERIOD, LONGEST_CHECK_PERIOD = 0.5, 3.0
+#: Seconds for which ECS must deny a task that we did not launch before a stop believes that it is gone.
 DENIAL = 5.0
-#: Seconds of age that make the task of a launch an older one: clocks differ, and a launch takes a second.
-OLD = 60.0
-#: Seconds before a position from which ends are told again: those of ECS have no common order.
+#: Seconds of age from which the task in RunTask's answer is an earlier launch: clocks differ.
+OLD_LAUNCH = 60.0
+#: Seconds before a position from which exits are reported again: those of ECS have no common order.
 OVERLAP = 120.0
 
 log = structlog.get_logger()
 
 
 class EcsLauncher:
-    """Implements `Launcher`. Give each orchestrator a queue of its own: a message is heard once."""
+    """Implements `Launcher`. Each orchestrator needs its own queue: SQS delivers a message to one reader."""
 
-    #: Other orchestrators' launches and stops come by events, or with the next listing.
+    #: Launches and stops by other orchestrators come as events, or with the next listing.
     list_lag = FED
 
     def __init__(
@@ -83,13 +81,13 @@ class EcsLauncher:
         self._listing = asyncio.Lock()
         #: One launch of a worker at a time: ECS itself would run two.
         self._launching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        #: Ends whose handling is not finished, in the order in which they are told.
-        self._to_tell: dict[str, TaskExit] = {}
+        #: Exits that are not handled yet, in the order in which they are reported.
+        self._unhandled: dict[str, TaskExit] = {}
         self._begun = False
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        """Raises `LauncherUnreachable`, or a `LaunchFailed` of `ecs_failures` with its code."""
-        await self._fresh()
+        """Raises `LauncherUnreachable`, or a `LaunchFailed` of `failures` with its code."""
+        await self._refresh()
         worker_id = spec.config.worker_id
         lock = self._launching.setdefault(worker_id, asyncio.Lock())
         async with lock:
@@ -107,27 +105,27 @@ class EcsLauncher:
             answer = await self._api.run(run_task(self._place, spec, token, self._key))
         except TokenInUse as error:
             # Launched before with other settings, or by another release: it is the same launch.
-            answer = await self._first(error)
+            answer = await self._first_launch(error)
         seen = self._records.of_answer(answer)
         if seen is None or seen.task.worker_id != worker_id:
             raise LaunchFailed(f"ECS answered with a task that is not worker {worker_id}")
         task_id = seen.task.task_id
         if not self._tasks.has_ended(task_id):
-            self._tasks.launched(task_id, time.monotonic())
+            self._tasks.note_launched(task_id, time.monotonic())
         self._apply(seen)
-        if seen.task.launched_at < began - OLD:
-            # A repeat: ECS answers what was true when it was launched. It may have ended since.
+        if seen.task.launched_at < began - OLD_LAUNCH:
+            # A repeat: ECS describes the task as it was launched. It may have ended since.
             await self._describe({task_id})
         return seen.task
 
-    async def _first(self, conflict: TokenInUse) -> dict[str, Any]:
+    async def _first_launch(self, conflict: TokenInUse) -> dict[str, Any]:
         tasks, _ = await self._api.describe(conflict.task_ids[:1])
         if not tasks:
             raise LauncherUnreachable(f"{conflict.detail}; its task is not to be seen")
         return tasks[0]
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
-        """The kill comes when the container's `stopTimeout` is over; `grace` is how long it is waited for."""
+        """ECS kills after the container's `stopTimeout`; `grace` only says how long we wait for that."""
         if self._tasks.has_ended(task_id):
             return
         try:
@@ -136,7 +134,7 @@ class EcsLauncher:
             log.info("ecs_stop_of_unknown_task", task_id=task_id)
         began = time.monotonic()
         deadline = began + (GRACE if grace is None else grace) + KILL_CONFIRM
-        pause = LOOK
+        pause = CHECK_PERIOD
         while True:
             denied = await self._describe({task_id})
             if self._tasks.has_ended(task_id):
@@ -149,41 +147,41 @@ class EcsLauncher:
                 what = "not visible in ECS yet" if denied else "not stopped"
                 raise StopFailed(f"task {task_id}: {what} after {now - began:.0f} s")
             await asyncio.sleep(min(pause, self._denial))
-            pause = min(pause * 1.5, LONGEST_LOOK)
+            pause = min(pause * 1.5, LONGEST_CHECK_PERIOD)
 
     async def list(self) -> list[Task]:
-        await self._fresh()
+        await self._refresh()
         return self._tasks.running()
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """At least once each. A new object begins with what ECS still knows: the ends of the last hour.
+        """Exits, at least once each. A new object begins with those ECS still knows: of the last hour.
 
-        With `after`, ends of the two minutes before it are told again. A message is deleted from the queue
-        when its end was handled: the next one was asked for.
+        With `after`, exits of the two minutes before it are reported again. A message is deleted from the
+        queue when its exit was handled, which is when the next one is asked for.
         """
-        await self._begin(position_time(after) - OVERLAP if after else 0.0)
+        await self._collect_missed(position_time(after) - OVERLAP if after else 0.0)
         while True:
-            while self._to_tell:
-                end = next(iter(self._to_tell.values()))
+            while self._unhandled:
+                end = next(iter(self._unhandled.values()))
                 yield end
-                self._to_tell.pop(end.task_id, None)
-                await self._queue.handled(end.task_id)
+                self._unhandled.pop(end.task_id, None)
+                await self._queue.mark_handled(end.task_id)
             await self._listen()
 
     async def close(self) -> None:
         await self._api.close()
 
-    async def _begin(self, since: float) -> None:
-        """What nobody heard: ends that ECS still knows. The first time, those before `since` are old news."""
+    async def _collect_missed(self, since: float) -> None:
+        """Collects the exits that ECS still knows. The first time, those before `since` are dropped."""
         await self._list_all()
         if not self._begun:
             self._begun = True
-            for end in [end for end in self._to_tell.values() if end.at < since]:
-                del self._to_tell[end.task_id]
-        self._to_tell = dict(sorted(self._to_tell.items(), key=lambda item: item[1].at))
+            for end in [end for end in self._unhandled.values() if end.at < since]:
+                del self._unhandled[end.task_id]
+        self._unhandled = dict(sorted(self._unhandled.items(), key=lambda item: item[1].at))
 
     async def _listen(self) -> None:
-        """One long poll into the cache, and a full listing when it is due."""
+        """Reads one long poll into the cache, and makes a full listing when it is due."""
         changes = await self._queue.receive()
         alive = (c.seen.task.task_id for c in changes if c.seen.status != STOPPED)
         if new := self._tasks.unknown(alive):
@@ -192,22 +190,22 @@ class EcsLauncher:
         done = []
         for change in changes:
             self._apply(change.seen)
-            if change.seen.task.task_id in self._to_tell:
+            if change.seen.task.task_id in self._unhandled:
                 self._queue.hold(change)
             else:
                 done.append(change)
-        await self._queue.done(done)
-        await self._fresh()
+        await self._queue.delete(done)
+        await self._refresh()
 
     def _apply(self, seen: SeenTask) -> None:
         end = self._tasks.apply(seen)
         if end is not None:
-            self._to_tell[end.task_id] = end
-            if len(self._to_tell) > EXITS_REMEMBERED:  # nobody listens
-                self._to_tell.pop(next(iter(self._to_tell)))
+            self._unhandled[end.task_id] = end
+            if len(self._unhandled) > EXITS_REMEMBERED:  # nobody reads them
+                self._unhandled.pop(next(iter(self._unhandled)))
 
-    async def _fresh(self) -> None:
-        """Lists anew when the cache is older than it may be. Raises `LauncherUnreachable`."""
+    async def _refresh(self) -> None:
+        """Lists all tasks when the cache is too old. Raises `LauncherUnreachable`."""
         if self._is_fresh():
             return
         async with self._listing:
@@ -220,7 +218,7 @@ class EcsLauncher:
         return now - self._listed_at < (self._period if fed else min(self._period, UNFED_PERIOD))
 
     async def _list_all(self) -> None:
-        """A full listing. What it lacks is looked at, not forgotten."""
+        """Makes a full listing. A task that it lacks is described, not forgotten."""
         began, known = time.monotonic(), self._tasks.running_ids()
         running, stopped = await asyncio.gather(self._api.task_ids("RUNNING"), self._api.task_ids("STOPPED"))
         lacking = known.difference(running)
@@ -229,7 +227,7 @@ class EcsLauncher:
         log.debug("ecs_listed", running=len(running), stopped=len(stopped), lacking=len(lacking))
 
     async def _describe(self, task_ids: set[str]) -> set[str]:
-        """Describes them; returns those that ECS denies."""
+        """Reads ECS's description of the tasks into the cache; returns those that ECS does not know."""
         answers, denied = await self._api.describe(task_ids)
         for answer in answers:
             seen = self._records.of_answer(answer)
@@ -259,7 +257,7 @@ class EcsUnconfigured(BerthError):
 
 
 def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:
-    """Raises `EcsUnconfigured`, and what a missing or exposed key file raises. Asks nothing of AWS yet."""
+    """Calls nothing of AWS yet. Raises `EcsUnconfigured`, and the errors of a missing or exposed key file."""
     if not settings.queue_url:
         raise EcsUnconfigured
     place = EcsTarget(

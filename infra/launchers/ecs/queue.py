@@ -1,7 +1,7 @@
-"""Task state changes from an SQS queue that EventBridge feeds: at least once, in any order.
+"""Task state changes from an SQS queue that EventBridge feeds: at least once each, in any order.
 
-A message is deleted when what it says is in the cache; that of an end, when the end's handling is finished.
-One that cannot be read is left alone: after its last delivery SQS moves it to the dead-letter queue.
+A message is deleted when its change is in the cache; the message of an exit, when the exit was handled. An
+unreadable one is left alone: after its last delivery SQS moves it to the dead-letter queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infra.launchers.ecs.records import EcsRecords
 from infra.launchers.ecs.task_cache import SeenTask
 from worker_runtime.protocol.errors import MalformedMessage
 
-#: Unreadable messages that are remembered: each comes back until its deliveries are used up.
+#: Unreadable messages that are remembered, to log each once: they come back a few times.
 UNREADABLE_REMEMBERED = 1000
 
 log = structlog.get_logger()
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class TaskChange:
-    """One event, and what deletes its message."""
+    """One event, and the receipt that deletes its message."""
 
     seen: SeenTask
     receipt: str
@@ -33,7 +33,7 @@ class EcsQueue:
     def __init__(self, api: EcsApi, records: EcsRecords) -> None:
         self._api = api
         self._records = records
-        #: Receipts of the messages that told of an end whose handling is not finished.
+        #: Task id → receipts of the messages of an exit that is not handled yet.
         self._held: dict[str, list[str]] = {}
         self._unreadable: dict[str, None] = {}
 
@@ -44,7 +44,7 @@ class EcsQueue:
             try:
                 seen = self._records.of_event(message.body)
             except MalformedMessage as error:
-                self._note(message.message_id, error.detail)
+                self._log_unreadable(message.message_id, error.detail)
                 continue
             if seen is None:
                 foreign.append(message.receipt)
@@ -53,20 +53,20 @@ class EcsQueue:
         await self._api.delete(foreign)
         return changes
 
-    async def done(self, changes: list[TaskChange]) -> None:
-        """Deletes their messages."""
+    async def delete(self, changes: list[TaskChange]) -> None:
+        """Deletes the messages of these changes."""
         await self._api.delete([change.receipt for change in changes])
 
     def hold(self, change: TaskChange) -> None:
-        """Keeps the message until `handled`; it comes again meanwhile if that takes long."""
+        """Keeps the message until `mark_handled`; if that takes long, it comes again meanwhile."""
         self._held.setdefault(change.seen.task.task_id, []).append(change.receipt)
 
-    async def handled(self, task_id: str) -> None:
-        """The end of this task is told for good."""
+    async def mark_handled(self, task_id: str) -> None:
+        """Deletes the messages of this task's exit."""
         await self._api.delete(self._held.pop(task_id, []))
 
-    def _note(self, message_id: str, reason: str) -> None:
-        """Once for each message, and without its content."""
+    def _log_unreadable(self, message_id: str, reason: str) -> None:
+        """Logs each message once, and without its content."""
         if message_id in self._unreadable:
             return
         self._unreadable[message_id] = None

@@ -1,6 +1,6 @@
-"""ECS's words for a task, in its answers and in its events, read into ours.
+"""Reads ECS's descriptions of a task, in its answers and in its events.
 
-Both describe a task by the same fields; an event has times as text and no tags.
+Both have the same fields; an event has its times as text and has no tags.
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/ecs_task_events.html
 """
 
@@ -26,11 +26,11 @@ from infra.worker_task import (
 )
 from worker_runtime.protocol.errors import MalformedMessage
 
-#: The group of a pool's tasks: what tells our tasks from others of the cluster, in events too.
+#: Prefix of a pool's task group. It tells our tasks from others in the cluster, in events too.
 GROUP = "berth:"
-#: Tags: for people and bills, and what a new orchestrator reads.
+#: Tags: a new orchestrator reads them, and so do people and bills.
 TAG_WORKER, TAG_POOL, TAG_VERSION, TAG_TOKEN = "berth:worker", "berth:pool", "berth:version", "berth:token"
-#: Stop codes of a task whose host went away under it.
+#: Stop codes of a task whose host went away.
 _HOST_GONE = frozenset({"SpotInterruption", "TerminationNotice", "InfrastructureHealth"})
 #: An event of another kind has another detail type.
 _TASK_CHANGE = "ECS Task State Change"
@@ -71,7 +71,7 @@ class _Event(msgspec.Struct, rename="kebab"):
 
 
 class EcsRecords:
-    """Reads tasks of one cluster and one task definition's family; others are None."""
+    """Reads the tasks of one cluster and one family of task definitions; returns None for others."""
 
     def __init__(self, *, cluster: str, family: str, container: str) -> None:
         self._cluster = task_id_of(cluster)
@@ -79,11 +79,11 @@ class EcsRecords:
         self._container = container
 
     def of_answer(self, task: dict[str, Any]) -> SeenTask | None:
-        """One of `tasks` in an answer that was asked for tags."""
+        """Reads one of `tasks` in an answer that includes tags."""
         return self._seen(msgspec.convert(task, _Record, strict=False), tagged=True)
 
     def of_event(self, body: str) -> SeenTask | None:
-        """The body of a queue's message, as EventBridge writes it. Raises `MalformedMessage`."""
+        """Reads the body of a message as EventBridge writes it. Raises `MalformedMessage`."""
         try:
             event = msgspec.json.decode(body, type=_Event)
             if event.detail_type != _TASK_CHANGE:
@@ -144,12 +144,12 @@ class EcsRecords:
 
 
 def with_position(end: TaskExit) -> TaskExit:
-    """The end with its position: when and which, since ends have no common order in ECS."""
+    """The exit with its position, time and task id: exits have no common order in ECS."""
     return replace(end, detail={**end.detail, "position": f"ecs:{end.at:.3f}:{end.task_id}"})
 
 
 def position_time(position: str) -> float:
-    """Unix seconds of a position's end; 0 for one that is not ours."""
+    """Unix seconds in a position; 0 for one that is not ours."""
     kind, _, rest = position.partition(":")
     try:
         return float(rest.partition(":")[0]) if kind == "ecs" else 0.0

@@ -1,7 +1,7 @@
 """RunTask's parameters for one worker.
 
-The same token must come with the same parameters: ECS refuses a repeat that differs (`ConflictException`).
-So nothing in here is random, and nothing depends on the time.
+ECS refuses a repeat of a token whose parameters differ (`ConflictException`). So nothing here is random,
+and nothing depends on the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9+\-=._:/@]{1,64}")
 _MIB = 1024 * 1024
 
 Placement = Literal["spread", "binpack", "none"]
-#: By memory: at 1,024 MiB a worker, that is what fills a host first.
+#: Binpack goes by memory: at 1,024 MiB a worker, it fills a host first.
 _STRATEGIES: dict[Placement, list[dict[str, str]]] = {
     "spread": [
         {"type": "spread", "field": "attribute:ecs.availability-zone"},
@@ -47,9 +47,9 @@ class EcsTarget:
     container: str = "worker"
     #: Capacity provider → weight; empty: the cluster's default strategy.
     capacity_providers: dict[str, int]
-    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS has no say (Fargate).
+    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS cannot place (Fargate).
     placement: Placement
-    #: Of tasks with a network interface of their own (`awsvpc`); empty with bridge networking.
+    #: For tasks with their own network interface (`awsvpc`); empty with bridge networking.
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
 
@@ -63,18 +63,18 @@ def _family(task_definition: str) -> str:
 
 
 def client_token(token: str) -> str:
-    """The token itself where ECS takes it, else its hash."""
+    """The token itself where ECS accepts it, else its hash."""
     if _TOKEN.fullmatch(token):
         return token
     return blake2b(token.encode(), digest_size=32).hexdigest()
 
 
 def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) -> dict[str, Any]:
-    """One worker; the overrides are what differs from the task definition (at most 8,192 characters).
+    """The request for one worker. Its overrides of the task definition have at most 8,192 characters.
 
-    The launch document is encrypted: overrides can be read by whoever may describe tasks, and stand in
-    CloudTrail and in `docker inspect` (requirement V3, ADR 0012). The spec's image is a revision of the task
-    definition. Raises `LaunchMisconfigured` for another family: our listings would not show its tasks.
+    The launch document is encrypted: everybody who may describe tasks can read overrides, and they stand in
+    CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision of the task definition.
+    Raises `LaunchMisconfigured` for another family, whose tasks our listings would not show.
     """
     config = spec.config
     if spec.image and _family(spec.image) != place.family:

@@ -1,7 +1,7 @@
-"""What is known of the tasks, by answers of ECS and by its events: these come late, twice and in disorder.
+"""A cache of the tasks from ECS's answers and events, which come late, twice and out of order.
 
 ECS is eventually consistent. A task that a listing lacks is not gone: it counts as running until a
-description or an event says STOPPED, or until ECS has denied knowing it twice, a while apart.
+description or an event says STOPPED, or until ECS has denied it twice, a minute apart.
 https://docs.aws.amazon.com/AmazonECS/latest/APIReference/API_RunTask.html
 """
 
@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from infra.worker_task import Task, TaskExit
 
 STOPPED = "STOPPED"
-#: Seconds after its launch during which ECS may not show a task yet: it advises to ask for up to five
-#: minutes.
+#: Seconds after its launch during which ECS may not show a task yet: it advises up to five minutes.
 SETTLING = 300.0
 #: Seconds between two denials that make a task a lost one.
 DENIALS_APART = 60.0
-#: Ends that are remembered, so that a repeat is recognized. ECS tells of each for an hour.
+#: Exits that are remembered, to recognize repeats. ECS shows each for an hour.
 EXITS_REMEMBERED = 20_000
 
 
@@ -27,20 +26,20 @@ class SeenTask:
     """One task as one answer or event describes it."""
 
     task: Task
-    #: Grows with each change of the task; 0 where the source does not tell.
+    #: Grows with each change of the task; 0 where the source does not say.
     version: int = 0
     #: PROVISIONING, PENDING, … RUNNING, … STOPPED.
     status: str = "RUNNING"
-    #: The token it was launched with; events do not tell.
+    #: The token it was launched with; events do not have it.
     token: str = ""
-    #: False for an event, which has no tags: the task's version is not known then.
+    #: False for an event: it has no tags, so the task's version is unknown.
     tagged: bool = True
     #: Set when it has stopped.
     end: TaskExit | None = None
 
 
 class TaskCache:
-    """The cache. Knows nothing of AWS; `now` is in seconds of any clock that does not jump."""
+    """Holds what is known of each task. `now` is in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._running: dict[str, SeenTask] = {}
@@ -50,12 +49,12 @@ class TaskCache:
         self._launched: dict[str, float] = {}
         self._denied: dict[str, float] = {}
 
-    def launched(self, task_id: str, now: float) -> None:
-        """A launch of our own: it counts from here on, whatever the listings say."""
+    def note_launched(self, task_id: str, now: float) -> None:
+        """Notes a launch of our own: the task counts from here on, whatever the listings say."""
         self._launched.setdefault(task_id, now)
 
     def apply(self, seen: SeenTask) -> TaskExit | None:
-        """Takes in what was seen; returns the task's end when this is news."""
+        """Stores what was seen; returns the task's exit when it was not known before."""
         task_id = seen.task.task_id
         self._denied.pop(task_id, None)
         if task_id in self._ended:
@@ -63,7 +62,7 @@ class TaskCache:
         old = self._running.get(task_id)
         if old is not None:
             if seen.status != STOPPED and seen.version and seen.version < old.version:
-                return None  # overtaken by a later one
+                return None  # a later one came first
             seen = _joined(old, seen)
         if seen.token:
             self._by_token[seen.token] = task_id
@@ -76,9 +75,9 @@ class TaskCache:
         return seen.end
 
     def note_denied(self, task_id: str, now: float) -> SeenTask | None:
-        """ECS says that it knows no such task; returns the task when it is lost by that.
+        """Notes that ECS denies the task; returns the task when it is thereby lost.
 
-        It is, when ECS said the same at least a minute ago, and the task was not launched just now.
+        It is lost when ECS denied it a minute ago too, and it was not launched just now.
         """
         if task_id not in self._running or now - self._launched.get(task_id, now - SETTLING) < SETTLING:
             return None
@@ -92,7 +91,7 @@ class TaskCache:
         return set(self._running)
 
     def unknown(self, task_ids: Iterable[str]) -> set[str]:
-        """Those whose tags we have not seen."""
+        """The ids of tasks whose tags we have not seen."""
         tagged = {task_id for task_id, seen in self._running.items() if seen.tagged}
         return set(task_ids) - tagged - self._ended.keys()
 
@@ -100,7 +99,7 @@ class TaskCache:
         return task_id in self._ended
 
     def runs(self, task_id: str) -> bool:
-        """As far as we know: nobody has told of its end."""
+        """Whether it runs, as far as we know."""
         return task_id in self._running
 
     def of_token(self, token: str) -> SeenTask | None:
@@ -123,7 +122,7 @@ class TaskCache:
 
 
 def _joined(old: SeenTask, new: SeenTask) -> SeenTask:
-    """The new state with what only the old source knew."""
+    """The new state, with the fields that only the old source had."""
     task = new.task if new.tagged else replace(new.task, version=old.task.version)
     return replace(
         new,

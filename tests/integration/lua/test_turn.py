@@ -79,7 +79,7 @@ async def test_orchestrators_at_one_valkey_share_the_rate(scripts: Scripts, valk
     rate, burst, each = 50.0, 5, 15
     fleet = [LaunchTurns(SharedRate(valkey_client, rate, burst)) for _ in range(3)]
     began = time.monotonic()
-    await asyncio.gather(*(turns.take("pool") for turns in fleet for _ in range(each)))
+    await asyncio.gather(*(turns.wait_turn("pool") for turns in fleet for _ in range(each)))
     seconds = time.monotonic() - began
     assert 3 * each <= burst + seconds * rate + 1
     for turns in fleet:

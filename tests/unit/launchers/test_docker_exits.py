@@ -27,7 +27,7 @@ class EndedOnes:
         now = datetime.now(UTC)
         self.ended = {f"{number:064x}"[::-1]: now - timedelta(seconds=number) for number in range(count)}
 
-    async def past(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Any]:
+    async def past_events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Any]:
         return []
 
     def events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> Silence:
@@ -60,9 +60,9 @@ def listener(daemon: EndedOnes, position: DockerPosition) -> DockerExits:
 
 
 async def all_told(exits: DockerExits) -> DockerPosition:
-    ends = await exits.news()
+    ends = await exits.next_exits()
     for end in ends:
-        position = exits.handled(end)
+        position = exits.mark_handled(end)
     return position
 
 
@@ -72,14 +72,14 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
     async with listener(daemon, DockerPosition()) as exits:
         position = await all_told(exits)
         assert len(position.handled) == 550
-        assert await exits.news() == []  # removes what may go
+        assert await exits.next_exits() == []  # removes what may go
     assert set(daemon.ended) == set(newest)
     async with listener(daemon, position) as exits:
-        assert await exits.news() == []  # none is told again
+        assert await exits.next_exits() == []  # none is told again
         daemon.ended["f" * 64] = datetime.now(UTC)
     async with listener(daemon, position) as exits:
-        (end,) = await exits.news()
-        position = exits.handled(end)
+        (end,) = await exits.next_exits()
+        position = exits.mark_handled(end)
     assert position.handled == {name[:DIGITS] for name in daemon.ended}
     assert len(str(position)) <= (DIGITS + 1) * (KEPT_MOST + 1) + 30
 
@@ -87,9 +87,9 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
 async def test_an_end_that_was_not_handled_stays_however_many_are_newer() -> None:
     daemon = EndedOnes(KEPT_MOST + 3)
     async with listener(daemon, DockerPosition()) as exits:
-        oldest, *others = await exits.news()
+        oldest, *others = await exits.next_exits()
         for end in others:
-            exits.handled(end)
-        assert await exits.news() == []
+            exits.mark_handled(end)
+        assert await exits.next_exits() == []
     assert oldest.task_id in daemon.ended
     assert len(daemon.ended) == KEPT_MOST + 1

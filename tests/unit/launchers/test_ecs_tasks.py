@@ -77,7 +77,7 @@ def test_one_denial_loses_nobody_and_a_second_does_after_a_minute() -> None:
 
 def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
     tasks = TaskCache()
-    tasks.launched("task-1", 1000.0)
+    tasks.note_launched("task-1", 1000.0)
     tasks.apply(seen())
     for moment in (1001.0, 1100.0, 1000.0 + SETTLING - 1):
         assert tasks.note_denied("task-1", moment) is None

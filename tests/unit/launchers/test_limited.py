@@ -45,7 +45,7 @@ async def taken(clock: LimiterClock, bucket: LaunchTurns, groups: list[str]) -> 
     began, order = clock.now, []
 
     async def take(group: str) -> None:
-        await bucket.take(group)
+        await bucket.wait_turn(group)
         order.append((group, clock.now - began))
 
     await asyncio.gather(*(take(group) for group in groups))
@@ -90,9 +90,9 @@ async def test_three_pools_share_the_rate_evenly_while_they_all_want() -> None:
 async def test_who_gives_up_leaves_the_turn_to_the_next() -> None:
     clock = LimiterClock()
     bucket = turns(clock, rate=1.0, burst=1)
-    await bucket.take("a")
-    givers = [asyncio.ensure_future(bucket.take("a")) for _ in range(10)]
-    last = asyncio.ensure_future(bucket.take("b"))
+    await bucket.wait_turn("a")
+    givers = [asyncio.ensure_future(bucket.wait_turn("a")) for _ in range(10)]
+    last = asyncio.ensure_future(bucket.wait_turn("b"))
     for giver in givers:
         giver.cancel()
     began = clock.now
@@ -116,7 +116,7 @@ def test_never_more_than_burst_and_rate_in_any_span(
         waiting = []
 
         async def take(group: str) -> None:
-            await bucket.take(group)
+            await bucket.wait_turn(group)
             granted.append(clock.now)
 
         for group, pause in arrivals:

@@ -72,8 +72,8 @@ def test_only_a_worker_that_never_ran_can_be_forgotten(register: NodeRegister) -
     register.record_intent(entry(1))
     register.record_intent(entry(2))
     register.record_running(replace(entry(2), pid=7))
-    register.forget("task-1")
-    register.forget("task-2")
+    register.forget_intent("task-1")
+    register.forget_intent("task-2")
     assert register.by_token("token-1") is None
     assert register.by_token("token-2") is not None
 

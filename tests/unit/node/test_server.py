@@ -56,7 +56,7 @@ class CrowdedKeeper(Keeper):
         return 0
 
     def work_in_the_background(self) -> None:
-        self._run(_swallow_one_cancellation(self.begun))
+        self._in_background(_swallow_one_cancellation(self.begun))
 
 
 @pytest.fixture

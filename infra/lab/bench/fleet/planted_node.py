@@ -56,7 +56,7 @@ class PlantedKeeper:
         """A stack that starts ends the workers of an earlier run by this; these belong to nobody else."""
         return 0
 
-    async def news(self, timeout: float) -> None:
+    async def wait_for_exit(self, timeout: float) -> None:
         try:
             await asyncio.wait_for(self._news.wait(), timeout)
         except TimeoutError:

@@ -173,7 +173,7 @@ class SimulatedKeeper:
         """Ends all workers at once."""
         return sum(await asyncio.gather(*(self.stop(task_id, reason) for task_id in list(self._kept))))
 
-    async def news(self, timeout: float) -> None:
+    async def wait_for_exit(self, timeout: float) -> None:
         """Returns when something has ended since the call, or after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout)
