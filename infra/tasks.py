@@ -1,4 +1,4 @@
-"""Ending background tasks for certain."""
+"""Cancellation of background tasks that is certain to end them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 #: Seconds between two attempts to cancel the same task.
-AGAIN = 0.1
+RETRY_PAUSE = 0.1
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancels tasks and returns when all have ended; what they raised is dropped.
+    """Cancels tasks and waits until all have ended; ignores what they raised.
 
-    Cancels more than once: redis-py sends through `asyncio.wait_for`, which in Python 3.11 drops a
+    It cancels repeatedly: redis-py sends through `asyncio.wait_for`, which in Python 3.11 drops a
     cancellation that comes just as the write has finished (python/cpython#86296).
     """
     given = [task for task in tasks if task is not None]
@@ -20,7 +20,7 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=AGAIN)
+        _, left = await asyncio.wait(left, timeout=RETRY_PAUSE)
     for task in given:
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not report it
+            task.exception()  # retrieved, so that asyncio does not report it

@@ -14,8 +14,8 @@ from activities.claims.handshake import WAIT_SLICE, ClaimReplies, push_signed, s
 from activities.pool import entries
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
-from infra.database.accounts import EncryptedAccount
 from infra.database.engine import Database
+from infra.database.models import StoredCredentials
 from infra.database.orders import listing as open_orders_table
 from infra.database.trading import switches
 from infra.database.users import UserNotFound
@@ -41,7 +41,7 @@ class _ClaimedWorker:
 
     found: entries.PoolEntry
     worker: m.WorkerRef
-    accounts: list[EncryptedAccount] = field(default_factory=list)
+    accounts: list[StoredCredentials] = field(default_factory=list)
     open_orders: list[PlaceOrder] = field(default_factory=list)
     crashes: tuple[float, ...] = ()
 

@@ -14,7 +14,7 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
-from infra.database.accounts import EncryptedAccount
+from infra.database.models import StoredCredentials
 from infra.valkey.client import reply_of
 from infra.vault import vault
 from infra.vault.key_pairs import KeyUnwrapper
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 async def seal_accounts(
-    accounts: Sequence[EncryptedAccount],
+    stored: Sequence[StoredCredentials],
     unwrapper: KeyUnwrapper,
     public_key: bytes,
     *,
@@ -39,26 +39,26 @@ async def seal_accounts(
 ) -> list[SealedAccount]:
     """Decrypts and seals in one breath: the clear text lives only in this call (invariant *sealed*)."""
     sealed = []
-    for account in accounts:
+    for one in stored:
         credentials = await vault.decrypt_credentials(
-            account.encrypted, unwrapper, user_id=account.user_id, account_id=account.account_id
+            one.encrypted, unwrapper, user_id=one.user_id, account_id=one.account_id
         )
         box = sealing.seal(
             msgspec.json.encode(credentials),
             public_key,
-            user_id=account.user_id,
-            account_id=account.account_id,
+            user_id=one.user_id,
+            account_id=one.account_id,
             epoch=epoch,
             claim_id=claim_id,
             worker_id=worker_id,
         )
         sealed.append(
             SealedAccount(
-                account_id=account.account_id,
-                broker=account.broker,
-                broker_type=account.broker_type,
-                simulation=account.simulation,
-                version=account.version,
+                account_id=one.account_id,
+                broker=one.account.broker,
+                broker_type=one.account.broker_type,
+                simulation=one.account.simulation,
+                version=one.version,
                 sealed=box,
             )
         )

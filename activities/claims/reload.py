@@ -12,8 +12,8 @@ from temporalio import activity
 from activities.claims.handshake import WAIT_SLICE, ClaimReplies, seal_accounts
 from activities.pool import entries
 from infra.database import audit
-from infra.database.accounts import EncryptedAccount
 from infra.database.engine import Database
+from infra.database.models import StoredCredentials
 from infra.database.orders import listing as open_orders_table
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
@@ -71,7 +71,7 @@ class ReloadActivity:
         return result
 
     async def _reload(
-        self, request: m.ReloadRequest, stored: Sequence[EncryptedAccount], open_orders: list[PlaceOrder]
+        self, request: m.ReloadRequest, stored: Sequence[StoredCredentials], open_orders: list[PlaceOrder]
     ) -> m.ReloadResult:
         worker = request.worker
         replies = ClaimReplies(self._client, worker.pool, request.reload_id)
@@ -94,7 +94,7 @@ class ReloadActivity:
     async def _send(
         self,
         request: m.ReloadRequest,
-        stored: Sequence[EncryptedAccount],
+        stored: Sequence[StoredCredentials],
         open_orders: list[PlaceOrder],
         public_key: bytes,
     ) -> None:

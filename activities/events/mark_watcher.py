@@ -129,7 +129,7 @@ class MarkWatcher:
             # Read anew: one that was thrown since, and lost with all of Valkey, would come back open.
             picture = await switches.read_switches(connection)
             await switch_fanout.write_switches(
-                self._client, server, {user_id: picture.of(user_id) for user_id in behind}
+                self._client, server, {user_id: picture.for_user(user_id) for user_id in behind}
             )
             log.warning("switches_restored", count=len(behind))
 
@@ -152,7 +152,7 @@ class MarkWatcher:
             worker = m.WorkerRef(
                 worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
             )
-            switch = switch_fanout.addressed_to(picture.of(one.user_id), server)
+            switch = switch_fanout.addressed_to(picture.for_user(one.user_id), server)
             await entries.write_owner(self._client, one.user_id, worker, generation, switch)
         log.warning("owner_keys_restored", count=len(without))
         return without

@@ -83,7 +83,7 @@ class AccountQueryClient:
                 return None
             if waited >= ring_after:
                 ring_after *= 2
-                await self._queue.remind(user_id)
+                await self._queue.ring_again(user_id)
             await asyncio.sleep(min(pause, timeout - waited))
             pause = min(2 * pause, LONGEST_LOOK)
         return answer

@@ -172,7 +172,7 @@ class OrderSweeper:
                 return
             await self._settle(outcome, late.code)
             if fate == RequestFate.ABSENT:
-                await self._queue.leave(order.user_id, answer)
+                await self._queue.store_answer(order.user_id, answer)
         elif fate == RequestFate.JOURNALED:
             await self._unknown(due, "a worker was about to submit it, and has not told how it went")
             return

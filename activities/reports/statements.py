@@ -16,8 +16,8 @@ from temporalio.exceptions import ApplicationError
 from activities.heartbeat import Heartbeat
 from infra.database import users as statement_addresses
 from infra.database.engine import Database
+from infra.database.models import StatementAddress
 from infra.database.orders import listing as statement_orders
-from infra.database.trading.models import StatementAddress
 from infra.jobs.client import JobClient
 from infra.market.calendar import TAIPEI, Calendar
 from infra.settings import Settings

@@ -134,7 +134,7 @@ class OrderChangeService:
                 await recording.record_event(session, event)
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
             with suppress(RedisError):  # whoever was about to queue it waits for this, or for its deadline
-                await self._queue.leave(order.user_id, answer)
+                await self._queue.store_answer(order.user_id, answer)
         return view_of(now)
 
     async def replace(self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str) -> ChangeResult:

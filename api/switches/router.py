@@ -93,7 +93,7 @@ def _requested_scope(body: SwitchRequest, caller: Principal) -> TradingScope:
 
 
 def _switch_fields(row: trading_models.Switch) -> dict[str, Any]:
-    scope = TradingScope.of(row.scope)
+    scope = TradingScope.parse(row.scope)
     name = SwitchScope.ACCOUNT if scope.account_id else SwitchScope.USER if scope.user_id else SwitchScope.ALL
     return {
         "scope": name,

@@ -54,7 +54,7 @@ class SwitchControl:
                 picture = await switches.read_switches(session)
                 # After the picture: a claim that commits in between reads the switches for itself.
                 concerned = await switches.users_in_scope(session, scope)
-            told = {user_id: picture.of(user_id) for user_id in concerned}
+            told = {user_id: picture.for_user(user_id) for user_id in concerned}
             await switch_fanout.write_switches(self._client, server, told)
         except (RedisError, OSError) as error:
             self._log.warning("switch_not_told", scope=scope.name, error=type(error).__name__)

@@ -15,7 +15,7 @@ from api.http.fields import AccountIdInPath, UserIdInPath
 from api.users.schemas import AccountLimitsRequest, AccountLimitsView, CredentialsRequest, CredentialsView
 from infra.database import accounts, audit, users
 from infra.database.trading import limits as trading_limits
-from infra.database.trading.limits import LimitOverrides
+from infra.database.trading.models import AccountLimits
 from infra.vault import vault
 from worker_runtime.protocol.errors import BerthError, UnknownAccount
 from worker_runtime.protocol.messages import Credentials
@@ -127,7 +127,7 @@ async def put_limits(
     """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators and
     administrators."""
     require_staff(caller)
-    limits = LimitOverrides(**{name: getattr(body, name) for name in AccountLimitsRequest.model_fields})
+    limits = AccountLimits(**{name: getattr(body, name) for name in AccountLimitsRequest.model_fields})
     async with services.database.session() as session:
         if not await accounts.account_exists(session, user_id, account_id):
             raise UnknownAccount(f"user {user_id} has no account {account_id}")
@@ -135,5 +135,5 @@ async def put_limits(
     return _limits_view(limits)
 
 
-def _limits_view(limits: LimitOverrides) -> AccountLimitsView:
+def _limits_view(limits: AccountLimits) -> AccountLimitsView:
     return AccountLimitsView(**{name: getattr(limits, name) for name in AccountLimitsView.model_fields})

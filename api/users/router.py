@@ -19,7 +19,8 @@ from api.users.schemas import StatementAddressesRequest, StatementAddressesView,
 from api.workers.router import require_known_user
 from infra.database import audit, users
 from infra.database import users as api_keys
-from infra.database.users import StatementAddresses, UserExists
+from infra.database.models import StatementAddress
+from infra.database.users import UserExists
 
 router = APIRouter(prefix="/users", tags=["users"])
 
@@ -79,7 +80,7 @@ async def put_statement_addresses(
     if body.webhook_url is not None:
         _check_has_host(body.webhook_url)
     await require_known_user(services, caller, user_id)
-    addresses = StatementAddresses(email=body.email, webhook_url=body.webhook_url)
+    addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     async with services.database.session() as session:
         await users.put_addresses(session, user_id, addresses, actor=f"key:{caller.key_id}")
     return StatementAddressesView(email=addresses.email, webhook_url=addresses.webhook_url)

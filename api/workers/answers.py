@@ -135,7 +135,7 @@ class AnswerListener:
         while True:
             link = None
             try:
-                link = await ValkeyLink.beside(self.client, self._deliver)
+                link = await ValkeyLink.connect(self.client, self._deliver)
                 await self._connect(link)
                 await self._listen(link)
             except (RedisError, OSError) as error:
@@ -244,6 +244,6 @@ class AnswerWaiter:
         """
         try:
             await self._answers.read(user_id, request_id)
-            return await (self._queue.remind if ring else self._queue.marked)(user_id)
+            return await (self._queue.ring_again if ring else self._queue.marked)(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

@@ -105,7 +105,7 @@ class WorkerRequests:
     async def _failed(self, question: CancelOrder, known: Answer | None) -> bool:
         if known is not None:
             return known.failure is not None
-        return await self._queue.over(question.user_id, question.request_id)
+        return await self._queue.deadline_passed(question.user_id, question.request_id)
 
     async def _take_back(self, question: WorkerRequest, queued: QueuedRequest, error: BerthError) -> None:
         """Raises `error` if nobody had taken the request, so that nobody ever will."""

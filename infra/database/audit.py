@@ -1,4 +1,4 @@
-"""The audit trail: who did what to whom, for ever."""
+"""The audit trail: who did what to whom. Entries are never changed or deleted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from infra.database.models import AuditEntry
 
 
 def append_entry(session: AsyncSession, *, actor: str, action: str, subject: str, **data: Any) -> None:
-    """Adds an entry to the running transaction. `data` is shown to people: no secret in it."""
+    """Adds an entry to the running transaction. `data` is shown to people and must hold no secret."""
     session.add(AuditEntry(actor=actor, action=action, subject=subject, data=data))
 
 
 async def append_entry_once(
     session: AsyncSession, *, actor: str, action: str, subject: str, id: str, **data: Any
 ) -> None:
-    """Like `append_entry`, for work that may be repeated: a second entry with the same `id` is not added."""
+    """Like `append_entry`, but adds nothing if there is an entry with the same `id`."""
     known = select(AuditEntry.id).where(
         AuditEntry.subject == subject, AuditEntry.action == action, AuditEntry.data["id"].astext == id
     )

@@ -1,4 +1,4 @@
-"""The bounded connection pools, and how long callers waited for them."""
+"""The connections to PostgreSQL: two bounded pools, the time spent waiting for them, and outages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds that a transaction may wait for its own process: one that is stopped, or cut off, must not keep its
-#: locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
+#: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut off loses
+#: its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
 IDLE_IN_TRANSACTION = 20
-
-
 #: How asyncpg connects. Seconds.
 _CONNECT: dict[str, Any] = {
-    "timeout": 5.0,  # of a connect, about 10 ms; a busy host stands still for 2 to 3 s
+    "timeout": 5.0,  # a connect takes about 10 ms, but a busy host can stand still for 2 to 3 s
     "command_timeout": 10.0,
     "server_settings": {
         "application_name": "berth",
@@ -33,8 +31,8 @@ _CONNECT: dict[str, Any] = {
         "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
     },
 }
-#: Single statements come again and again, and what is best for one is for all: planned once for a connection,
-#: not anew for each of the first five, nor every five minutes. Planning an acceptance takes 2 ms.
+#: Single statements are planned once per connection, not again for the first five executions and every five
+#: minutes: planning an acceptance takes 2 ms.
 _CONNECT_SINGLE = {
     **_CONNECT,
     "max_cached_statement_lifetime": 0,
@@ -51,7 +49,7 @@ class DatabaseUnavailable(BerthError):
 
 @dataclass(slots=True)
 class PoolWait:
-    """Waiting for a connection, in seconds (requirement X5: under 0.5 s under load)."""
+    """Time spent waiting for connections, in seconds. Under load it should stay below 0.5 s."""
 
     count: int = 0
     total: float = 0.0
@@ -64,10 +62,10 @@ class PoolWait:
 
 
 def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> AsyncEngine:
-    """An engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
+    """Creates an engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
 
-    No ping before use: it would cost each order a round trip. One whose end was seen is replaced; one that
-    turns out broken is dropped, and the caller sees the error.
+    There is no ping before use, which would cost each order a round trip. A connection known to be closed is
+    replaced; one that turns out to be broken is dropped, and the caller gets the error.
     """
     engine = create_async_engine(
         url,
@@ -83,14 +81,14 @@ def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> As
 
 
 def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
-    """The pool connects anew: asyncpg saw the server close this connection while nobody used it."""
+    """Makes the pool reconnect when the server has closed an idle connection."""
     if connection.driver_connection.is_closed():
         raise DisconnectionError
 
 
 @contextmanager
 def outages_named() -> Iterator[None]:
-    """Turns every error that means PostgreSQL is away into `DatabaseUnavailable`."""
+    """Raises `DatabaseUnavailable` in place of errors that mean PostgreSQL cannot be reached."""
     try:
         yield
     except Exception as error:
@@ -100,10 +98,10 @@ def outages_named() -> Iterator[None]:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Tells a lost or refused connection from an error of the statement itself.
+    """Whether the error means a lost or refused connection, and not an error of the statement.
 
-    SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down, starting), and what
-    asyncpg raises when the connection ended under it.
+    These are SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down, starting), and
+    asyncpg's own error for a connection that ended.
     """
     if isinstance(error, asyncpg.InterfaceError):
         return True
@@ -112,7 +110,7 @@ def is_outage(error: BaseException | None) -> bool:
 
 
 def outage_of(error: Exception) -> DatabaseUnavailable | None:
-    """What an error is called if it tells that PostgreSQL is away, else None."""
+    """Returns the `DatabaseUnavailable` that the error means, or None if it is another error."""
     match error:
         case OSError() | PoolTimeout() | InterfaceError():
             return DatabaseUnavailable(f"PostgreSQL: {type(error).__name__}")
@@ -123,26 +121,16 @@ def outage_of(error: Exception) -> DatabaseUnavailable | None:
     return None
 
 
-def _single_arguments(url: str) -> dict[str, Any]:
-    """What asyncpg is to be told, as SQLAlchemy tells it for the same URL."""
-    _, address = asyncpg_dialect().create_connect_args(make_url(url))  # type: ignore[no-untyped-call]
-    address.pop("prepared_statement_name_func", None)
-    statements = address.pop("prepared_statement_cache_size", None)
-    if statements is not None:  # asyncpg's name for it; 0 behind a pooler that changes servers
-        address["statement_cache_size"] = statements
-    return {**address, **_CONNECT_SINGLE}
-
-
-async def _keep_as_it_is(_: asyncpg.Connection) -> None:
-    """Single statements leave nothing behind on a connection, so the pool sends no `RESET` after each."""
+async def _keep_settings(_: asyncpg.Connection) -> None:
+    """Replaces asyncpg's reset: single statements leave nothing behind on a connection."""
 
 
 class SingleStatement:
-    """One statement as asyncpg takes it, for `Database.row`."""
+    """One statement compiled for asyncpg, for `Database.row`."""
 
     def __init__(self, statement: ClauseElement) -> None:
         compiled = statement.compile(dialect=asyncpg_dialect())  # type: ignore[no-untyped-call]
-        assert isinstance(compiled, SQLCompiler)  # noqa: S101 - what that dialect compiles with
+        assert isinstance(compiled, SQLCompiler)  # noqa: S101 - the type of that dialect's compiler
         self.text = str(compiled)
         self._names = tuple(compiled.positiontup or ())
 
@@ -151,28 +139,26 @@ class SingleStatement:
 
 
 class Database:
-    """What repositories get: sessions, each in one transaction."""
+    """PostgreSQL for repositories: sessions of one transaction each, and single statements."""
 
     def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> None:
         self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait)
         self.pool_wait = PoolWait()
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
-        # The same pool: only what each connection is told differs.
+        # Same pool, other isolation level.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._singles = async_sessionmaker(single, expire_on_commit=False)
         self._url = url
         self._size = pool_size
-        self._patience = pool_wait
+        self._pool_wait_limit = pool_wait
         self._single_pool: asyncpg.Pool | None = None
 
     @asynccontextmanager
     async def session(self, *, autocommit: bool = False) -> AsyncIterator[AsyncSession]:
-        """A transaction: committed at the end, rolled back on an error.
+        """Opens a transaction: committed at the end, rolled back on an error.
 
-        `autocommit`: each statement is a transaction of its own, for work that is one statement. It saves
-        the round trips of BEGIN and COMMIT.
-
-        Raises `DatabaseUnavailable` when there is no connection to be had or the connection broke.
+        With `autocommit` each statement is a transaction of its own, which saves the round trips of BEGIN and
+        COMMIT. Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks.
         """
         with outages_named():
             sessions = self._singles if autocommit else self._sessions
@@ -183,27 +169,33 @@ class Database:
                 yield session
 
     async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> asyncpg.Record | None:
-        """Returns the first row of one statement, which is a transaction of its own.
+        """Runs one statement as a transaction of its own and returns its first row.
 
-        Its connection is asyncpg's own, beside those of the sessions: SQLAlchemy's pool took 0.5 ms of the
-        1.3 ms of an order's acceptance. Raises `DatabaseUnavailable`: the statement may have been carried
-        out or not.
+        It uses asyncpg's pool: SQLAlchemy's took 0.5 ms of the 1.3 ms of an order's acceptance. Raises
+        `DatabaseUnavailable`; the statement may have run or not.
         """
         with outages_named():
             pool = self._single_pool or await self._open_single_pool()
             started = time.perf_counter()
-            async with pool.acquire(timeout=self._patience) as connection:
+            async with pool.acquire(timeout=self._pool_wait_limit) as connection:
                 self.pool_wait.add(time.perf_counter() - started)
                 return await connection.fetchrow(single.text, *single.arguments(values))
 
     async def _open_single_pool(self) -> asyncpg.Pool:
-        """Opens the pool at the first statement; with no connection of its own yet it never waits."""
+        """Opens the pool at the first statement; it never waits, since `min_size=0` opens no connection."""
+        url = make_url(self._url)
+        query: dict[str, Any] = dict(url.query)
+        # SQLAlchemy's name of the setting; 0 behind a pooler that changes servers.
+        cache_size = int(query.pop("prepared_statement_cache_size", 100))
+        query.pop("prepared_statement_name_func", None)
         self._single_pool = asyncpg.create_pool(
             min_size=0,
             max_size=self._size,
             max_inactive_connection_lifetime=0,
-            reset=_keep_as_it_is,
-            **_single_arguments(self._url),
+            reset=_keep_settings,
+            dsn=url.set(drivername="postgresql", query={}).render_as_string(hide_password=False),
+            statement_cache_size=cache_size,
+            **{**query, **_CONNECT_SINGLE},
         )
         await self._single_pool
         return self._single_pool

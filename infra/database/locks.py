@@ -1,10 +1,4 @@
-"""Work that one process does at a time: whoever has the turn does it, the others come again later.
-
-One process among several does a piece of work: whoever holds an advisory lock of PostgreSQL.
-
-The lock belongs to one connection of its own and ends with it. It must be a direct connection, or one of a
-pooler in session mode.
-"""
+"""What one process among several gets at a time: a turn, the leadership of a loop, a lease of due rows."""
 
 from __future__ import annotations
 
@@ -13,26 +7,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
-from sqlalchemy import func, select, text
+from sqlalchemy import Update, bindparam, func, inspect, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable, create_engine, outages_named
 
-
-async def take_turn(session: AsyncSession, name: str) -> bool:
-    """Whether the turn of this name is ours, until the session's transaction ends.
-
-    PostgreSQL gives it back when the connection breaks, so nobody keeps it beyond his death.
-    """
-    got = await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0))))
-    return bool(got)
-
-
-#: Seconds between two tries of a process that stands by.
+#: Seconds between two attempts of a process on standby to take the lock.
 STANDBY = 2.0
-#: Seconds without a statement after which PostgreSQL ends a leader's connection: a process that is stopped
-#: or cut off must not keep the others from the work. Its own work has to ask something more often.
+#: Seconds without a statement after which PostgreSQL ends a leader's connection, so that a process that is
+#: stopped or cut off does not keep the others from the work. The work must send a statement more often.
 SILENCE = 30
 
 _TRY = text("select pg_try_advisory_lock(:lock)")
@@ -40,11 +25,57 @@ _TRY = text("select pg_try_advisory_lock(:lock)")
 log = structlog.get_logger()
 
 
-async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[None]]) -> None:
-    """Waits until this process holds `lock`, then does `work`, for as long as it holds it.
+async def take_turn(session: AsyncSession, name: str) -> bool:
+    """Takes the turn of this name until the transaction or its connection ends; False: another has it."""
+    got = await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0))))
+    return bool(got)
 
-    `work` gets the connection that holds the lock, in autocommit, and is cancelled the moment that breaks.
-    Raises `DatabaseUnavailable` then, and when there is no connection to be had: call it again.
+
+def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:
+    """Builds an UPDATE that leases rows whose column `due_at` has passed, at most `:most`, oldest first.
+
+    It moves `due_at` to `:lease` seconds from now: if the holder dies, the rows are due again after that.
+    Rows that another process is leasing are skipped, so nobody waits.
+    """
+    model = due_at.class_
+    key = inspect(model).primary_key
+    due = (
+        select(*key)
+        .where(due_at <= func.now())  # clock_timestamp() would read the whole index
+        .order_by(due_at)
+        .limit(bindparam("most"))
+        .with_for_update(skip_locked=True)
+        .cte("due")
+    )
+    return (
+        update(model)
+        .where(*(column == due.c[column.name] for column in key))
+        .values({due_at: seconds_from_now(bindparam("lease"))})
+        .execution_options(synchronize_session=False)
+    )
+
+
+def seconds_from_now(seconds: Any) -> Any:
+    """A time by PostgreSQL's clock."""
+    return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
+
+
+async def _no_work(_: AsyncConnection) -> None:
+    return
+
+
+async def lead(
+    url: str,
+    lock: int,
+    work: Callable[[AsyncConnection], Awaitable[None]],
+    *,
+    meanwhile: Callable[[AsyncConnection], Awaitable[None]] = _no_work,
+) -> None:
+    """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
+
+    Before each attempt to take the lock it runs `meanwhile`. Both get the connection that holds the lock, in
+    autocommit; it must be direct, or of a pooler in session mode. When it breaks, `work` is cancelled and
+    `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it again.
     """
     engine = create_engine(url, pool_size=1)
     try:
@@ -55,7 +86,7 @@ async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[
                 raw: Any = (await connection.get_raw_connection()).driver_connection
                 raw.add_termination_listener(lambda _: lost.set())
                 await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
-                # One that is stopped between the messages of a statement is not idle to PostgreSQL.
+                # A process stopped between the messages of a statement is not idle to PostgreSQL.
                 await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
                 while not await connection.scalar(_TRY, {"lock": lock}):  # noqa: ASYNC110 — another process frees it
                     await asyncio.sleep(STANDBY)

@@ -1,4 +1,4 @@
-"""Brings a database to the newest schema, once, however many processes start together."""
+"""Migration of a database to the newest schema, safe to start in several processes at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 
 from infra.database.engine import create_engine
 
-#: Any constant will do; it names this lock among PostgreSQL's advisory locks.
+#: The name of this advisory lock; any constant would do.
 _LOCK = 0x6265727468
 
 
@@ -32,7 +32,7 @@ def _upgrade(connection: Connection) -> None:
 
 
 async def migrate(database_url: str) -> None:
-    """Runs what is missing, in one transaction under an advisory lock; the others wait, then find it done."""
+    """Runs the missing migrations in one transaction. Other processes wait for its advisory lock."""
     engine = create_engine(database_url, pool_size=1)
     try:
         async with engine.begin() as connection:

@@ -1,8 +1,9 @@
-"""The tables. Times are UTC; a user's secret is here as ciphertext only."""
+"""The tables of users, accounts, orders and workers. Times are UTC; secrets are stored as ciphertext only."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column, relationship
 
 
 class Base(DeclarativeBase):
@@ -40,7 +41,7 @@ class User(Base):
     __tablename__ = "users"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: The last epoch given out to a worker of this user; it only grows.
+    #: The last epoch assigned to a worker of this user; it only grows.
     epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -59,6 +60,17 @@ class ApiKey(Base):
     revoked_at: Mapped[datetime | None]
 
 
+class StatementAddress(Base):
+    """Where a user's daily statements go; a null means not there."""
+
+    __tablename__ = "statement_addresses"
+
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    email: Mapped[str | None] = mapped_column(String(254))
+    webhook_url: Mapped[str | None] = mapped_column(String(2048))
+    updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
 class BrokerAccount(Base):
     __tablename__ = "broker_accounts"
 
@@ -68,6 +80,16 @@ class BrokerAccount(Base):
     broker_type: Mapped[str] = mapped_column(String(32))
     simulation: Mapped[bool]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+@dataclass(frozen=True)
+class EncryptedCredentials:
+    """Credentials as they are stored: AES-256-GCM under a data key, which the master key wraps."""
+
+    ciphertext: bytes
+    nonce: bytes
+    wrapped_key: bytes
+    master_key_id: str
 
 
 class StoredCredentials(Base):
@@ -80,13 +102,15 @@ class StoredCredentials(Base):
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: Grows with each change, so that a worker rebuilds only what changed.
+    #: Grows with each change: a worker reconnects only accounts whose version has grown.
     version: Mapped[int]
     ciphertext: Mapped[bytes]
     nonce: Mapped[bytes]
     wrapped_key: Mapped[bytes]
     master_key_id: Mapped[str] = mapped_column(String(128))
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    encrypted: Mapped[EncryptedCredentials] = composite("ciphertext", "nonce", "wrapped_key", "master_key_id")
+    account: Mapped[BrokerAccount] = relationship(lazy="joined", innerjoin=True, viewonly=True)
 
 
 class Order(Base):
@@ -101,8 +125,8 @@ class Order(Base):
         Index("orders_by_user", "user_id", "created_at"),
         Index("orders_by_state", "state", "updated_at"),
         Index("orders_by_change", "user_id", "changed"),
-        # What may stand in the way of a user's next order, asked for with each one. `orders_by_state` leads
-        # to all that were submitting since the last vacuum: 6 to 16 ms after 20,000 orders.
+        # For the check of each new order. `orders_by_state` would also visit every order that was submitting
+        # since the last vacuum: 6 to 16 ms after 20,000 orders.
         Index(
             "orders_unsettled",
             *("user_id", "account_id"),
@@ -115,7 +139,7 @@ class Order(Base):
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
     client_order_id: Mapped[str] = mapped_column(String(64))
-    #: SHA-256 of what was asked, so that a repeat with another body is seen.
+    #: SHA-256 of the request, so that a repeat with another body is detected.
     fingerprint: Mapped[str] = mapped_column(String(64))
     symbol: Mapped[str] = mapped_column(String(32))
     side: Mapped[str] = mapped_column(String(8))
@@ -123,8 +147,8 @@ class Order(Base):
     price_type: Mapped[str] = mapped_column(String(8))
     price: Mapped[Decimal | None]
     time_in_force: Mapped[str] = mapped_column(String(8))
-    #: The only id of ours that the broker keeps, 6 characters: two for the day, four for the order's number
-    #: on it (`orders.py`).
+    #: The only id of ours that the broker keeps: two characters for the day, four for the order's number on
+    #: that day (`orders/acceptance.py`).
     tag: Mapped[str] = mapped_column(String(6))
     trading_day: Mapped[date] = mapped_column(Date)
     state: Mapped[str] = mapped_column(String(16))
@@ -138,25 +162,25 @@ class Order(Base):
     deadline_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    #: It can only make a position smaller: passes a switch that says REDUCING.
+    #: The order can only make a position smaller, so a switch that says REDUCING lets it pass.
     reduce_only: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: What was asked of us, when that was more than this order: a reversal, a webhook, a closed position.
+    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed position.
     origin: Mapped[str] = mapped_column(String(64), server_default="")
-    #: When the sweeper has to look at it; none once it is final or followed by its workflow.
+    #: When the sweeper checks it; null once it is final or its workflow follows it.
     verify_at: Mapped[datetime | None] = mapped_column(
         server_default=text("clock_timestamp() + interval '2 seconds'")
     )
-    #: Why a person has to look at it; none: nobody has to. The state stays what is known of the order.
+    #: Why a person has to look at the order; null: nobody has to. `state` stays what is known of it.
     attention: Mapped[str | None]
     attention_at: Mapped[datetime | None]
-    #: The transaction that changed it last, as far as it is shown; kept by a trigger (`order_changes.py`).
+    #: The transaction that last changed what is shown of it; a trigger keeps it (`orders/feed.py`).
     changed: Mapped[int] = mapped_column(
         BigInteger, server_default=text("cast(cast(pg_current_xact_id() as text) as bigint)")
     )
 
 
 class OrderTag(Base):
-    """The last number given out for an account on a trading day."""
+    """The last tag number used for an account on a trading day."""
 
     __tablename__ = "order_tags"
 
@@ -173,20 +197,20 @@ class OrderEventRow(Base):
     event_id: Mapped[str] = mapped_column(String(160), primary_key=True)
     order_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("orders.id"))
     state: Mapped[str] = mapped_column(String(16))
-    #: When it happened, by the clock of the process that saw it.
+    #: When it happened, by the clock of the process that observed it.
     at: Mapped[datetime]
     data: Mapped[dict[str, Any]]
     recorded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class WorkerSession(Base):
-    """One assignment of a worker to a user: where its epoch comes from."""
+    """One assignment of a worker to a user, and the source of its epoch."""
 
     __tablename__ = "worker_sessions"
     __table_args__ = (
         UniqueConstraint("user_id", "epoch", name="worker_sessions_epoch"),
         Index("worker_sessions_by_worker", "worker_id"),
-        # The crashes of one user, for the claim that looks at them.
+        # The crashes of one user, for a claim.
         Index("worker_sessions_crashed", "user_id", "ended_at", postgresql_where=text("crashed")),
         # All workers in service, for the watcher: a small part of a table that only grows.
         Index(
@@ -194,9 +218,9 @@ class WorkerSession(Base):
             "claim_id",
             postgresql_where=text("ended_at is null and worker_id is not null"),
         ),
-        # All claims that are not over, with or without a worker, for maintenance.
+        # All open claims, with or without a worker, for maintenance.
         Index("worker_sessions_unended", "user_id", postgresql_where=text("ended_at is null")),
-        # The claims of a pool's last minutes: its size may follow them.
+        # The claims of a pool's last minutes, for its size.
         Index("worker_sessions_by_claim_time", "pool", "claimed_at"),
     )
 
@@ -212,14 +236,14 @@ class WorkerSession(Base):
     connected_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     end_reason: Mapped[str | None]
-    #: It died in service, or could not get its broker back; `ended_at` is the time of that.
+    #: The worker died in service or could not reconnect its broker, at `ended_at`.
     crashed: Mapped[bool] = mapped_column(server_default=text("false"))
 
 
 class WorkerTransition(Base):
-    """One change of state in the life of a user's worker, as its workflow noted it.
+    """One change of state of a user's worker, as its workflow recorded it.
 
-    No foreign key on the user: the workflow of a user who does not exist has a timeline, too.
+    It has no foreign key on the user: the workflow of a user who does not exist has a timeline, too.
     """
 
     __tablename__ = "worker_transitions"
@@ -228,10 +252,10 @@ class WorkerTransition(Base):
         Index("worker_transitions_by_user", "user_id", "id"),
     )
 
-    #: Grows in the order of commits within one user's rows: a reader may go on behind the last it has seen.
+    #: Grows in the order of commits within one user's rows, so a reader may continue after the last one.
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     user_id: Mapped[str] = mapped_column(String(64))
-    #: The first run's id of a chain of runs; within it, `number` grows by one.
+    #: The id of the first run in a chain of runs; `number` grows by one within the chain.
     chain: Mapped[str] = mapped_column(String(128))
     number: Mapped[int] = mapped_column(BigInteger)
     at: Mapped[datetime]
@@ -240,19 +264,19 @@ class WorkerTransition(Base):
     reason: Mapped[str]
     worker_id: Mapped[str] = mapped_column(String(128))
     epoch: Mapped[int] = mapped_column(BigInteger)
-    #: Until when the new state may last; none for the last one.
+    #: Until when the new state may last; null for a final state.
     deadline: Mapped[datetime | None]
     recorded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class MaintenancePass(Base):
-    """One pass over all workers: what it saw, what two looks have seen, and what came of it."""
+    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was done."""
 
     __tablename__ = "maintenance_passes"
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    #: Valkey's generation and the id of its process; empty: it could not be read.
+    #: Valkey's generation and the id of its process; empty if they could not be read.
     generation: Mapped[str] = mapped_column(String(64))
     server: Mapped[str] = mapped_column(String(64))
     #: Tasks that the launcher listed.
@@ -260,16 +284,16 @@ class MaintenancePass(Base):
     #: Boot of the host, and seconds since then.
     boot: Mapped[str] = mapped_column(String(64))
     boottime: Mapped[float]
-    #: Workers that were looked at.
+    #: Workers that were checked.
     scanned: Mapped[int]
     scan_seconds: Mapped[float]
-    #: Why nothing may be done; empty: it may.
+    #: Why nothing may be done; empty if it may.
     guarded: Mapped[str] = mapped_column(String(64))
-    #: Anomaly → how many.
+    #: Counts by kind of anomaly.
     found: Mapped[dict[str, Any]]
     suspects: Mapped[list[Any]] = mapped_column(JSONB)
     confirmed: Mapped[list[Any]] = mapped_column(JSONB)
-    #: What was done → how often.
+    #: Counts by action taken.
     outcomes: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     finished_at: Mapped[datetime | None]
 

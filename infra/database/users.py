@@ -1,9 +1,4 @@
-"""Users.
-
-API keys: shown once, stored as a hash.
-
-Where users' daily statements go: an e-mail address, a URL, or both.
-"""
+"""Users, their API keys and the addresses of their daily statements."""
 
 from __future__ import annotations
 
@@ -19,13 +14,12 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import ApiKey, User
-from infra.database.trading.models import StatementAddress
+from infra.database.models import ApiKey, StatementAddress, User
 from worker_runtime.protocol.errors import BerthError
 
 
 class UserExists(BerthError):
-    """There is a user with this id already."""
+    """A user with this id exists already."""
 
     code = "USER_EXISTS"
 
@@ -60,11 +54,11 @@ Role = Literal["user", "operator", "admin"]
 @dataclass(frozen=True)
 class NewApiKey:
     id: uuid.UUID
-    #: The key itself, in clear; nobody can read it again.
+    #: The key in clear. It is shown once; only its hash is stored.
     token: str
 
     def __repr__(self) -> str:
-        return f"NewKey(id={self.id})"
+        return f"NewApiKey(id={self.id})"
 
 
 def hash_token(token: str) -> str:
@@ -72,7 +66,7 @@ def hash_token(token: str) -> str:
 
 
 async def create_api_key(session: AsyncSession, role: Role, user_id: str | None = None) -> NewApiKey:
-    """A new key; `user_id` is needed for the role `user`."""
+    """Creates a key; the role `user` needs a `user_id`."""
     new = NewApiKey(uuid.uuid4(), f"berth_{secrets.token_urlsafe(32)}")
     session.add(
         ApiKey(id=new.id, key_hash=hash_token(new.token), prefix=new.token[:12], role=role, user_id=user_id)
@@ -82,7 +76,7 @@ async def create_api_key(session: AsyncSession, role: Role, user_id: str | None 
 
 
 async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
-    """The key that this token is, unless it is unknown or revoked."""
+    """Returns the key of this token, unless it is unknown or revoked."""
     return await session.scalar(
         select(ApiKey).where(ApiKey.key_hash == hash_token(token), ApiKey.revoked_at.is_(None))
     )
@@ -94,27 +88,15 @@ async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatementAddresses:
-    """Of one user; None: not there."""
-
-    email: str | None = None
-    webhook_url: str | None = None
-
-
-async def get_addresses(session: AsyncSession, user_id: str) -> StatementAddresses:
-    row = await session.get(StatementAddress, user_id)
-    return (
-        StatementAddresses()
-        if row is None
-        else StatementAddresses(email=row.email, webhook_url=row.webhook_url)
-    )
+async def get_addresses(session: AsyncSession, user_id: str) -> StatementAddress:
+    """Returns where the user's statements go; both addresses are None if none was set."""
+    return await session.get(StatementAddress, user_id) or StatementAddress()
 
 
 async def put_addresses(
-    session: AsyncSession, user_id: str, addresses: StatementAddresses, *, actor: str
+    session: AsyncSession, user_id: str, addresses: StatementAddress, *, actor: str
 ) -> None:
-    """Sets both addresses of a user, who exists."""
+    """Sets both addresses of a user, who must exist."""
     values = {"email": addresses.email, "webhook_url": addresses.webhook_url}
     row = insert(StatementAddress).values(user_id=user_id, **values)
     changed = {**values, "updated_at": func.clock_timestamp()}
@@ -123,21 +105,21 @@ async def put_addresses(
 
 
 def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
-    """Has an address of one of these kinds."""
+    """True in SQL for a user with an address of one of these kinds."""
     columns = ((StatementAddress.email, email), (StatementAddress.webhook_url, webhook))
     return or_(false(), *(column.is_not(None) for column, wanted in columns if wanted))
 
 
 async def count_addresses(session: AsyncSession, *, email: bool, webhook: bool) -> int:
-    """Users with an address of one of these kinds."""
-    there = _has_address(email=email, webhook=webhook)
-    return int(await session.scalar(select(func.count()).select_from(StatementAddress).where(there)) or 0)
+    """Counts the users with an address of one of these kinds."""
+    wanted = _has_address(email=email, webhook=webhook)
+    return await session.scalar(select(func.count(StatementAddress.user_id)).where(wanted)) or 0
 
 
 async def addresses_after(
     session: AsyncSession, *, email: bool, webhook: bool, after: str, limit: int
 ) -> Sequence[StatementAddress]:
-    """The next `limit` of them behind the user `after`, in order of their ids."""
+    """Returns the next `limit` such users after the id `after`, by id."""
     rows = (
         select(StatementAddress)
         .where(_has_address(email=email, webhook=webhook), StatementAddress.user_id > after)

@@ -1,1 +1,1 @@
-"""How many hosts the workers need, and who is asked for them."""
+"""Worker hosts: how many are needed, and the platforms that run them."""

@@ -1,10 +1,9 @@
-"""Hosts behind an ECS capacity provider with managed scaling.
+"""Hosts of an ECS capacity provider with managed scaling.
 
-ECS starts and ends instances itself, by the tasks that run or wait. We give it two numbers. `targetCapacity`
-is the part of the instances that should be in use: below 100, ECS keeps the rest warm. And the Auto Scaling
-group's minimum: hosts for workers that are wanted and have no task yet, such as those of the morning, and
-the margin of an empty cluster, where a percentage says nothing (0 of 0 tasks are 100 % to ECS). Termination
-protection and draining stay ECS's own affair: it places no task on an instance that drains.
+ECS starts and ends instances itself, by running and waiting tasks. We set two numbers. `targetCapacity` is
+the share of instances that should be in use: below 100, ECS keeps the rest warm. The Auto Scaling group's
+minimum covers wanted workers that have no task yet, such as those of the morning, and the warm hosts of an
+empty cluster, for which ECS takes 0 of 0 tasks as 100 %. Termination protection and draining are left to ECS.
 
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-auto-scaling.html
 """
@@ -21,32 +20,32 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.hosts.scaling import Host, HostPlan, HostsUnreachable
 
-#: What DescribeContainerInstances takes at once.
+#: Most instances in one DescribeContainerInstances call.
 PAGE = 100
-#: Seconds to connect, and for an answer. The loop comes again by itself.
+#: Seconds to connect, and for an answer. The caller repeats in its next round.
 _CONFIG = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
 
 log = structlog.get_logger()
 
 
 class EcsHosts:
-    """Implements `HostScaler`. boto3 blocks, and is asked seldom: each call runs in a thread."""
+    """Implements `HostScaler`. boto3 blocks, so each call runs in a thread."""
 
     def __init__(
         self, *, cluster: str, capacity_provider: str, region: str | None = None, endpoint: str | None = None
     ) -> None:
-        """`endpoint`: another server than AWS's, for tests."""
+        """`endpoint` replaces AWS's server in tests."""
         self._cluster = cluster
         self._provider = capacity_provider
         self._ecs = boto3.client("ecs", region_name=region, endpoint_url=endpoint, config=_CONFIG)
         self._groups = boto3.client("autoscaling", region_name=region, endpoint_url=endpoint, config=_CONFIG)
 
     async def hosts(self) -> list[Host]:
-        found: list[Host] = await self._ask(self._hosts)
+        found: list[Host] = await self._call(self._hosts)
         return found
 
     async def scale(self, plan: HostPlan) -> bool:
-        changed: bool = await self._ask(self._scale, plan)
+        changed: bool = await self._call(self._scale, plan)
         return changed
 
     async def close(self) -> None:
@@ -54,7 +53,7 @@ class EcsHosts:
         await asyncio.to_thread(self._groups.close)
 
     @staticmethod
-    async def _ask(call: Any, *given: Any) -> Any:
+    async def _call(call: Any, *given: Any) -> Any:
         try:
             return await asyncio.to_thread(call, *given)
         except (BotoCoreError, ClientError, LookupError) as error:
@@ -76,7 +75,7 @@ class EcsHosts:
                     )
                     found += [self._host(one) for one in answer["containerInstances"]]
         known = {host.host_id for host in found}
-        # Instances that the group has begun, and that have not registered with the cluster yet.
+        # Instances that the group has started and that are not in the cluster yet.
         for one in self._group()["Instances"]:
             if one["InstanceId"] not in known and one["LifecycleState"].startswith(("Pending", "InService")):
                 found.append(Host(host_id=one["InstanceId"], ready=False))
@@ -91,21 +90,21 @@ class EcsHosts:
             draining=one["status"] == "DRAINING",
         )
 
-    def _described(self) -> dict[str, Any]:
+    def _capacity_provider(self) -> dict[str, Any]:
         """The Auto Scaling part of our capacity provider."""
         answer = self._ecs.describe_capacity_providers(capacityProviders=[self._provider])
         provider: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"]
         return provider
 
     def _group(self, provider: dict[str, Any] | None = None) -> dict[str, Any]:
-        arn = (provider or self._described())["autoScalingGroupArn"]
+        arn = (provider or self._capacity_provider())["autoScalingGroupArn"]
         name = arn.rpartition("autoScalingGroupName/")[2]
         answer = self._groups.describe_auto_scaling_groups(AutoScalingGroupNames=[name])
         group: dict[str, Any] = answer["AutoScalingGroups"][0]
         return group
 
     def _scale(self, plan: HostPlan) -> bool:
-        provider = self._described()
+        provider = self._capacity_provider()
         group = self._group(provider)
         managed = provider.get("managedScaling", {})
         changed = False
@@ -126,7 +125,7 @@ class EcsHosts:
             log.warning("hosts_capped", wanted=plan.wanted, most=group["MaxSize"])
         if group["MinSize"] != least:
             changed = True
-            # A minimum above the desired number raises that, too: AWS starts the hosts at once.
+            # A minimum above the desired number raises it, too: AWS starts the hosts at once.
             self._groups.update_auto_scaling_group(
                 AutoScalingGroupName=group["AutoScalingGroupName"], MinSize=least
             )

@@ -1,11 +1,8 @@
-"""How many worker hosts are wanted: pure arithmetic, without a platform.
+"""The plan of how many worker hosts are needed, and the port to the platform that runs them.
 
-A host of the kind planned with (2 vCPU, 16 GiB) takes 32 workers by CPU and 42 by soft memory; 30 are
-planned, so that there is room for the operating system and for a worker above its reservation. A cold host
-takes 48 to 63 s until its first worker is ready (issue 5), which nobody may have to wait for: some hosts
-more than needed are kept warm.
-
-The port to the platform that runs hosts. Adapters: ECS (`ecs.py`), and a simulated one for tests.
+A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory; 30 are planned, which leaves room
+for the operating system and for workers above their reservation. A cold host needs 48 to 63 s until its first
+worker is ready, so some spare hosts are kept warm.
 """
 
 from __future__ import annotations
@@ -18,20 +15,20 @@ from typing import Protocol
 from infra.worker_task import CPU_UNITS, MEMORY_SOFT
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds until a cold host takes workers: the longest that was seen.
+#: Seconds until a cold host takes workers: the longest measured.
 COLD_START = 63.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostKind:
-    """One host, and what one worker reserves of it."""
+    """The size of a host, and what one worker reserves of it."""
 
     #: CPU units of 1/1024 vCPU, and bytes.
     cpu_units: int = 2048
     memory: int = 16 * 1024**3
     worker_cpu: int = CPU_UNITS
     worker_memory: int = MEMORY_SOFT
-    #: Workers that an operator wants on a host, however many would fit.
+    #: Most workers that an operator wants on a host.
     planned: int = 30
 
     @property
@@ -44,12 +41,12 @@ class HostKind:
 
     @property
     def workers(self) -> int:
-        """Workers that one host gets; at least one, or no number of hosts would do."""
+        """Workers of one host; at least one."""
         return max(1, min(self.planned, self.by_cpu, self.by_memory))
 
     @property
     def limit(self) -> str:
-        """What keeps a host from taking more: `plan_hosts`, `cpu` or `memory`."""
+        """What limits the workers of a host: `plan`, `cpu` or `memory`."""
         if self.planned <= min(self.by_cpu, self.by_memory):
             return "plan"
         return "cpu" if self.by_cpu <= self.by_memory else "memory"
@@ -62,41 +59,41 @@ class Host:
     host_id: str
     #: Workers that run on it.
     workers: int = 0
-    #: It takes workers; False: it is still starting.
+    #: False: it is still starting.
     ready: bool = True
-    #: It takes no further workers, and goes when its last one has.
+    #: It takes no further workers, and ends after its last one.
     draining: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """How many hosts are wanted, and why. Draining hosts stand beside: none of them counts."""
+    """How many hosts are wanted, and why. Draining hosts do not count as wanted or ready."""
 
     #: Workers that run or should run.
     workers: int
     #: Workers a host.
     each: int
     limit: str
-    #: Hosts for the workers, and those kept warm beside.
+    #: Hosts for the workers, and spare hosts that are kept warm.
     needed: int
     warm: int
     #: `needed` and `warm`, within the bounds.
     wanted: int
-    #: What is there: hosts that take workers, that are starting, that drain.
+    #: Present hosts that take workers, that are starting, that drain.
     ready: int = 0
     starting: int = 0
     draining: int = 0
 
     @property
     def gap(self) -> int:
-        """Hosts to start; negative: how many there are too many."""
+        """Hosts to start; negative: surplus hosts."""
         return self.wanted - self.ready - self.starting
 
     @property
     def target_capacity(self) -> int:
-        """Per cent of the hosts that should be in use, for a platform that scales by itself (1 to 100).
+        """Per cent of the hosts that should be in use (1 to 100), for a platform that scales by itself.
 
-        Rounded down: the margin may be larger than asked for, never smaller.
+        Rounded down, so that the spare part is never too small.
         """
         if not self.needed:
             return 100 if not self.warm else 1
@@ -104,7 +101,7 @@ class HostPlan:
 
     @property
     def reason(self) -> str:
-        """In plain words."""
+        """The reason in words."""
         text = f"{self.needed} for {self.workers} workers, {self.each} a host ({self.limit})"
         text += f", and {self.warm} warm"
         if self.wanted < self.needed + self.warm:
@@ -117,7 +114,7 @@ class HostPlan:
 
 
 def warm_hosts(kind: HostKind, workers_a_second: float, *, least: int, cold_start: float = COLD_START) -> int:
-    """Hosts to keep ahead, so that workers wanted at this rate find room until a cold host is there."""
+    """Returns the spare hosts that take workers at this rate until a cold host is ready."""
     return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / kind.workers))
 
 
@@ -130,7 +127,7 @@ def plan_hosts(
     least: int = 0,
     most: int | None = None,
 ) -> HostPlan:
-    """The hosts wanted for `workers`, those on draining hosts included: they need a place elsewhere."""
+    """Plans the hosts for `workers`; those on draining hosts count, since they need a place elsewhere."""
     needed = math.ceil(max(workers, 0) / kind.workers)
     wanted = max(needed + warm, least)
     if most is not None:
@@ -150,21 +147,23 @@ def plan_hosts(
 
 
 class HostsUnreachable(BerthError):
-    """The platform does not tell about its hosts, or does not take the number of them."""
+    """The platform cannot list its hosts or set their number."""
 
     code = "HOSTS_UNREACHABLE"
     retryable = True
 
 
 class HostScaler(Protocol):
+    """The platform that runs hosts."""
+
     async def hosts(self) -> list[Host]:
-        """All hosts, the starting and draining ones included. Raises `HostsUnreachable`."""
+        """Returns all hosts, starting and draining ones too. Raises `HostsUnreachable`."""
         ...
 
     async def scale(self, plan: HostPlan) -> bool:
-        """Tells the platform how many hosts are wanted; safe to repeat. Whether anything was changed.
+        """Sets the number of hosts; safe to repeat. Returns whether anything changed.
 
-        No host with workers on it is ended. Raises `HostsUnreachable`.
+        Ends no host that has workers. Raises `HostsUnreachable`.
         """
         ...
 

@@ -1,1 +1,1 @@
-"""The exchanges: when they are open, and what is traded there."""
+"""The exchanges of Taiwan: their hours and symbols."""

@@ -1,8 +1,8 @@
-"""When the exchanges of Taiwan take orders.
+"""The calendar of Taiwan's exchanges: when they take orders.
 
-Holidays come from a table that was made of the library `exchange_calendars` (`python -m infra.market.table`):
-importing the library costs each process pandas, 60 MB and a second. An operator's file goes before the
-table: a typhoon closes the exchange on an hour's notice, and no library knows of it.
+Holidays come from a table made from the library `exchange_calendars` (`python -m infra.market.table`), since
+importing it would cost each process pandas, 60 MB and a second. An operator's file overrides the table: a
+typhoon can close the exchange on an hour's notice.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Market(StrEnum):
 
 @dataclass(frozen=True)
 class Hours:
-    """From when to when orders are taken; an evening's hours end on the morning after."""
+    """The hours in which orders are taken; those of an evening end on the next morning."""
 
     opens: time
     closes: time
 
 
 #: TWSE takes orders from 08:30 and matches from 09:00 to 13:30; TAIFEX trades from 08:45 to 13:45 and in the
-#: evening from 15:00 to 05:00, and takes orders 15 and 10 minutes before (the exchanges' trading hours).
+#: evening from 15:00 to 05:00; it takes orders 15 and 10 minutes earlier (the exchanges' trading hours).
 DAY = {Market.STOCK: Hours(time(8, 30), time(13, 30)), Market.FUTURES: Hours(time(8, 30), time(13, 45))}
 EVENING = {Market.FUTURES: Hours(time(14, 50), time(5, 0))}
 
@@ -53,23 +53,23 @@ class CalendarUnreadable(BerthError):
 
 @dataclass(frozen=True)
 class Calendar:
-    """Trading days of the exchanges. Beyond the table's last day, weekdays count as such."""
+    """Trading days of the exchanges. After the table's last day, every weekday counts as one."""
 
     #: Weekdays without trading.
     holidays: frozenset[date]
-    #: Last day of which the table knows.
+    #: The last day in the table.
     last: date
-    #: Days that an operator has changed: closed (None), or with other hours, which then hold for all markets.
-    #: They say nothing of the evening: a day that has one keeps it, unless it is closed.
+    #: Days that an operator changed: closed (None), or other day hours for all markets. An open day keeps its
+    #: evening.
     changed: Mapping[date, Hours | None] = field(default_factory=dict)
 
     def trades_on(self, day: date) -> bool:
         if day in self.changed:
             return self.changed[day] is not None
-        return self._regular(day)
+        return self._in_table(day)
 
     def is_open(self, market: Market, at: datetime) -> bool:
-        """Whether the market takes orders at this time, which has a zone."""
+        """Whether the market takes orders at this time, which needs a time zone."""
         local = at.astimezone(TAIPEI)
         day, now = local.date(), local.time()
         if self.trades_on(day):
@@ -83,17 +83,17 @@ class Calendar:
             return self._has_evening(day)
         return now <= evening.closes and self._has_evening(day - timedelta(days=1))
 
-    def _regular(self, day: date) -> bool:
-        """By the table, whatever an operator says."""
+    def _in_table(self, day: date) -> bool:
+        """Whether the table has this day as a trading day."""
         return day.weekday() < 5 and day not in self.holidays
 
     def _has_evening(self, day: date) -> bool:
-        """A day that is only opened by an operator (a Saturday to make up for another) has none."""
-        return self._regular(day) and self.trades_on(day)
+        """Whether the day has an evening; a day that only an operator opened has none."""
+        return self._in_table(day) and self.trades_on(day)
 
 
 def load_calendar(changes: Path | None = None) -> Calendar:
-    """The table, with an operator's changes: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`.
+    """Loads the table with an operator's changes: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`.
 
     Raises `CalendarUnreadable`.
     """
@@ -101,19 +101,19 @@ def load_calendar(changes: Path | None = None) -> Calendar:
     return Calendar(
         holidays=frozenset(map(date.fromisoformat, table["holidays"])),
         last=date.fromisoformat(table["last"]),
-        changed=_changes(changes) if changes else {},
+        changed=_read_changes(changes) if changes else {},
     )
 
 
-def _changes(path: Path) -> dict[date, Hours | None]:
+def _read_changes(path: Path) -> dict[date, Hours | None]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {date.fromisoformat(day): _hours(text) for day, text in found.items()}
+        return {date.fromisoformat(day): _parse_hours(text) for day, text in found.items()}
     except (OSError, ValueError, AttributeError) as error:
         raise CalendarUnreadable(f"{path}: {error}") from None
 
 
-def _hours(text: str) -> Hours | None:
+def _parse_hours(text: str) -> Hours | None:
     if text == "closed":
         return None
     opens, closes = (time.fromisoformat(part) for part in text.split("-"))

@@ -1,4 +1,4 @@
-"""Which symbols there are, and how much one lot of them is."""
+"""The symbols that exist, and the size of one lot of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAMILIES = {
     "EXF": Decimal(4000),
     "FXF": Decimal(1000),
 }
-#: A family with its month (`MXFA6`: letter of the month, digit of the year) or a rolling code (`MXFR1`).
+#: A family with a month (`MXFA6`: letter of the month, digit of the year), or a rolling code (`MXFR1`).
 _CONTRACT = re.compile(r"([A-Z]{3})(?:[A-L]\d|R[12])")
 #: Shares have 4 digits; funds, warrants and preferred shares up to 6, some with a letter at the end.
 _SHARE = re.compile(r"\d{4,6}[A-Z]?")
@@ -35,12 +35,12 @@ class InstrumentsUnreadable(BerthError):
 
 @dataclass(frozen=True)
 class Instruments:
-    """Without a list, what has the form of a symbol is one; with a list, only what stands in it."""
+    """Known symbols: those in the list, or without a list every text that has a symbol's form."""
 
     listed: Mapping[str, Decimal] = field(default_factory=dict)
 
     def lot(self, symbol: str) -> Decimal | None:
-        """What one lot is worth at a price of 1, in TWD; None for a symbol that nobody knows."""
+        """Returns the value of one lot at a price of 1, in TWD; None for an unknown symbol."""
         if symbol in self.listed:
             return self.listed[symbol]
         if self.listed:
@@ -52,7 +52,7 @@ class Instruments:
 
 
 def load_instruments(path: Path | None = None) -> Instruments:
-    """Of a CSV file with the columns `symbol` and `lot`. Raises `InstrumentsUnreadable`."""
+    """Loads a CSV file with the columns `symbol` and `lot`. Raises `InstrumentsUnreadable`."""
     if path is None:
         return Instruments()
     try:
@@ -61,5 +61,5 @@ def load_instruments(path: Path | None = None) -> Instruments:
     except (OSError, ValueError, KeyError, InvalidOperation, AttributeError, TypeError) as error:
         raise InstrumentsUnreadable(f"{path}: {type(error).__name__} {error}") from None
     if not listed or any(not lot.is_finite() or lot <= 0 for lot in listed.values()):
-        raise InstrumentsUnreadable(f"{path}: it lists nothing, or a lot that is not above 0")
+        raise InstrumentsUnreadable(f"{path}: it lists no symbol, or a lot that is not above 0")
     return Instruments(listed)

@@ -1,6 +1,6 @@
-"""`python -m infra.market.table`: makes `xtai.json` anew, with `exchange_calendars` installed beside us.
+"""Makes `xtai.json`, the table of holidays, from `exchange_calendars`: `python -m infra.market.table`.
 
-To be run once a year, when the exchange has published its holidays and the library has a new release.
+Run it once a year, when the library has a release with the exchange's new holidays.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 FIRST = date(2026, 1, 1)
 
 
-def table(library: Any) -> dict[str, Any]:
-    """What the library knows: weekdays from `FIRST` on to its last session that are none of its sessions."""
+def holiday_table(library: Any) -> dict[str, Any]:
+    """Returns the weekdays from `FIRST` to the library's last session that are no sessions."""
     calendar = library.get_calendar("XTAI", start=FIRST.isoformat())
     sessions = {session.date() for session in calendar.sessions}
     last = max(sessions)
@@ -27,7 +27,7 @@ def table(library: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = table(importlib.import_module("exchange_calendars"))
+    found = holiday_table(importlib.import_module("exchange_calendars"))
     path = Path(__file__).with_name("xtai.json")
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{path}: {len(found['holidays'])} holidays until {found['last']}\n")

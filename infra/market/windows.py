@@ -1,4 +1,4 @@
-"""Which hours of the day hold now, and until when: by weekday, time zone and the exchange's calendar."""
+"""Windows: hours of the day by weekday, time zone and the exchange's calendar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from infra.market.calendar import DAY, Calendar, Market
 from worker_runtime.protocol.errors import BerthError
 
-#: Days that are looked ahead for the next change; the longest closure of the exchange (lunar new year) is 11.
+#: Days searched for the next change; the exchange's longest closure (lunar new year) is 11 days.
 AHEAD = 14
-#: The exchange's usual hours, with which a day of its own hours is compared.
+#: The exchange's usual hours, with which changed hours are compared.
 _USUAL = DAY[Market.STOCK]
 
 
@@ -24,7 +24,7 @@ class ZoneUnknown(BerthError):
 
 
 class Days(StrEnum):
-    """Which days of the exchange's calendar count."""
+    """The days of the exchange's calendar on which a window holds."""
 
     ANY = "any"
     TRADING = "trading"
@@ -41,7 +41,7 @@ def zone_of(name: str) -> tzinfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Hours of some days. One that does not end after it begins ends on the next day."""
+    """Hours of some days. If it does not end after it begins, it ends on the next day."""
 
     begins: time
     ends: time
@@ -51,11 +51,10 @@ class Window:
     days: Days = Days.ANY
 
     def span(self, day: date, calendar: Calendar) -> tuple[float, float] | None:
-        """From when to when it holds if it begins on this day, in Unix seconds; the end is not in it.
+        """Returns begin and end (exclusive) of the window on this day in Unix seconds, or None.
 
-        On a trading day with hours of its own a window of trading days begins later, or ends earlier, by as
-        much as the exchange does; one that begins after the usual close does not hold, as such a day has no
-        evening.
+        On a day with changed hours, a window of trading days begins later or ends earlier by as much as the
+        exchange does. A window that begins after the usual close does not hold then.
         """
         if day.weekday() not in self.weekdays:
             return None
@@ -83,9 +82,9 @@ def _between(first: time, second: time) -> timedelta:
 def current_window(
     windows: Sequence[Window], calendar: Calendar, at: float
 ) -> tuple[int | None, float | None]:
-    """Number of the first window that holds at `at` (Unix seconds), and when this changes next.
+    """Returns the number of the first window that holds at `at` (Unix seconds), and when that changes.
 
-    None for no window; None for no change within `AHEAD` days.
+    Either is None: no window holds, or nothing changes within `AHEAD` days.
     """
     spans: list[tuple[int, float, float]] = []
     for number, window in enumerate(windows):
@@ -95,9 +94,9 @@ def current_window(
             if span is not None:
                 spans.append((number, *span))
 
-    def held(moment: float) -> int | None:
+    def window_at(moment: float) -> int | None:
         return min((number for number, first, last in spans if first <= moment < last), default=None)
 
-    now = held(at)
+    now = window_at(at)
     edges = sorted({edge for _, *both in spans for edge in both if edge > at})
-    return now, next((edge for edge in edges if held(edge) != now), None)
+    return now, next((edge for edge in edges if window_at(edge) != now), None)

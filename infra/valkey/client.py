@@ -1,7 +1,7 @@
-"""The servers' Valkey client (redis-py). A user's worker has a smaller one of its own.
+"""The Valkey client (redis-py) of API and orchestrator, and the identity of the Valkey server.
 
-No hidden retries: redis-py repeats a command whose reply was lost by default, and a repeated write is a
-doubled write. What may be repeated is repeated by its caller, by an id.
+It never retries: by default redis-py repeats a command whose reply was lost, which would write twice. Callers
+repeat what has an id.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from redis.exceptions import NoScriptError
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import Script
 
-#: What a server that was a master from its start says of the offset at which it was promoted.
+#: The `second_repl_offset` of a server that was never promoted.
 _NEVER_PROMOTED = -1
 
 
 def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: int = 64) -> Redis:
-    """A client with a bounded pool. `socket_timeout` (seconds) must exceed the longest blocking call."""
+    """Creates a client with a bounded pool. No blocking call may last `socket_timeout` seconds."""
     return Redis.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
@@ -41,15 +41,15 @@ async def reply_of(command: Awaitable[Any] | Any) -> Any:
 
 
 async def run_script(client: Redis, script: Script, key_names: list[str], args: list[Any]) -> Any:
-    """Runs one script; sends its source only to a server that does not know it yet."""
+    """Runs a script; sends its source only to a server that does not have it."""
     try:
         return await client.evalsha(script.sha, len(key_names), *key_names, *args)
-    except NoScriptError:  # the server refused before running anything, so this is no retry
+    except NoScriptError:  # the server has run nothing, so this is no retry
         return await client.eval(script.source, len(key_names), *key_names, *args)
 
 
 async def read_server_id(client: Redis) -> str:
-    """The run id of the server: another one after each restart, and of a replica that was promoted."""
+    """Returns the server's run id, which is new after a restart and differs on a promoted replica."""
     found: dict[str, Any] = await client.info("server")
     return str(found.get("run_id", ""))
 
@@ -68,11 +68,11 @@ async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, st
 
 
 async def note_server(client: Redis, server: str) -> None:
-    """Notes since when the server with this run id is known (`keys.SINCE`), once; may be repeated.
+    """Records since when the server with this run id is known (`keys.SERVER_SINCE`); safe to repeat.
 
-    A replica that was promoted, or a server that was restarted, may hold an older copy of what the one before
-    it knew. What was queued before this time may have gone further than the copy says. One that never was
-    a replica is known since its start, however late it is looked at.
+    A promoted replica or a restarted server may hold an older copy of the data: a request that was queued
+    before this time may have gone further than the copy shows. A server that was never promoted is known
+    since its start.
     """
     async with client.pipeline(transaction=False) as pipe:
         pipe.hget(keys.SERVER_SINCE, "server")
@@ -83,9 +83,8 @@ async def note_server(client: Redis, server: str) -> None:
         if noted != server.encode():
             at_ms = int(seconds) * 1000 + int(micros) // 1000
             if not noted:
-                # The first of all has nothing from before; nor has a flushed one, of which the generation
-                # tells (and a copy of it, which comes later, is to find this note: so it is made with the
-                # generation).
+                # A first or flushed server has no older data. The record is made together with the
+                # generation, so that a later replica has it.
                 at_ms = 0
             elif replication.get("second_repl_offset") == _NEVER_PROMOTED and running["run_id"] == server:
                 at_ms -= int(running["uptime_in_seconds"]) * 1000
@@ -94,8 +93,10 @@ async def note_server(client: Redis, server: str) -> None:
 
 
 async def server_known_since(client: Redis) -> float:
-    """Unix seconds since which the server is known (`note_server`), by its own clock; 0 if nobody has ever
-    noted any, infinity if the one that was noted is another."""
+    """Returns since when the server is known (`note_server`), in Unix seconds of its own clock.
+
+    Returns 0 if no server was ever recorded, and infinity if the recorded one is another.
+    """
     async with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.SERVER_SINCE, "server", "at_ms")
         pipe.info("server")
@@ -107,7 +108,7 @@ async def server_known_since(client: Redis) -> float:
 
 
 async def ensure_generation(client: Redis, fresh: str) -> str:
-    """The generation of this server; `fresh` becomes it on a new or flushed one."""
+    """Returns the generation of the server; a new or flushed one gets `fresh`."""
     if await client.set(keys.GENERATION, fresh, nx=True):
         await note_server(client, await read_server_id(client))
     value = await client.get(keys.GENERATION)

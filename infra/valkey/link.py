@@ -1,8 +1,8 @@
-"""One connection to Valkey that many share: commands one behind another, and the messages of a channel.
+"""A connection to Valkey that pipelines the commands of many callers and receives a channel's messages.
 
-For what every order does. redis-py takes a connection out of a pool, makes a task and two timers for each
-command, and a task to wait for messages: 0.16 ms of CPU for an EVALSHA and 0.04 for a message, against 0.03
-and under 0.01 here. It never connects anew and never repeats a command: who owns it opens another one.
+The API uses it for each order, because it saves CPU: an EVALSHA takes 0.03 ms here and 0.16 ms with redis-py,
+which takes a connection from a pool and makes a task and two timers for each command; a message takes less
+than 0.01 ms instead of 0.04 ms. It never reconnects or repeats a command: its owner opens another link.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from worker_runtime.protocol.scripts import Script
 Argument = str | bytes | int | float
 
 _NOTHING = object()
-#: Replies of a server that cannot do its work now, or is no longer the one to ask: another connection may
-#: lead to another server.
+#: Replies of a server that cannot serve us now: another connection may lead to another server.
 _UNABLE = ("READONLY", "LOADING", "MASTERDOWN")
-# The stubs of hiredis say a tuple of one; it takes any number.
+# The stubs of hiredis allow a tuple of one only.
 _pack = cast(Callable[[tuple[Argument, ...]], bytes], hiredis.pack_command)
 
 
@@ -34,8 +33,10 @@ def _error(text: str) -> ResponseError:
 
 
 class ValkeyLink(asyncio.Protocol):
-    """Calls raise `RedisError`: a reply was lost or late, or says no. A call may be cancelled: what was sent
-    is executed, and its reply goes to nobody. After a late reply the connection is dropped."""
+    """Calls raise `RedisError` for an error reply, or a lost or late one; a late reply drops the connection.
+
+    A cancelled call is still executed, and its reply is ignored.
+    """
 
     def __init__(self, timeout: float, on_message: Callable[[bytes], object]) -> None:
         self._timeout = timeout
@@ -43,17 +44,17 @@ class ValkeyLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(replyError=_error, notEnoughData=_NOTHING)
         self._transport: asyncio.Transport | None = None
-        #: The replies to come and until when, on the loop's clock, in the order of their commands.
+        #: Awaited replies in the order of their commands, with their deadlines on the loop's clock.
         self._replies: deque[tuple[asyncio.Future[Any], float]] = deque()
-        self._watching = False
-        #: Why the connection is gone, when it is.
+        self._timer_set = False
+        #: Resolved with the reason once the connection is lost.
         self.lost: asyncio.Future[RedisError] = self._loop.create_future()
 
     @classmethod
-    async def beside(cls, client: Redis, on_message: Callable[[bytes], object]) -> ValkeyLink:
-        """Connects to this client's server with its login and timeout; raises `RedisError` or `OSError`.
+    async def connect(cls, client: Redis, on_message: Callable[[bytes], object]) -> ValkeyLink:
+        """Connects to this client's server with its login and timeout. Raises `RedisError` or `OSError`.
 
-        `on_message` gets the data of each message.
+        Calls `on_message` with the data of each message.
         """
         pool = client.connection_pool
         given = pool.connection_kwargs
@@ -83,21 +84,21 @@ class ValkeyLink(asyncio.Protocol):
         return made
 
     async def execute(self, *command: Argument) -> Any:
-        """The reply to one command."""
+        """Sends a command and returns its reply."""
         return await self._send(command)
 
     async def run(self, script: Script, key_names: list[str], args: list[Any]) -> Any:
-        """Runs one script; sends its source only to a server that does not know it yet."""
+        """Runs a script; sends its source only to a server that does not have it."""
         try:
             return await self._send(("EVALSHA", script.sha, len(key_names), *key_names, *args))
-        except NoScriptError:  # the server refused before running anything, so this is no retry
+        except NoScriptError:  # the server has run nothing, so this is no retry
             return await self._send(("EVAL", script.source, len(key_names), *key_names, *args))
 
     async def subscribe(self, channel: str) -> None:
-        """Whatever is published from the return on arrives."""
+        """Subscribes to a channel; all messages published after the return are received."""
         if self._transport is not None:
             self._transport.write(_pack(("SUBSCRIBE", channel)))
-        await self.execute("PING")  # the confirmation is no reply, but comes before the next one
+        await self.execute("PING")  # the confirmation is no reply, but comes before this one
 
     def close(self) -> None:
         if self._transport is not None:
@@ -109,19 +110,19 @@ class ValkeyLink(asyncio.Protocol):
         reply = self._loop.create_future()
         self._transport.write(_pack(command))
         self._replies.append((reply, self._loop.time() + self._timeout))
-        if not self._watching:
-            self._watching = True
-            self._loop.call_later(self._timeout, self._watch)
+        if not self._timer_set:
+            self._timer_set = True
+            self._loop.call_later(self._timeout, self._check_deadline)
         return reply
 
-    def _watch(self) -> None:
-        """One timer for all replies, not one for each: it looks at the oldest."""
-        self._watching = bool(self._replies)
+    def _check_deadline(self) -> None:
+        """Checks the deadline of the oldest reply: one timer serves all replies."""
+        self._timer_set = bool(self._replies)
         if not self._replies:
             return
         left = self._replies[0][1] - self._loop.time()
         if left > 0:
-            self._loop.call_later(left, self._watch)
+            self._loop.call_later(left, self._check_deadline)
         else:
             self._lose(TimeoutError("Valkey did not answer in time"))
 

@@ -1,4 +1,4 @@
-"""A user's request queue in Valkey, from the side of those who ask: the API and the orchestrator."""
+"""A user's request queue in Valkey, as the API and the orchestrator use it."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from worker_runtime.protocol.requests import Frame, Request, parse_frame
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.
 CLOCKS = 1.0
-#: Milliseconds that a request id is remembered after its deadline.
+#: Milliseconds for which a request id is remembered after its deadline.
 SEEN_AFTER_DEADLINE = 3_600_000
-#: Codes of answers to requests that could not be read.
+#: Codes of answers to requests that could not be decoded.
 _UNREAD = frozenset({MalformedMessage.code, UnsupportedSchema.code})
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
     frame: Frame
-    #: False: the request had been enqueued before, and was not again.
+    #: False: the request was enqueued before.
     new: bool
-    #: A live worker's mark is there.
+    #: The user has a live worker.
     marked: bool
 
 
 class RequestFate(StrEnum):
-    """What has become of a request whose deadline has passed."""
+    """What became of a request whose deadline has passed."""
 
-    ANSWERED = "answered"  # by a worker, or by whoever took it back
+    ANSWERED = "answered"  # by a worker, or by the process that withdrew it
     JOURNALED = "journaled"  # a worker was about to call the broker: it may have
-    PROCESSING = "processing"  # a worker has taken it and not answered; it may be dead
-    WITHDRAWN = "withdrawn"  # it was still queued, and is taken back now
-    ABSENT = "absent"  # nobody has it, and nobody was about to call the broker; it cannot be queued any more
+    PROCESSING = "processing"  # a worker took it and has not answered; it may be dead
+    WITHDRAWN = "withdrawn"  # it was still queued, and is withdrawn now
+    ABSENT = "absent"  # no worker has it or was about to call the broker, and it cannot be queued any more
 
 
 class RequestQueue:
-    """Every call is one round trip, and may be repeated. All raise `RedisError` when Valkey is down.
+    """Every call is one round trip and safe to repeat. All raise `RedisError` when Valkey is down.
 
-    `link`: a connection to the same server that is open at the moment, for what each order does.
+    `link` returns an open link to the same server, if there is one, for the calls of every order.
     """
 
     def __init__(self, client: Redis, link: Callable[[], ValkeyLink | None] = lambda: None) -> None:
@@ -84,7 +84,7 @@ class RequestQueue:
         return QueuedRequest(frame=parse_frame(item), new=bool(new), marked=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
-        """True if the request was still queued: it will never be executed, and `answer` says so to all."""
+        """Removes a request that is still queued and stores `answer` for it; False if it was not queued."""
         return bool(
             await valkey.run_script(
                 self._client,
@@ -97,11 +97,11 @@ class RequestQueue:
     async def overdue(
         self, user_id: str, order_id: UUID, answer: Answer
     ) -> tuple[RequestFate, Answer | None]:
-        """What has become of an order whose deadline has passed, and the answer if there is one.
+        """Finds what became of an order whose deadline has passed, with its answer if there is one.
 
-        One that is still queued is taken back with `answer`, and one that never was can never be from now on.
-        Holds for the generation of Valkey under which it is called; only its journal tells of a submission.
-        After `ABSENT` the caller looks at the generation, and then leaves the answer.
+        An order that is still queued is withdrawn with `answer`; one that never was cannot be queued from now
+        on. This holds within one generation of Valkey: after `ABSENT` the caller checks the generation before
+        it stores the answer.
         """
         request_id = str(order_id)
         fate, data = await valkey.run_script(
@@ -118,33 +118,35 @@ class RequestQueue:
         )
         return RequestFate(bytes(fate).decode()), _answer_of(data)
 
-    async def leave(self, user_id: str, answer: Answer) -> None:
-        """Leaves an answer where a worker's would be, for who waits or comes back; an earlier one stays."""
+    async def store_answer(self, user_id: str, answer: Answer) -> None:
+        """Stores an answer in place of a worker's; an earlier answer stays."""
         key = keys.response(user_id, answer.request_id)
         await self._client.set(key, encode(answer), ex=keys.ANSWER_TTL, nx=True)
 
     async def may_be_stale(self, accepted_at: datetime) -> bool:
-        """Whether what the server knows of an order of that time may be an older copy of what another one
-        knew: then its queue and its journal do not prove that no worker has had the order."""
+        """Whether the server may hold older data than an order of this time.
+
+        Then its queue and journal do not prove that no worker has had the order.
+        """
         return accepted_at.timestamp() < await valkey.server_known_since(self._client) + CLOCKS
 
-    async def over(self, user_id: str, request_id: str) -> bool:
-        """Whether the deadline of a request has passed, by Valkey's clock: nobody will begin it any more."""
+    async def deadline_passed(self, user_id: str, request_id: str) -> bool:
+        """Whether the deadline of a request has passed by Valkey's clock, so that no worker will begin it."""
         return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE
 
     async def generation(self) -> str:
-        """Valkey's generation now."""
+        """Returns Valkey's present generation."""
         return await valkey.ensure_generation(self._client, uuid4().hex)
 
     async def answer(self, user_id: str, request_id: str) -> Answer | None:
-        """The answer that stands in the response key, if any."""
+        """Returns the stored answer to a request, if any."""
         return _answer_of(await self._client.get(keys.response(user_id, request_id)))
 
     async def marked(self, user_id: str) -> bool:
         return bool(await self._client.exists(keys.mark(user_id)))
 
-    async def remind(self, user_id: str) -> bool:
-        """`marked`, and rings again if anything waits: a frozen worker may have taken the ring."""
+    async def ring_again(self, user_id: str) -> bool:
+        """Like `marked`, and rings if requests wait: a frozen worker may have taken the last ring."""
         names = [
             *(keys.requests(user_id), keys.doorbell(user_id)),
             *(keys.mark(user_id), keys.control(user_id)),
@@ -155,9 +157,9 @@ class RequestQueue:
 def place_request(
     order: Order, reply_to: str, unknown_blocks: str = "symbol", lasts: float | None = None
 ) -> PlaceOrder:
-    """The request that an order's row stands for. `reply_to`: the channel of who waits, or ''.
+    """Makes the request of an order's row. `reply_to` is the channel of the waiting process, or ''.
 
-    `lasts`: seconds from its acceptance to its deadline; None: as its row says.
+    `lasts`: seconds from acceptance to the deadline; None takes them from the row.
     """
     if lasts is None:
         lasts = (order.deadline_at - order.created_at).total_seconds()
@@ -193,11 +195,11 @@ def _answer_of(data: bytes | str | None) -> Answer | None:
 
 
 def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:
-    """What an answer says of an order, and the code if it is a failure."""
+    """Returns the order's outcome in an answer, and the code of a failure."""
     code = answer.failure.code if answer.failure else None
     if answer.outcome is not None:
         return answer.outcome, code
-    # Who could not read the request has sent nothing; of any other failure nobody knows when it struck.
+    # A worker that could not decode the request has sent nothing; any other failure may have come after.
     state = OrderState.REJECTED if code in _UNREAD else OrderState.UNKNOWN
     detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
     return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

@@ -1,11 +1,11 @@
-"""From PostgreSQL, which owns the switches, to each user's slot in Valkey, where workers meet them.
+"""Copies the trading switches from PostgreSQL, which owns them, to each user's slot in Valkey for workers.
 
-Whoever switches tells it at once. Should he die in between, or Valkey lose it, the watcher's next look finds
-a switch that is missing or older than PostgreSQL's, and tells it again. A missing one means halted.
+A change is copied at once. If that fails or Valkey loses it, the mark watcher finds a switch that is missing
+or older than PostgreSQL's and copies it again. A worker takes a missing switch as halted.
 
-Each switch bears the id of the server that it was told to. A copy of Valkey that lagged, and was promoted,
-may hold an older switch: it bears another server's id, and workers take no order by it. So the id is read
-before the switches are: no change that an earlier server had been told of can then be missing from them.
+Each copy holds the id of the server it was written to. A promoted replica that lagged behind may hold an
+older switch: its id is another server's, so workers take no orders under it. The server's id is read before
+the switches, so that none of them is older than what an earlier server had.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from infra.database.trading.switches import SwitchSnapshot
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.switches import SERVER, VERSION, UserSwitch
 
-#: Users in one pipeline: other commands get their turn in between.
+#: Users in one pipeline; other commands run between two pipelines.
 CHUNK = 500
 
 
 async def write_switches(client: Redis, server: str, switches: Mapping[str, UserSwitch]) -> None:
-    """Writes each user's switch; a newer one stays. Raises `RedisError`; repeating it does no harm.
+    """Writes each user's switch unless Valkey has a newer one; safe to repeat. Raises `RedisError`.
 
-    `server`: `valkey.server_id` from before the switches were read.
+    `server` is the server's id, read before the switches.
     """
-    told = [(user_id, addressed_to(switch, server)) for user_id, switch in switches.items()]
-    for start in range(0, len(told), CHUNK):
+    addressed = [(user_id, addressed_to(switch, server)) for user_id, switch in switches.items()]
+    for start in range(0, len(addressed), CHUNK):
         async with client.pipeline(transaction=False) as pipe:
             pipe.script_load(scripts.WRITE_SWITCH.source)
-            for user_id, switch in told[start : start + CHUNK]:
+            for user_id, switch in addressed[start : start + CHUNK]:
                 pipe.evalsha(scripts.WRITE_SWITCH.sha, 1, keys.switch(user_id), *map(str, switch.words()))
             _, *replies = await pipe.execute()
         if not {bytes(reply) for reply in replies} <= {b"ok", b"older"}:
-            raise ResponseError(f"a switch was answered with something else: {set(replies)}")
+            raise ResponseError(f"unexpected replies to a switch: {set(replies)}")
 
 
 def addressed_to(switch: UserSwitch, server: str) -> UserSwitch:
@@ -45,10 +45,12 @@ def addressed_to(switch: UserSwitch, server: str) -> UserSwitch:
 
 
 async def users_behind(
-    client: Redis, server: str, picture: SwitchSnapshot, users: Sequence[str]
+    client: Redis, server: str, snapshot: SwitchSnapshot, users: Sequence[str]
 ) -> list[str]:
-    """Users whose switch is missing in Valkey, older than this picture, or another server's. Raises
-    `RedisError`."""
+    """Returns users whose switch in Valkey is missing, older than the snapshot, or another server's.
+
+    Raises `RedisError`.
+    """
     found = []
     for start in range(0, len(users), CHUNK):
         chunk = users[start : start + CHUNK]
@@ -56,7 +58,8 @@ async def users_behind(
             for user_id in chunk:
                 pipe.hmget(keys.switch(user_id), VERSION, SERVER)
             there = await pipe.execute()
-        for user_id, (version, told) in zip(chunk, there, strict=True):
-            if version is None or int(version) < picture.of(user_id).version or told != server.encode():
+        for user_id, (version, holder) in zip(chunk, there, strict=True):
+            wanted = snapshot.for_user(user_id).version
+            if version is None or int(version) < wanted or holder != server.encode():
                 found.append(user_id)
     return found

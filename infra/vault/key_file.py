@@ -1,4 +1,4 @@
-"""Key files: mode 0600, written whole or not at all."""
+"""Key files: private ones have mode 0600; each is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeyFileCorrupt(BerthError):
 
 
 def read_key_file(path: Path, *, private: bool) -> bytes:
-    """The file's bytes.
+    """Reads a key file.
 
     Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or others.
     """
@@ -45,7 +45,7 @@ def read_key_file(path: Path, *, private: bool) -> bytes:
 
 
 def write_key_file(path: Path, data: bytes, *, private: bool) -> None:
-    """Writes a new file; an existing one is replaced in one step."""
+    """Writes a key file; replaces an existing one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)

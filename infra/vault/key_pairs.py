@@ -1,9 +1,7 @@
-"""The master key wraps data keys. Locally it is an X25519 key pair.
+"""The local master key, which wraps data keys, and the orchestrator's own keys.
 
-A pair, so that the two halves can live apart: the API holds the public half and can only encrypt, the
-orchestrator holds the private half. On AWS the same split is made with KMS permissions (`kms.py`).
-
-The orchestrator's own keys: Ed25519 to sign claims, and the secret that launch tokens derive from.
+The master key is an X25519 pair, so that the API can hold the public half and only encrypt, while the
+orchestrator holds the private half. On AWS, KMS permissions make the same split (`kms.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class UnwrapFailed(BerthError):
 
 
 class UnknownMasterKey(BerthError):
-    """The credentials were wrapped by a master key that is not at hand."""
+    """The credentials were wrapped by a master key that is not available here."""
 
     code = "UNKNOWN_MASTER_KEY"
 
@@ -66,7 +64,7 @@ def _key_id(public: bytes) -> str:
 
 @dataclass(frozen=True)
 class PublicMasterKey:
-    """Wraps only."""
+    """The public half of the master key: it can only wrap."""
 
     public: bytes
 
@@ -79,7 +77,7 @@ class PublicMasterKey:
 
 
 class MasterKeyRing:
-    """Unwraps with any of its private keys; the first one is the present one, the others are retired."""
+    """Unwraps with any of its private keys: the present one and retired ones."""
 
     def __init__(self, present: X25519PrivateKey, *retired: X25519PrivateKey) -> None:
         self._keys = {_key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)}
@@ -94,15 +92,15 @@ class MasterKeyRing:
             raise UnknownMasterKey(f"no master key {key_id} here")
         try:
             return _SUITE.decrypt(wrapped, key, info=context)
-        except Exception:  # whatever failed, the answer is the same
+        except Exception:  # every failure means the same
             raise UnwrapFailed from None
 
 
 class MasterKeyFiles:
-    """A ring that reads its files again when it meets a key it does not know.
+    """Key files that are read again when an unknown key id is met.
 
-    So a running orchestrator follows a rotation: rows are rewrapped under a new key before it is restarted.
-    Keys once read are kept, because rows under the old one are still about.
+    So a running orchestrator follows a rotation, which rewraps rows before the orchestrator is restarted. It
+    keeps the old keys, since some rows still need them.
     """
 
     def __init__(self, present: Path, *retired: Path) -> None:
@@ -126,14 +124,14 @@ class MasterKeyFiles:
 
 
 def create_master_key(private_file: Path, public_file: Path) -> PublicMasterKey:
-    """Makes a new pair of files; the private one gets mode 0600. Existing files are replaced."""
+    """Creates both files of a new pair; existing ones are replaced."""
     key = create_private_key(private_file)
     write_public(key, public_file)
     return key
 
 
 def create_private_key(path: Path) -> PublicMasterKey:
-    """The private half alone, with mode 0600; an existing file is replaced. Returns the public half."""
+    """Creates the private file of a new pair, or replaces it; returns the public half."""
     key = X25519PrivateKey.generate()
     key_file.write_key_file(path, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
     return PublicMasterKey(key.public_key().public_bytes_raw())
@@ -178,14 +176,14 @@ class _StoredKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, repr=False)
 class OrchestratorKeys:
-    """Shared by all orchestrators; the API and the workers never see it."""
+    """Keys that all orchestrators share: Ed25519 to sign claims, and the secret of launch tokens."""
 
     signing_key: Ed25519PrivateKey
     launch_secret: bytes
 
     @property
     def public_key(self) -> bytes:
-        """32 bytes, given to each worker at its launch."""
+        """32 bytes, which each worker gets at its launch."""
         return self.signing_key.public_key().public_bytes_raw()
 
     def launch_token(self, worker_id: str) -> bytes:
@@ -193,7 +191,7 @@ class OrchestratorKeys:
 
 
 def create_orchestrator_keys(path: Path) -> OrchestratorKeys:
-    """Makes a new key file with mode 0600; an existing one is replaced."""
+    """Creates the key file, or replaces it."""
     keys = OrchestratorKeys(Ed25519PrivateKey.generate(), secrets.token_bytes(32))
     stored = _StoredKeys(keys.signing_key.private_bytes_raw(), keys.launch_secret)
     key_file.write_key_file(path, msgspec.json.encode(stored), private=True)

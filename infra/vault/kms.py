@@ -1,7 +1,7 @@
-"""The master key in AWS KMS: the key never leaves the service.
+"""The master key in AWS KMS, which the key never leaves.
 
-The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`; the encryption context binds both.
-boto3 blocks, so each call runs in a thread: a handful of calls a claim, no case for an async fork of boto3.
+The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`. The encryption context binds a data
+key to its use. boto3 blocks, so its few calls per claim run in threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotation of the local master key: a new pair in place of the present one, then every data key rewrapped.
+"""Rotation of the local master key: replaces the key pair, then rewraps every data key.
 
-The present files keep their names. The old private half stays beside the new one as `master-<key id>.key`
-for as long as somebody may still encrypt to it: API processes hold the old public half until they are
-restarted. While such a file is there, a rotation is under way and running it again only goes on with it.
+The files keep their names. The old private half stays as `master-<key id>.key` while API processes may still
+encrypt with its public half, that is, until they are restarted. While such a file exists, a new run continues
+the same rotation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infra.vault.key_pairs import MasterKeyRing
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """What one run did. `left` counts credentials that are still under an old key."""
+    """The result of one run. `left` counts credentials that an old key still wraps."""
 
     key_id: str
     started: bool
@@ -31,22 +31,22 @@ class Rotation:
 
 
 def kept_files(private: Path) -> tuple[Path, ...]:
-    """The old private halves beside `private`, by name."""
+    """Returns the old private halves beside `private`, by name."""
     return tuple(sorted(private.parent.glob(f"{private.stem}-*{private.suffix}")))
 
 
 def replace_pair(private: Path, public: Path) -> bool:
-    """Puts a new pair in place, or completes what a killed run began; True if a new key came into being.
+    """Replaces the pair, or completes what a killed run began; True if it created a new key.
 
-    Each step can be the last one before a kill, and the next run goes on from there: the new private half
-    waits as `<name>.next`, the old one is kept, the new one takes its place, the public half follows.
+    The next run can continue after a kill at any step: the new private half is written as `<name>.next`, the
+    old one is kept, the new one takes its place, then the public half is written.
     Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
     """
     waiting = private.with_name(f"{private.name}.next")
     present = key_pairs.load_ring(private).public
     started = not waiting.exists() and not kept_files(private)
     if started:
-        key_pairs.load_public(public)  # a missing half is told before anything changes
+        key_pairs.load_public(public)  # raises if a half is missing, before anything changes
         key_pairs.create_private_key(waiting)
     if waiting.exists():
         old = private.with_name(f"{private.stem}-{present.key_id.removeprefix('local:')}{private.suffix}")
@@ -61,13 +61,13 @@ def replace_pair(private: Path, public: Path) -> bool:
 async def rotate_master_key(
     private: Path, public: Path, database: Database, *, retired: tuple[Path, ...] = ()
 ) -> Rotation:
-    """One run: safe to kill and to repeat, and beside a running API and orchestrator.
+    """Runs the rotation once; safe to kill and repeat beside a running API and orchestrator.
 
-    Raises what `replace_pair` does, `UnknownMasterKey` for credentials under a key that is not at hand, or
-    `DatabaseUnavailable` (the new pair is in place then; the next run goes on).
+    Raises what `replace_pair` does, `UnknownMasterKey` for credentials under an unknown key, or
+    `DatabaseUnavailable`; the next run continues.
     """
-    with _alone(private.parent):
-        # First: no new pair while the database is away.
+    with _locked(private.parent):
+        # Checks first that the database answers.
         await vault.count_under_other_keys(database, "")
         started = replace_pair(private, public)
         kept = kept_files(private)
@@ -78,8 +78,8 @@ async def rotate_master_key(
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits for another rotation of the same files; the kernel ends the lock with its holder."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a file lock on the folder; the kernel releases it when its holder dies."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,21 +1,21 @@
-"""Credentials at rest: AES-256-GCM under a data key of their own, wrapped by the master key (V1).
+"""Encryption of credentials at rest: AES-256-GCM under a data key, which the master key wraps.
 
-Each time credentials are stored they get a fresh data key and nonce. User and account are bound twice:
-as associated data of the ciphertext, and as the context of the wrapped key.
+Credentials get a fresh data key and nonce each time they are stored. User and account are bound twice: as
+associated data of the ciphertext, and as the context of the wrapped key.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select
 
-from infra.database.accounts import EncryptedCredentials
 from infra.database.engine import Database
-from infra.database.models import StoredCredentials
+from infra.database.models import EncryptedCredentials, StoredCredentials
 from infra.vault.key_pairs import KeyUnwrapper, KeyWrapper
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Credentials
@@ -38,7 +38,7 @@ def _binding(user_id: str, account_id: str) -> bytes:
 async def encrypt_credentials(
     credentials: Credentials, wrapper: KeyWrapper, *, user_id: str, account_id: str
 ) -> EncryptedCredentials:
-    """What the API stores. Needs only the half of the master key that cannot decrypt."""
+    """Encrypts credentials for storage, with the half of the master key that cannot decrypt."""
     binding = _binding(user_id, account_id)
     data_key = AESGCM.generate_key(256)
     nonce = os.urandom(_NONCE_BYTES)
@@ -71,19 +71,14 @@ async def rewrap_data_key(
     user_id: str,
     account_id: str,
 ) -> EncryptedCredentials:
-    """The same ciphertext, its data key wrapped by another master key."""
+    """Wraps the data key with another master key; the ciphertext stays."""
     binding = _binding(user_id, account_id)
     data_key = await unwrapper.unwrap(encrypted.wrapped_key, binding, encrypted.master_key_id)
-    return EncryptedCredentials(
-        ciphertext=encrypted.ciphertext,
-        nonce=encrypted.nonce,
-        wrapped_key=await wrapper.wrap(data_key, binding),
-        master_key_id=wrapper.key_id,
-    )
+    return replace(encrypted, wrapped_key=await wrapper.wrap(data_key, binding), master_key_id=wrapper.key_id)
 
 
 async def count_under_other_keys(database: Database, key_id: str) -> int:
-    """How many stored credentials another master key than `key_id` wraps."""
+    """Counts the stored credentials that another master key than `key_id` wraps."""
     async with database.session() as session:
         count = await session.scalar(
             select(func.count())
@@ -94,9 +89,9 @@ async def count_under_other_keys(database: Database, key_id: str) -> int:
 
 
 async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:
-    """Rotates the master key: rewraps what another one wrapped, a row a transaction; returns how many.
+    """Rewraps all data keys that another master key wraps, one row per transaction; returns how many.
 
-    Safe to stop and to run again, and beside API processes that store new credentials meanwhile.
+    Safe to stop and to run again while API processes store new credentials.
     """
     count = 0
     while True:
@@ -105,25 +100,11 @@ async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrap
                 select(StoredCredentials)
                 .where(StoredCredentials.master_key_id != wrapper.key_id)
                 .limit(1)
-                .with_for_update(skip_locked=True)
+                .with_for_update(of=StoredCredentials, skip_locked=True)
             )
             if row is None:
                 return count
-            old = EncryptedCredentials(
-                ciphertext=row.ciphertext,
-                nonce=row.nonce,
-                wrapped_key=row.wrapped_key,
-                master_key_id=row.master_key_id,
-            )
-            new = await rewrap_data_key(
-                old, unwrapper, wrapper, user_id=row.user_id, account_id=row.account_id
-            )
-            await session.execute(
-                update(StoredCredentials)
-                .where(
-                    StoredCredentials.user_id == row.user_id,
-                    StoredCredentials.account_id == row.account_id,
-                )
-                .values(wrapped_key=new.wrapped_key, master_key_id=new.master_key_id)
+            row.encrypted = await rewrap_data_key(
+                row.encrypted, unwrapper, wrapper, user_id=row.user_id, account_id=row.account_id
             )
             count += 1

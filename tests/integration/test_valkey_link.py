@@ -62,7 +62,7 @@ async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer,
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, valkey.connect_valkey(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client:
-        link = await ValkeyLink.beside(client, lambda data: None)
+        link = await ValkeyLink.connect(client, lambda data: None)
         yield script, link
         link.close()
         await link.lost
@@ -98,16 +98,16 @@ async def test_tls_is_checked_as_the_client_is_told_to(tmp_path: Path) -> None:
         valkey.connect_valkey(f"{url}?ssl_ca_certs={public}") as client,
         valkey.connect_valkey(url) as other,
     ):
-        made = await ValkeyLink.beside(client, lambda data: None)
+        made = await ValkeyLink.connect(client, lambda data: None)
         made.close()
         await made.lost
         with pytest.raises(ssl.SSLCertVerificationError):
-            await ValkeyLink.beside(other, lambda data: None)
+            await ValkeyLink.connect(other, lambda data: None)
 
 
 @pytest.fixture
 async def link(valkey_client: Redis) -> AsyncIterator[ValkeyLink]:
-    made = await ValkeyLink.beside(valkey_client, lambda data: None)
+    made = await ValkeyLink.connect(valkey_client, lambda data: None)
     yield made
     made.close()
 
@@ -146,7 +146,7 @@ async def test_a_script_that_the_server_does_not_know_is_sent_to_it(
 
 async def test_messages_arrive_from_the_subscription_on_and_between_replies(valkey_client: Redis) -> None:
     got: list[bytes] = []
-    made = await ValkeyLink.beside(valkey_client, got.append)
+    made = await ValkeyLink.connect(valkey_client, got.append)
     await made.subscribe("channel")
     for number in range(50):
         await asyncio.gather(
@@ -169,13 +169,13 @@ async def test_a_login_and_a_database_are_those_of_the_client(short_directory: P
         for login in (":secret", "ann:p%40ss"):
             url = f"redis://{login}@127.0.0.1:{server.port}/3"
             async with valkey.connect_valkey(url) as client:
-                made = await ValkeyLink.beside(client, lambda data: None)
+                made = await ValkeyLink.connect(client, lambda data: None)
                 await made.execute("SET", "key", login)
                 assert await client.get("key") == login.encode()
                 made.close()
         async with valkey.connect_valkey(f"redis://:wrong@127.0.0.1:{server.port}") as client:
             with pytest.raises(ResponseError, match="WRONGPASS"):
-                await ValkeyLink.beside(client, lambda data: None)
+                await ValkeyLink.connect(client, lambda data: None)
     finally:
         server.stop()
 
@@ -185,7 +185,7 @@ async def test_a_late_reply_fails_its_call_and_drops_the_connection(short_direct
     server.start()
     try:
         async with valkey.connect_valkey(server.url, socket_timeout=0.2) as client:
-            made = await ValkeyLink.beside(client, lambda data: None)
+            made = await ValkeyLink.connect(client, lambda data: None)
             os.kill(server.pid, signal.SIGSTOP)
             try:
                 with pytest.raises(TimeoutError):

@@ -15,7 +15,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 5)
 def after(happened: list[tuple[OrderState, int]], begin: OrderProgress | None = None) -> OrderProgress:
     progress = begin or OrderProgress()
     for state, filled in happened:
-        progress = progress.told(state, filled)
+        progress = progress.after_event(state, filled)
     return progress
 
 
@@ -72,8 +72,8 @@ def test_an_open_order_is_watched_or_on_a_persons_list(
 ) -> None:
     for progress in (
         after(happened),
-        after(more, after(happened).needs("nobody knows")),
-        after(more, after(happened).needs("nobody knows").rechecked()),
+        after(more, after(happened).after_dead_end("nobody knows")),
+        after(more, after(happened).after_dead_end("nobody knows").rechecked()),
     ):
         assert progress.final or progress.watched or progress.attention
         assert not (progress.final and (progress.watched or progress.attention))

@@ -1,7 +1,7 @@
-"""Orders that a person has to look at: raised by their workflow, taken off by what settles them.
+"""The list of orders that a person has to look at.
 
-`attention` stands beside an order's state and says why. It is there until the order is final, whoever makes
-it final: a late event of the broker, a recheck, or the person.
+`attention` stands beside an order's state and says why. It stays until the order is final: by a late event of
+the broker, a recheck, or the person.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infra.database.orders.states import OPEN_STATES
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
-#: Characters of a reason that are kept: a whole story, but no dump.
+#: Characters of a reason that are kept.
 REASON_LIMIT = 2_000
 
 
@@ -50,10 +50,7 @@ class Resolution:
 
 
 async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: str) -> bool:
-    """Puts an order on the list for a person; False if it is final, so that nobody has to look.
-
-    A repeat with the same reason changes nothing.
-    """
+    """Puts an order on the list; False if it is final. A repeat with the same reason changes nothing."""
     reason = reason[:REASON_LIMIT]
     raised = await session.scalar(
         update(Order)
@@ -78,8 +75,8 @@ async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: s
 async def orders_for_a_person(
     session: AsyncSession, *, after: tuple[datetime, uuid.UUID] | None = None, limit: int = 100
 ) -> Sequence[Order]:
-    """The orders that wait for a person, those that wait longest first; `after` is where a page ended."""
-    # By state first: there is an index of it, and few orders are open.
+    """Returns a page of the list, the longest waiting first; `after` is the end of the page before."""
+    # The index by state serves this: few orders are open.
     wanted = select(Order).where(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
     if after is not None:
         wanted = wanted.where(tuple_(Order.attention_at, Order.id) > after)
@@ -87,7 +84,7 @@ async def orders_for_a_person(
 
 
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
-    """Has the sweeper drive an order again, at once. It stays on the list until it is settled.
+    """Has the sweeper check an order at once. It stays on the list until it is settled.
 
     Raises `OrderNotFound`, `OrderSettled`.
     """
@@ -107,10 +104,10 @@ async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: st
 async def resolve_order(
     session: AsyncSession, order_id: uuid.UUID, found: Resolution, *, actor: str
 ) -> Order:
-    """Ends an order as a person found it; nothing changes it any more.
+    """Makes an order final as a person found it at the broker.
 
     Raises `OrderNotFound`, `OrderSettled`, and `ResolutionInvalid` for an end that contradicts the order or
-    what is known of its fills.
+    its known fills.
     """
     order = await session.scalar(select(Order).where(Order.id == order_id).with_for_update())
     if order is None:
@@ -159,14 +156,13 @@ def _check_resolution(order: Order, found: Resolution) -> None:
 
 
 def _note_step(session: AsyncSession, order_id: uuid.UUID, state: OrderState, reason: str) -> None:
-    """One step of the order's timeline."""
-    at = datetime.now(UTC)
+    """Adds a step to the order's timeline."""
     session.add(
         OrderEventRow(
             event_id=f"{order_id}:{state.value}:{uuid.uuid4().hex}",
             order_id=order_id,
             state=state.value,
-            at=at,
+            at=datetime.now(UTC),
             data={"reason": reason},
         )
     )

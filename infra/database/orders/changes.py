@@ -1,6 +1,6 @@
-"""Changes that were asked of orders: written before anything is sent, so that none is made twice.
+"""Requested changes of orders, recorded before anything is sent, so that none is made twice.
 
-A request is an event of its order, so it stands in the order's timeline as well. Its id is the caller's own.
+A request is stored as an event of its order under the caller's request id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker_runtime.protocol.messages import OrderState
 
 @dataclass(frozen=True, kw_only=True)
 class OrderChange:
-    """A smaller total quantity (lots), another price, or both; with the generation and deadline it had."""
+    """A smaller total quantity (lots), another price, or both; with its generation and deadline."""
 
     quantity: int | None
     price: Decimal | None
@@ -33,19 +33,19 @@ class OrderChange:
         return (self.quantity, self.price) == (other.quantity, other.price)
 
 
-#: Ends the id of the mark that a change was confirmed; no caller's request id has such a character.
+#: The end of the id of an event that confirms a change; a caller's request id cannot contain `#`.
 _CONFIRMED = "#confirmed"
 
 
 def request_id_of(order_id: uuid.UUID, kind: str, request_id: str) -> str:
-    """The id under which a caller's request for one order is known everywhere."""
+    """Returns the id of a caller's request for one order."""
     return f"{order_id}:{kind}:{request_id}"
 
 
 async def note_change(
     session: AsyncSession, order: Order, request_id: str, change: OrderChange, *, actor: str
 ) -> OrderChange | None:
-    """Writes down that a change is asked for; returns the first one under this id if there was one."""
+    """Records a requested change; returns the earlier one with this id if there is one."""
     wanted = [f"quantity {change.quantity}" if change.quantity is not None else ""]
     wanted += [f"price {change.price}" if change.price is not None else ""]
     reason = "change asked for: " + ", ".join(filter(None, wanted))
@@ -79,7 +79,7 @@ async def note_change(
 
 
 async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: str) -> OrderChange | None:
-    """The change that was asked for under this id, if any."""
+    """Returns the change that was requested with this id, if any."""
     event_id = request_id_of(order_id, "replace", request_id)
     data = await session.scalar(select(OrderEventRow.data).where(OrderEventRow.event_id == event_id))
     return None if data is None else _change_of(data)
@@ -88,9 +88,11 @@ async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: st
 async def confirm_changes(
     session: AsyncSession, order_id: uuid.UUID, quantity: int, price: Decimal | None
 ) -> bool:
-    """Takes over what the broker shows of an order, if it is what changes asked for whose outcome was not
-    known yet: of one, or of several that were under way together. No price that was asked for before the last
-    one so confirmed: a list may be behind. (The quantity only falls anyway.)"""
+    """Applies the quantity and price that the broker shows, where they are those of unconfirmed changes.
+
+    Ignores a price requested before one that is already confirmed, since the broker's list may be behind; the
+    quantity can only fall. Returns whether anything was applied.
+    """
     prefix = request_id_of(order_id, "replace", "")
     events = await session.execute(
         select(OrderEventRow.event_id, OrderEventRow.data)
@@ -98,32 +100,32 @@ async def confirm_changes(
         .order_by(OrderEventRow.at.desc())
     )
     found = {event_id: data for event_id, data in events}
-    priced = False  # by a change that is confirmed
-    taken = False
+    price_confirmed = False
+    applied = False
     for event_id, data in found.items():
         if event_id.endswith(_CONFIRMED):
             continue
         change = _change_of(data)
         if f"{event_id}{_CONFIRMED}" in found:
-            priced = priced or change.price is not None
+            price_confirmed = price_confirmed or change.price is not None
             continue
         shown = replace(
             change,
             quantity=change.quantity if change.quantity == quantity else None,
-            price=change.price if change.price == price and not priced else None,
+            price=change.price if change.price == price and not price_confirmed else None,
         )
         if shown.quantity is None and shown.price is None:
             continue
-        taken = True
+        applied = True
         await apply_change(session, order_id, shown)
         if shown.asks_the_same(change):
-            priced = priced or change.price is not None
+            price_confirmed = price_confirmed or change.price is not None
             await _note_confirmed(session, order_id, event_id)
-    return taken
+    return applied
 
 
 async def _note_confirmed(session: AsyncSession, order_id: uuid.UUID, event_id: str) -> None:
-    """Notes that the change is known to have been made."""
+    """Records that the change was made."""
     mark = insert(OrderEventRow).values(
         event_id=f"{event_id}{_CONFIRMED}",
         order_id=order_id,
@@ -144,7 +146,7 @@ def _change_of(data: dict[str, Any]) -> OrderChange:
 
 
 async def apply_change(session: AsyncSession, order_id: uuid.UUID, change: OrderChange) -> None:
-    """After the broker has made the change; safe to repeat. The quantity only falls."""
+    """Updates an order after the broker has changed it; safe to repeat. The quantity only falls."""
     quantity = Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
     price = Order.price if change.price is None else change.price
     await session.execute(

@@ -1,12 +1,10 @@
-"""What stands in the way of an order: a switch, one of unknown outcome, books that differ from the broker's.
+"""What blocks an order: a switch, an order of unknown outcome, differences from the broker's books.
 
-`orders.accept` asks in the statement that writes an order; `find_refusal` says why it wrote none.
+`acceptance.py` checks this in the statement that writes an order; `find_refusal` says why it wrote none.
 
-Closing or opening a position: what must hold between the look at the broker's position and the order.
-
-The broker knows no order that can only reduce. So a closing order is written only under a lock of its account
-and symbol, and only if nothing that could have changed the position, or could still close it, stands beside.
-The order of an entry, too, and only if nothing at all works there.
+An order that closes a position, or enters one, has further conditions, since brokers have no orders that can
+only reduce. It is written under a lock of its account and symbol (`lock_symbol`), and only if no other order
+could have changed the position or still could (`conflicting_order`).
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.switches import SwitchState
 
-#: Orders of unknown outcome that block another one. One of them is the order whose submission was begun by a
-#: worker that has ended: nobody will tell how it went, and perhaps nobody has called it unknown yet. (What is
-#: in a queue by then the worker refuses: `worker_runtime/trading/order_submitter.py`.)
-#: `offset 0` keeps the two questions apart: the inner one is that of the index `orders_unsettled`. As one,
-#: they brought `orders_by_state` in, with every order that was submitting since the last vacuum. The second
-#: one keeps PostgreSQL from reading all events at once for it, which it prefers while its tables are new.
-#: A rolling code (TXFR1) stands for one of its product's contracts: which one, only the broker knows.
+#: Orders of unknown outcome that block another one. An order whose worker ended while submitting it counts as
+#: unknown even before it is marked so. (For orders already in a queue the worker checks the same.)
+#: `offset 0` keeps PostgreSQL from merging the subqueries: the first needs the index `orders_unsettled` and
+#: not `orders_by_state`, and without the second one it reads all events while the tables are new.
+#: A rolling code (TXFR1) stands for a contract of its product that only the broker knows.
 UNSETTLED_ORDERS = """
 select id, created_at from (
     select id, created_at, state from orders
@@ -46,11 +42,11 @@ select id, created_at from (
        and (:unknown_blocks = 'account' or symbol = :symbol
             or left(symbol, 3) = left(:symbol, 3)
                and (symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$' or :symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$'))
-    offset 0) as begun_once
+    offset 0) as begun_orders
  where state = 'unknown' or not exists (
          select from order_events as begun
            join worker_sessions as serving on serving.epoch = cast(begun.data ->> 'epoch' as bigint)
-          where begun.event_id = begun_once.id || '\\:submitting'
+          where begun.event_id = begun_orders.id || '\\:submitting'
             and serving.user_id = :user_id and serving.ended_at is null offset 0)
 """
 FIRST_UNSETTLED = text(
@@ -69,7 +65,7 @@ async def find_refusal(
     reduce_only: bool,
     unknown_blocks: str,
 ) -> BerthError:
-    """Why an order was not accepted, for the few that are not."""
+    """Returns why an order was not accepted."""
     state = (await switches.switch_of_user(session, user_id)).of(account_id)
     if state is SwitchState.HALTED:
         return TradingHalted()
@@ -99,23 +95,23 @@ async def find_refusal(
     )
     if await session.scalar(account) is None:
         return UnknownAccount(f"user {user_id} has no account {account_id}")
-    # What stood in the way was settled between the two looks.
+    # What blocked the order was settled since.
     return SymbolBlocked("another order had to be settled first; it is now: place the order again")
 
 
-#: The first half of these advisory locks; the timeline's writers have another.
+#: The first half of these advisory locks' names; the timeline uses another one.
 _SYMBOL_LOCKS = 0x6275
 
 
 async def database_clock(session: AsyncSession) -> datetime:
-    """PostgreSQL's own time, by which orders are stamped."""
+    """Returns PostgreSQL's time, which stamps orders."""
     found = await session.scalar(select(func.clock_timestamp()))
     assert isinstance(found, datetime)  # noqa: S101
     return found
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
-    """Waits until nobody else closes or enters here; holds until the transaction ends."""
+    """Waits for the lock of one symbol in an account, held until the transaction ends."""
     name = func.hashtext(f"{user_id}/{account_id}/{symbol}")
     await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
 
@@ -129,18 +125,18 @@ async def conflicting_order(
     since: datetime,
     but: Collection[str] = (),
 ) -> Order | None:
-    """An order that works on this side ('': on either), or any that was filled since `since`.
+    """Returns an open order on this side ('' for both), or one with fills that changed since `since`.
 
-    Those with a client order id in `but` are not looked for.
+    Ignores orders whose client order id is in `but`.
     """
-    works = Order.state.in_(OPEN_STATES)
+    is_open = Order.state.in_(OPEN_STATES)
     order: Order | None = await session.scalar(
         select(Order)
         .where(Order.user_id == user_id, Order.account_id == account_id, Order.symbol == symbol)
         .where(Order.client_order_id.not_in(but))
         .where(
             or_(
-                and_(works, Order.side == side) if side else works,
+                and_(is_open, Order.side == side) if side else is_open,
                 and_(Order.updated_at >= since, Order.filled_quantity > 0),
             )
         )
@@ -151,7 +147,7 @@ async def conflicting_order(
 
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
-    """The user's orders with these client order ids, by that id."""
+    """Returns the user's orders with these client order ids, by that id."""
     found = await session.scalars(
         select(Order).where(Order.user_id == user_id, Order.client_order_id.in_(ids))
     )

@@ -1,15 +1,13 @@
-"""Changes of a user's orders, in an order that misses none: who goes on behind the last one has them all.
+"""The feed of changes of a user's orders. A reader that continues after its last number misses none.
 
-A trigger writes into `orders.changed` which transaction changed the order last, whoever did it, and tells
-`ORDERS_CHANNEL` the user (once a transaction: PostgreSQL drops repeats). Ids of transactions are given out
-before
-their commit, so a reader takes only what lies below the oldest transaction that is still under way: nothing
-can appear there any more. No lock and no counter stands on an order's path for it.
+A trigger writes the id of the changing transaction into `orders.changed` and notifies `ORDERS_CHANNEL` with
+the user's id, once per transaction. Transaction ids are assigned before the commit, so a reader takes only
+those below the oldest running transaction: nothing can still appear there. Orders need no lock or counter.
 
-What one transaction changed has one number and is read together. An order that is changed again moves on to
-the later number: a reader that is behind sees it once, as it is then.
+All changes of one transaction have one number and are read together. An order that changes again gets the
+later number: a reader that is behind sees it once, in its last state.
 
-Numbers hold within one life of a database cluster, also across a failover; not across a restore from a dump.
+Numbers stay valid across a failover of the database, but not across a restore from a dump.
 """
 
 from __future__ import annotations
@@ -23,30 +21,30 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from infra.database.models import Order
 from infra.database.orders.states import OPEN_STATES
 
-#: PostgreSQL tells this channel, with the user's id, of changed orders. Not of new ones: a notice at each
-#: commit would let them pass one at a time (PostgreSQL's lock of the notice queue).
+#: PostgreSQL notifies this channel, with the user's id, of changed orders. It does not for new ones: commits
+#: that notify pass one at a time (PostgreSQL's lock of the notification queue).
 ORDERS_CHANNEL = "berth_orders"
 
-#: Everything below is committed and seen, or will never be.
+#: Every transaction below is committed and visible, or rolled back.
 _HORIZON = cast(cast(func.pg_snapshot_xmin(func.pg_current_snapshot()), String), BigInteger)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedOutlook:
-    """What lies ahead of a reader."""
+    """What a reader has still to expect."""
 
-    #: Below this number nothing will change any more.
+    #: No change will appear below this number.
     horizon: int
-    #: There are changes behind the reader's number, perhaps not below the horizon yet.
+    #: There are changes after the reader's number, perhaps above the horizon.
     more: bool
 
 
 async def changes_behind(
     session: AsyncSession, user_id: str, last: int, *, limit: int = 100
 ) -> Sequence[Order]:
-    """The next changed orders behind the number `last`, in the order of their changes.
+    """Returns about `limit` changed orders after the number `last`, in the order of their changes.
 
-    About `limit`: those of one number are never parted.
+    Orders with the same number are returned together.
     """
     rows = await session.scalars(
         select(Order)
@@ -64,7 +62,7 @@ async def read_outlook(session: AsyncSession, user_id: str, last: int) -> FeedOu
 
 
 async def open_orders(session: AsyncSession, user_id: str, *, limit: int = 100) -> Sequence[Order]:
-    """The user's orders that are not final, the newest first."""
+    """Returns the user's open orders, the newest first."""
     rows = await session.scalars(
         select(Order)
         .where(Order.user_id == user_id, Order.state.in_(OPEN_STATES))

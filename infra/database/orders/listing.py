@@ -1,11 +1,4 @@
-"""A user's orders as lists: filtered, the newest first, a page at a time.
-
-The orders of a user's daily statement, with no more of each than a statement says.
-
-A user's orders that are not final, as a worker needs them to know them again at the broker (O5).
-
-Users who traded of late, page by page along the orders' index (`orders_by_user`).
-"""
+"""Lists of orders: a user's orders by page, for a statement, for a worker; and users with recent orders."""
 
 from __future__ import annotations
 
@@ -19,41 +12,40 @@ from sqlalchemy import ColumnElement, Select, String, and_, bindparam, func, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import accounts
-from infra.database.accounts import EncryptedAccount
-from infra.database.models import Order
+from infra.database.models import Order, StoredCredentials
 from infra.database.orders.states import OPEN_STATES, RANK
 from worker_runtime.jobs.protocol.catalog import OrderRow
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder
 
-#: Names for several states at once.
+#: Names for groups of states.
 OPEN, FINAL = "open", "final"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSelection:
-    """Which orders of one user; what is None is not asked for."""
+    """Which orders of one user to list; a filter that is None is not applied."""
 
     user_id: str
-    #: States as they are shown, `open` or `final`; empty: all. An order that waits for a person is
-    #: `needs_attention` and nothing else.
+    #: States as they are shown, `open` or `final`; empty means all. An order that waits for a person is
+    #: `needs_attention` only.
     states: frozenset[str] = frozenset()
     account_id: str | None = None
     symbol: str | None = None
     side: str | None = None
     client_order_id: str | None = None
-    #: Accepted at or after this time, and before that one.
+    #: Accepted at or after `since` and before `until`.
     since: datetime | None = None
     until: datetime | None = None
 
 
-#: Where a page ended: time of acceptance and id of its last order. Newer orders do not move it.
+#: The end of a page: acceptance time and id of its last order.
 OrderPosition = tuple[datetime, uuid.UUID]
 
 
 async def page_of_orders(
     session: AsyncSession, wanted: OrderSelection, *, behind: OrderPosition | None = None, limit: int = 100
 ) -> Sequence[Order]:
-    """The next orders behind a position, at most `limit`; the newest first."""
+    """Returns at most `limit` orders after a position, the newest first."""
     statement = _select_matching(wanted).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
     if behind is not None:
         statement = statement.where(tuple_(Order.created_at, Order.id) < behind)
@@ -99,9 +91,9 @@ def _in_state(state: str) -> ColumnElement[bool]:
 async def orders_of_statement(
     session: AsyncSession, user_id: str, since: datetime, until: datetime, *, limit: int
 ) -> list[OrderRow]:
-    """Accepted at or after `since` and before `until`, at most `limit`; by account and symbol.
+    """Returns at most `limit` orders accepted at or after `since` and before `until`, by account and symbol.
 
-    Ids, times and reasons are left out: they are most of an order's bytes once it is packed.
+    Leaves out ids, times and reasons, which make up most of an order's bytes when packed.
     """
     columns = (
         *(Order.account_id, Order.symbol, Order.side, Order.quantity),
@@ -134,23 +126,21 @@ async def orders_of_statement(
 
 
 def _shown_state(state: str, attention: str | None) -> str:
-    """As the API shows it: an order that waits for a person says so."""
+    """The state as the API shows it: `needs_attention` for an order that waits for a person."""
     waits = attention is not None and state not in FINAL_ORDER_STATES
     return OrderState.NEEDS_ATTENTION.value if waits else state
 
 
-#: The newest that go with a claim: 450 bytes each, and a signed message has at most 256 KiB.
+#: Orders that go with a claim: 450 bytes each, and a signed message has at most 256 KiB.
 OPEN_ORDERS_LIMIT = 200
-#: Days. No broker keeps an order for longer than its trading day; that of an evening before holidays, which
-#: belongs to the day after them, has the longest.
+#: Days. No broker keeps an order longer than its trading day; the longest one begins on an evening before
+#: holidays.
 OPEN_ORDERS_AGE = 14
 
 _FINAL_STATES = ", ".join(f"'{state.value}'" for state in sorted(FINAL_ORDER_STATES))
 _NOT_BEGUN = ", ".join(
     f"'{state.value}'" for state in OrderState if RANK[state] < RANK[OrderState.SUBMITTING]
 )
-# An order without the broker's id can be known by its tag alone. Those of earlier releases, which begin with
-# 00, began anew each day: after its day, such a tag is another order's.
 _OPEN_ORDERS = text(f"""
 (select cast(coalesce(json_agg(found.message order by found.created_at), '[]') as text)
    from (select created_at, json_build_object(
@@ -162,8 +152,6 @@ _OPEN_ORDERS = text(f"""
            from orders
           where user_id = :user and state not in ({_FINAL_STATES})
             and created_at > now() - make_interval(days => {OPEN_ORDERS_AGE})
-            and (broker_order_id is not null or left(tag, 2) <> '00'
-                 or trading_day >= cast(now() at time zone 'Asia/Taipei' as date))
           order by created_at desc
           limit {OPEN_ORDERS_LIMIT}) as found)
 """).bindparams(bindparam("user", type_=String))  # noqa: S608 - constants of ours
@@ -172,17 +160,17 @@ _decoder = msgspec.json.Decoder(list[PlaceOrder])
 
 async def open_orders_with_accounts(
     session: AsyncSession, user_id: str
-) -> tuple[list[EncryptedAccount], list[PlaceOrder]]:
-    """`accounts.of_user` and the user's orders that are not final, oldest first, in one round trip."""
+) -> tuple[list[StoredCredentials], list[PlaceOrder]]:
+    """Returns the user's accounts and open orders, oldest first, in one round trip: a claim needs both."""
     wanted = accounts.select_accounts(user_id).add_columns(_OPEN_ORDERS)
     rows = (await session.execute(wanted, {"user": user_id})).all()
     if not rows:
         return [], []
-    return [accounts.account_from_rows(row[0], row[1]) for row in rows], _decoder.decode(rows[0][2])
+    return [row[0] for row in rows], _decoder.decode(rows[0][1])
 
 
 async def count_recent_users(session: AsyncSession, since: datetime) -> int:
-    """Users with an order since then, whatever became of it."""
+    """Counts the users who sent an order since then."""
     found = await session.scalar(
         select(func.count(func.distinct(Order.user_id))).where(Order.created_at >= since)
     )
@@ -190,7 +178,7 @@ async def count_recent_users(session: AsyncSession, since: datetime) -> int:
 
 
 async def recent_users_after(session: AsyncSession, since: datetime, *, after: str, limit: int) -> list[str]:
-    """The next `limit` of them behind `after`, in order of their ids."""
+    """Returns the next `limit` such users after the id `after`, by id."""
     rows = await session.scalars(
         select(Order.user_id)
         .where(Order.created_at >= since, Order.user_id > after)

@@ -1,21 +1,21 @@
-"""The life of an order as a pure state machine: which state may follow which, whatever order events come in.
+"""The states of an order as a pure state machine, in which events may come late, repeated and in any order.
 
-Events are told at least once, late, and by several who saw the same (a worker, its successor, an answer). So
-there is no arrow from state to state, but a distance: an order only moves to a state that is further along
-than its own, and a final state never changes. `orders.py` applies the same rules in SQL, a batch at a time.
+Several sources report the same event: a worker, its successor, an answer. So there are no transitions from
+state to state but ranks: an order only moves to a state of a higher rank, and a final state never changes.
+`recording.py` applies the same rules in SQL to a whole batch.
 
-| distance | state |
+| rank | state |
 |---|---|
 | 0 | accepted: written here, perhaps queued |
 | 1 | queued |
 | 2 | submitting: a worker is about to call the broker |
 | 3 | unknown: the call may have reached the broker |
-| 4 | needs_attention: written by releases before 0.3; today `attention` stands beside the state |
+| 4 | needs_attention: only an event; an order has `attention` beside its state |
 | 5 | submitted: the broker has it |
 | 6 | part_filled |
 | 7 | filled, cancelled, rejected, expired: final |
 
-Unknown lies behind submitted: who knows that the broker has the order knows more than who lost its answer.
+Submitted ranks above unknown: knowing that the broker has the order is more than having lost its answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from decimal import Decimal
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
-#: How far an order has come. A late or repeated event never moves it back.
+#: How far each state is along. A late or repeated event never moves an order back.
 RANK = {
     OrderState.ACCEPTED: 0,
     OrderState.QUEUED: 1,
@@ -37,7 +37,7 @@ RANK = {
     OrderState.PART_FILLED: 6,
     **dict.fromkeys(FINAL_ORDER_STATES, 7),
 }
-#: The distance of the final states.
+#: The rank of the final states.
 FINAL_RANK = 7
 #: States in which an order may still stand in its queue.
 IN_QUEUE = frozenset({OrderState.ACCEPTED, OrderState.QUEUED})
@@ -56,30 +56,30 @@ def rank(state: str) -> int:
 
 
 def further_states(state: str) -> frozenset[OrderState]:
-    """The states that an order in this one may move to."""
-    return frozenset(known for known, place in RANK.items() if place > rank(state))
+    """Returns the states to which an order in `state` may move."""
+    return frozenset(known for known, its_rank in RANK.items() if its_rank > rank(state))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderProgress:
-    """What is known of one order. Fills are counted apart from the state: a cancelled order may have some."""
+    """What is known of one order. A cancelled order may have fills, so they stand beside the state."""
 
     state: OrderState = OrderState.ACCEPTED
     filled_quantity: int = 0
     average_price: Decimal | None = None
     #: Why a person has to look at it.
     attention: str | None = None
-    #: The sweeper, or the workflow that follows it, still has to look at it.
+    #: The sweeper or the order's workflow still has to check it.
     watched: bool = True
 
     @property
     def final(self) -> bool:
         return self.state in FINAL_ORDER_STATES
 
-    def told(
+    def after_event(
         self, state: OrderState, filled_quantity: int = 0, average_price: Decimal | None = None
     ) -> OrderProgress:
-        """After an event or an answer. Repeats, and what came late, change nothing."""
+        """Returns the progress after an event or an answer. A repeat or a late one changes nothing."""
         after = self
         if state in further_states(self.state):
             after = replace(after, state=state)
@@ -89,10 +89,10 @@ class OrderProgress:
             after = replace(after, attention=None, watched=False)
         return after
 
-    def needs(self, reason: str) -> OrderProgress:
-        """After a dead end. Nobody has to look at an order that is final."""
+    def after_dead_end(self, reason: str) -> OrderProgress:
+        """Returns the progress once a person has to look at the order, unless it is final."""
         return self if self.final else replace(self, attention=reason, watched=False)
 
     def rechecked(self) -> OrderProgress:
-        """A person wants it driven again: it stays on the list until it is settled."""
+        """Returns the progress once a person has the order checked again."""
         return self if self.final else replace(self, watched=True)

@@ -1,4 +1,4 @@
-"""What the pre-trade checks ask PostgreSQL: an account's limits, and what was ordered already."""
+"""The data of the pre-trade checks: an account's limits and its earlier orders."""
 
 from __future__ import annotations
 
@@ -6,70 +6,54 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
 
-from sqlalchemy import Date, String, bindparam, func, select, text
+from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import Order
+from infra.database.models import BrokerAccount, Order, OrderTag
 from infra.database.trading.models import AccountLimits
 
-#: How far back a price of the user's own fills counts as the last known one.
+#: The last price of a symbol is taken from the user's fills of this time.
 PRICE_AGE = timedelta(hours=24)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitOverrides:
-    """An account's own limits; None where the settings' hold."""
-
-    max_quantity: int | None = None
-    max_notional: Decimal | None = None
-    max_daily_orders: int | None = None
-    #: Seconds.
-    duplicate_window_s: int | None = None
+#: The columns of `AccountLimits` that are limits.
+LIMITS = ("max_quantity", "max_notional", "max_daily_orders", "duplicate_window_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccountUsage:
-    """An account, its limits, and how many tags it has used today: at least as many as it has orders."""
+    """An account, its limits, and the tags that it has used today: at least as many as it has orders."""
 
     broker: str
     broker_type: str
-    limits: LimitOverrides
+    limits: AccountLimits
     tags: int
-
-
-_USAGE = text("""
-select a.broker, a.broker_type, l.max_quantity, l.max_notional, l.max_daily_orders, l.duplicate_window_s,
-       coalesce(t.last, 0) as tags
-  from broker_accounts a
-  left join account_limits l on l.user_id = a.user_id and l.account_id = a.account_id
-  left join order_tags t
-         on t.user_id = a.user_id and t.account_id = a.account_id and t.trading_day = :day
- where a.user_id = :user_id and a.account_id = :account_id
-""").bindparams(
-    bindparam("user_id", type_=String), bindparam("account_id", type_=String), bindparam("day", type_=Date)
-)
 
 
 async def account_usage(
     session: AsyncSession, user_id: str, account_id: str, day: date
 ) -> AccountUsage | None:
-    """None if the user has no such account."""
-    values = {"user_id": user_id, "account_id": account_id, "day": day}
-    row = (await session.execute(_USAGE, values)).one_or_none()
-    if row is None:
+    """Returns None if the user has no such account."""
+    account = BrokerAccount
+    of_account = (AccountLimits.user_id == account.user_id) & (AccountLimits.account_id == account.account_id)
+    of_day = (
+        (OrderTag.user_id == account.user_id)
+        & (OrderTag.account_id == account.account_id)
+        & (OrderTag.trading_day == day)
+    )
+    found = (
+        await session.execute(
+            select(account, AccountLimits, func.coalesce(OrderTag.last, 0))
+            .outerjoin(AccountLimits, of_account)
+            .outerjoin(OrderTag, of_day)
+            .where(account.user_id == user_id, account.account_id == account_id)
+        )
+    ).one_or_none()
+    if found is None:
         return None
+    row, limits, tags = found
     return AccountUsage(
-        broker=row.broker,
-        broker_type=row.broker_type,
-        limits=LimitOverrides(
-            max_quantity=row.max_quantity,
-            max_notional=row.max_notional,
-            max_daily_orders=row.max_daily_orders,
-            duplicate_window_s=row.duplicate_window_s,
-        ),
-        tags=row.tags,
+        broker=row.broker, broker_type=row.broker_type, limits=limits or AccountLimits(), tags=tags
     )
 
 
@@ -81,7 +65,7 @@ async def count_orders_of_day(session: AsyncSession, user_id: str, account_id: s
 
 
 async def last_price(session: AsyncSession, user_id: str, symbol: str) -> Decimal | None:
-    """The average price of the user's last fill in this symbol, if it is not too old."""
+    """Returns the average price of the user's last fill in this symbol within `PRICE_AGE`."""
     return await session.scalar(
         select(Order.average_price)
         .where(Order.user_id == user_id, Order.created_at > func.clock_timestamp() - PRICE_AGE)
@@ -92,7 +76,7 @@ async def last_price(session: AsyncSession, user_id: str, symbol: str) -> Decima
 
 
 async def client_id_used(session: AsyncSession, user_id: str, client_order_id: str) -> bool:
-    """Whether this client order id was used: a repeat is answered, not checked."""
+    """Whether this client order id was used: a repeat is answered without checks."""
     found = select(Order.id).where(Order.user_id == user_id, Order.client_order_id == client_order_id)
     return await session.scalar(found) is not None
 
@@ -100,8 +84,10 @@ async def client_id_used(session: AsyncSession, user_id: str, client_order_id: s
 async def find_duplicate(
     session: AsyncSession, *, user_id: str, client_order_id: str, fingerprint: str, window: float
 ) -> str | None:
-    """Client order id of another order for the same that was accepted within `window` seconds, whatever
-    became of it. Until the transaction ends, nobody else looks for a twin of this one."""
+    """Returns the client order id of another order with this fingerprint, accepted within `window` seconds.
+
+    Holds a lock until the transaction ends, so that of two equal orders at once one is found.
+    """
     lock = func.hashtextextended(f"twin {user_id} {fingerprint}", 0)
     await session.execute(select(func.pg_advisory_xact_lock(lock)))
     return await session.scalar(
@@ -114,18 +100,16 @@ async def find_duplicate(
     )
 
 
-async def get_limits(session: AsyncSession, user_id: str, account_id: str) -> LimitOverrides:
-    row = await session.get(AccountLimits, (user_id, account_id))
-    if row is None:
-        return LimitOverrides()
-    return LimitOverrides(**{name: getattr(row, name) for name in LimitOverrides.__dataclass_fields__})
+async def get_limits(session: AsyncSession, user_id: str, account_id: str) -> AccountLimits:
+    """Returns the account's own limits; all are None if it has none."""
+    return await session.get(AccountLimits, (user_id, account_id)) or AccountLimits()
 
 
 async def put_limits(
-    session: AsyncSession, user_id: str, account_id: str, limits: LimitOverrides, *, actor: str
+    session: AsyncSession, user_id: str, account_id: str, limits: AccountLimits, *, actor: str
 ) -> None:
-    """Sets all limits of an account, which exists."""
-    values = {name: getattr(limits, name) for name in LimitOverrides.__dataclass_fields__}
+    """Sets all limits of an account, which must exist."""
+    values = {name: getattr(limits, name) for name in LIMITS}
     row = insert(AccountLimits).values(user_id=user_id, account_id=account_id, **values)
     await session.execute(row.on_conflict_do_update(index_elements=["user_id", "account_id"], set_=values))
     shown = {name: None if value is None else str(value) for name, value in values.items()}

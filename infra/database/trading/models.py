@@ -1,4 +1,4 @@
-"""Tables around trading: switches, limits, differences with the broker, webhooks, where statements go."""
+"""Tables around trading: switches, limits, differences from the broker's books, webhooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
-    ForeignKey,
     ForeignKeyConstraint,
     Identity,
     Index,
@@ -25,7 +24,7 @@ from infra.database.models import Base
 
 
 class Switch(Base):
-    """Who may trade: one row a scope, only where somebody switched. The most restrictive one counts."""
+    """The trading switch of one scope that was ever set. The strictest of a user's switches counts."""
 
     __tablename__ = "switches"
     __table_args__ = (CheckConstraint("state in ('open', 'reducing', 'halted')", name="switches_state"),)
@@ -41,7 +40,7 @@ class Switch(Base):
 
 
 class AccountLimits(Base):
-    """What one account may do, where it differs from the settings; a null is the settings' value."""
+    """The limits of one account; a null means that the settings' value holds."""
 
     __tablename__ = "account_limits"
     __table_args__ = (
@@ -55,22 +54,12 @@ class AccountLimits(Base):
     max_quantity: Mapped[int | None]
     max_notional: Mapped[Decimal | None]
     max_daily_orders: Mapped[int | None]
+    #: Seconds.
     duplicate_window_s: Mapped[int | None]
 
 
-class StatementAddress(Base):
-    """Where a user's daily statements go; a null: not there."""
-
-    __tablename__ = "statement_addresses"
-
-    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
-    email: Mapped[str | None] = mapped_column(String(254))
-    webhook_url: Mapped[str | None] = mapped_column(String(2048))
-    updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-
-
 class Reconciliation(Base):
-    """One comparison of our books with the broker's that found differences."""
+    """The differences that one comparison of an account with the broker's books found."""
 
     __tablename__ = "reconciliations"
     __table_args__ = (
@@ -80,7 +69,7 @@ class Reconciliation(Base):
             "account_id",
             postgresql_where=text("resolved_at is null"),
         ),
-        # Each comparison reads what earlier ones of its account found.
+        # Each comparison reads the earlier ones of its account.
         Index("reconciliations_by_account", "user_id", "account_id"),
     )
 
@@ -90,14 +79,14 @@ class Reconciliation(Base):
     epoch: Mapped[int] = mapped_column(BigInteger)
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     differences: Mapped[dict[str, Any]]
-    #: New orders of the account are refused until somebody has resolved it.
+    #: New orders of the account are refused until a person has resolved it.
     blocks: Mapped[bool]
     resolved_at: Mapped[datetime | None]
     resolved_by: Mapped[str | None] = mapped_column(String(128))
 
 
 class Webhook(Base):
-    """A place to which alerts may be posted for one account. Only hashes of its secrets are kept."""
+    """An address to which alerts may be posted for one account. Only hashes of its secrets are stored."""
 
     __tablename__ = "webhooks"
     __table_args__ = (
@@ -109,11 +98,11 @@ class Webhook(Base):
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     #: SHA-256 of the token in the path, hex.
     token_hash: Mapped[str] = mapped_column(String(64), unique=True)
-    #: SHA-256 of the secret in the body, hex. Both are random and long, so a fast hash is right.
+    #: SHA-256 of the secret in the body, hex. Both are random and long, so a fast hash will do.
     secret_hash: Mapped[str] = mapped_column(String(64))
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
-    #: Addresses or networks that may post; empty: all.
+    #: Addresses or networks that may post; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
     #: Seconds that an alert's own time may differ from ours.
     window_s: Mapped[int] = mapped_column(server_default=text("60"))
@@ -122,7 +111,7 @@ class Webhook(Base):
 
 
 class WebhookAlert(Base):
-    """An alert that was taken, so that a replay of it is known; kept for as long as its window could last."""
+    """An alert that was received, kept so that a replay of it is recognised."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -131,15 +120,15 @@ class WebhookAlert(Base):
     )
 
     webhook_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    #: SHA-256 of what makes the alert this one, hex.
+    #: SHA-256 of what identifies the alert, hex.
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
     order_id: Mapped[uuid.UUID | None]
-    #: Code and sentence of what refused it before it became an order.
+    #: Code and message of the error that refused it before it became an order.
     refused: Mapped[str | None] = mapped_column(String(300))
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    #: What it asks for, without the secret.
+    #: The alert without its secret.
     alert: Mapped[dict[str, Any] | None]
-    #: Nothing more is done for it after this.
+    #: It is given up after this time.
     until: Mapped[datetime | None]
-    #: Until when the process that carries it out has it to itself; none: there is nothing more to do.
+    #: The lease of the process that carries it out; null: there is nothing more to do.
     held_until: Mapped[datetime | None]

@@ -1,7 +1,7 @@
-"""Differences between our books and the broker's: the open ones, and how they are closed.
+"""Reconciliations: differences between our books and the broker's, and how they are closed.
 
-What a person has closed is known from then on: the same order, the same lots make no difference again. So is
-what the account held when it was compared for the first time: it may have traded before Berth.
+What a person has closed is no difference again for the same order or lots. Nor is what the account held at
+its first comparison: it may have traded before Berth.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from infra.database.trading.models import Reconciliation
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Side
 
-#: Who closes a difference that a later comparison does not find any more.
+#: `resolved_by` of a difference that a later comparison no longer found.
 CLOSED_BY_COMPARISON = "reconciliation"
-#: Who closes the row that holds what an account had before its first comparison; it is no difference.
+#: `resolved_by` of the row that holds an account's first comparison; it is no difference.
 FIRST_COMPARISON = "first comparison"
-#: Seconds around a listing within which a fill may stand in one of the books only.
+#: Within this time of a listing a fill may be in one of the books only.
 FILL_MARGIN = timedelta(seconds=10)
-#: How long before a listing an order may have been accepted that it shows with a tag alone: an evening before
-#: holidays belongs to the trading day after them.
+#: An order that a listing shows by its tag alone was accepted within this time: an evening before holidays
+#: belongs to the trading day after them.
 TAG_AGE = timedelta(days=14)
 
 
@@ -41,20 +41,20 @@ class ReconciliationNotFound(BerthError):
 
 @dataclass(frozen=True)
 class EarlierComparisons:
-    """What earlier comparisons of an account found."""
+    """The results of earlier comparisons of an account."""
 
-    #: There was a complete one.
+    #: There was a complete comparison.
     begun: bool = False
-    #: Lots by symbol that are known beside our fills: held before Berth, or closed by a person.
+    #: Lots by symbol that are known beside our fills: held before Berth, or accepted by a person.
     base: Counter[str] = field(default_factory=Counter)
-    #: What persons have closed, by kind.
+    #: Differences that persons have closed, by kind.
     closed: dict[str, list[Any]] = field(default_factory=dict)
-    #: What is open, by kind.
+    #: Open differences, by kind.
     open: dict[str, Any] = field(default_factory=dict)
 
 
 async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: str) -> EarlierComparisons:
-    """Also keeps other comparisons of the account out until the transaction ends."""
+    """Reads earlier comparisons, and locks out other ones of the account until the transaction ends."""
     lock = func.hashtextextended(literal(f"reconciliation:{user_id}:{account_id}"), 0)
     await session.execute(select(func.pg_advisory_xact_lock(lock)))
     rows = await session.scalars(
@@ -79,7 +79,7 @@ async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: s
 def note_first_comparison(
     session: AsyncSession, *, user_id: str, account_id: str, epoch: int, held: list[Any]
 ) -> None:
-    """Writes down what an account held beside our fills at its first complete comparison."""
+    """Records what an account held beside our fills at its first complete comparison."""
     session.add(
         Reconciliation(
             user_id=user_id,
@@ -96,14 +96,11 @@ def note_first_comparison(
 async def filled_positions(
     session: AsyncSession, user_id: str, account_id: str, *, until: datetime | None = None
 ) -> dict[str, int]:
-    """Lots by symbol, as our orders' fills make them; negative when short, none that are 0.
-
-    `until`: without what happened later.
-    """
+    """Returns lots by symbol from our orders' fills, up to `until`; negative when short, without zeros."""
     lots: Any = Order.filled_quantity
     if until is not None:
-        told = func.max(OrderEventRow.data["filled_quantity"].as_integer())
-        before = select(told).where(OrderEventRow.order_id == Order.id, OrderEventRow.at <= until)
+        filled = func.max(OrderEventRow.data["filled_quantity"].as_integer())
+        before = select(filled).where(OrderEventRow.order_id == Order.id, OrderEventRow.at <= until)
         lots = case(
             (Order.updated_at <= until, lots),
             else_=func.coalesce(before.correlate(Order).scalar_subquery(), 0),
@@ -118,7 +115,7 @@ async def filled_positions(
 
 
 async def unsettled_symbols(session: AsyncSession, user_id: str, account_id: str, at: datetime) -> set[str]:
-    """Symbols whose fills may be on their way at this time: with an open order, or told of just now."""
+    """Returns symbols whose fills may be on their way: with an open order or a recent change."""
     found = await session.scalars(
         select(Order.symbol)
         .where(Order.user_id == user_id, Order.account_id == account_id)
@@ -137,9 +134,9 @@ async def note_differences(
     differences: dict[str, Any],
     blocks: bool,
 ) -> Reconciliation | None:
-    """Writes down what a comparison found; it takes the place of what earlier ones had.
+    """Records the differences that a comparison found, in place of the open ones.
 
-    The same differences again make no new row; none at all close what was open. Returns a new row.
+    The same differences again make no new row; no differences close the open ones. Returns a new row.
     """
     open_ones = (
         await session.scalars(
@@ -166,7 +163,7 @@ async def note_differences(
 async def reconciliations_of_user(
     session: AsyncSession, user_id: str, *, limit: int = 100
 ) -> Sequence[Reconciliation]:
-    """The open ones first, then the newest."""
+    """Returns the user's reconciliations: open ones first, then the newest."""
     return (
         await session.scalars(
             select(Reconciliation)
@@ -181,7 +178,7 @@ async def reconciliations_of_user(
 async def open_reconciliations(
     session: AsyncSession, *, after: int = 0, limit: int = 100
 ) -> Sequence[Reconciliation]:
-    """The open ones of all users behind the number `after`, the oldest first."""
+    """Returns open reconciliations of all users after the number `after`, the oldest first."""
     return (
         await session.scalars(
             select(Reconciliation)
@@ -219,7 +216,7 @@ async def resolve_reconciliation(
 async def orders_by_broker_ids(
     session: AsyncSession, user_id: str, account_id: str, broker_ids: Sequence[str]
 ) -> dict[str, Order]:
-    """Our orders by the broker's ids of them."""
+    """Returns our orders with these broker ids, by broker id."""
     rows = await session.scalars(
         select(Order)
         .where(Order.user_id == user_id, Order.account_id == account_id)
@@ -231,7 +228,7 @@ async def orders_by_broker_ids(
 async def orders_by_tags(
     session: AsyncSession, user_id: str, account_id: str, tags: Iterable[str], at: datetime
 ) -> dict[str, Order]:
-    """Our latest orders by their tags, of those whose broker's id nobody knows."""
+    """Returns our latest orders with these tags and no known broker id, by tag."""
     rows = await session.scalars(
         select(Order)
         .where(Order.user_id == user_id, Order.account_id == account_id)

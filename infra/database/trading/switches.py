@@ -1,10 +1,10 @@
-"""Who may trade: set with a reason and an audit entry, read as what counts for a user.
+"""The trading switches: who may trade. Each is set with a reason and an audit entry.
 
 A scope is `all`, `user:<user>` or `account:<user>:<account>`, set by operators, or `self:<user>` and
-`self:<user>:<account>`, set by the user: nobody opens what somebody else has closed. The strictest counts.
+`self:<user>:<account>`, set by the user. The strictest counts, so nobody opens what another has closed.
 
-A later version is a later commit: writers take turns by a lock, under which the version is drawn. So the
-newest version among a user's scopes tells which of two pictures of his switches is the newer one.
+A later version is a later commit: writers take turns by a lock under which the version is drawn. So the
+newest version among a user's scopes tells which of two of the user's states is the newer one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERYBODY = "all"
 
 
 class HeldSwitch(NamedTuple):
-    """What holds for one scope."""
+    """The switch of one scope."""
 
     scope: str
     state: str
@@ -35,7 +35,7 @@ class HeldSwitch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TradingScope:
-    """Whom a switch is for: everybody, one user, or one of his accounts."""
+    """What a switch applies to: everybody, one user, or one account."""
 
     user_id: str = ""
     account_id: str = ""
@@ -53,8 +53,8 @@ class TradingScope:
         return f"user:{self.user_id}"
 
     @classmethod
-    def of(cls, name: str) -> TradingScope:
-        """Neither user ids nor account ids have a colon in them."""
+    def parse(cls, name: str) -> TradingScope:
+        """Reads a scope's name; user and account ids contain no colon."""
         if name == EVERYBODY:
             return cls()
         kind, user_id, account_id = (*name.split(":"), "")[:3]
@@ -64,7 +64,7 @@ class TradingScope:
 async def put_switch(
     session: AsyncSession, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
 ) -> Switch:
-    """Sets one switch, with its entry in the audit trail. Raises nothing for a user who does not exist."""
+    """Sets one switch with its audit entry; does not check that the user exists."""
     lock = select(func.pg_advisory_xact_lock(func.hashtextextended(literal("switches"), 0)))
     await session.execute(lock)
     before = await session.scalar(select(Switch.state).where(Switch.scope == scope.name))
@@ -98,27 +98,27 @@ async def put_switch(
 
 
 async def list_switches(session: AsyncSession, user_id: str | None = None) -> list[Switch]:
-    """All switches that were ever set, the newest first; with a user, those that can hold for him."""
+    """Returns all switches, the newest first; with `user_id`, those that can apply to this user."""
     found = list(await session.scalars(select(Switch).order_by(Switch.version.desc())))
-    return [row for row in found if user_id is None or TradingScope.of(row.scope).user_id in ("", user_id)]
+    return [row for row in found if user_id is None or TradingScope.parse(row.scope).user_id in ("", user_id)]
 
 
 async def switch_of_user(session: AsyncSession, user_id: str) -> UserSwitch:
-    """What counts for a user. Read it after the commit of his assignment (see `users_in_scope`)."""
+    """Returns a user's effective switch. A claim reads it after its commit (see `users_in_scope`)."""
     found = await session.execute(_OF_USER, {"user": user_id})
     return effective_switch(HeldSwitch(*row) for row in found)
 
 
 async def read_switches(connection: AsyncConnection | AsyncSession) -> SwitchSnapshot:
-    """What counts for every user, from one look."""
+    """Reads all switches at once."""
     return SwitchSnapshot([HeldSwitch(*row) for row in await connection.execute(_ALL)])
 
 
 async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str]:
-    """Users of this scope who have a worker, or are about to: to be told after the switch's commit.
+    """Returns the users of a scope who have a worker. Call it after the commit of the scope's switch.
 
-    A claim commits its assignment first and reads the switches after that. So either its assignment is seen
-    here, or this switch is seen there: none is missed, without a lock on the path of a claim.
+    A claim commits its assignment before it reads the switches. So either this function sees the assignment
+    or the claim sees the switch, without a lock.
     """
     statement = select(WorkerSession.user_id).distinct()
     statement = statement.where(WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None))
@@ -128,11 +128,11 @@ async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str
 
 
 def effective_switch(found: Iterable[HeldSwitch]) -> UserSwitch:
-    """What counts, of all that can hold for one user."""
+    """Combines all switches that apply to one user; the strictest counts."""
     version, every, accounts = 0, SwitchState.OPEN, dict[str, SwitchState]()
     for row in found:
         version, state = max(version, row.version), SwitchState(row.state)
-        account_id = TradingScope.of(row.scope).account_id
+        account_id = TradingScope.parse(row.scope).account_id
         if account_id:
             accounts[account_id] = strictest(accounts.get(account_id, SwitchState.OPEN), state)
         else:
@@ -148,18 +148,18 @@ class SwitchSnapshot:
         self._of_all = [row for row in found if row.scope == EVERYBODY]
         self._by_user: dict[str, list[HeldSwitch]] = {}
         for row in found:
-            if user_id := TradingScope.of(row.scope).user_id:
+            if user_id := TradingScope.parse(row.scope).user_id:
                 self._by_user.setdefault(user_id, []).append(row)
         self._others = effective_switch(self._of_all) if self._of_all else OPEN
 
-    def of(self, user_id: str) -> UserSwitch:
-        """What counts for this user."""
+    def for_user(self, user_id: str) -> UserSwitch:
+        """Returns the user's effective switch."""
         own = self._by_user.get(user_id)
         return effective_switch([*self._of_all, *own]) if own else self._others
 
 
 _ALL = select(Switch.scope, Switch.state, Switch.version)
-# By the primary key, with the names of every scope that a user can have: no look at the others' rows.
+# Finds the rows of every scope that a user can have by the primary key.
 _OF_USER = text("""
 select scope, state, version from switches
  where scope in ('all', 'user\\:' || :user, 'self\\:' || :user)

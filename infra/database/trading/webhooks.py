@@ -1,4 +1,4 @@
-"""Webhooks: where alerts may be posted, and which alerts were taken."""
+"""Webhooks, and the alerts that were posted to them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from hashlib import sha256
 from hmac import compare_digest
 from typing import Any
 
-from sqlalchemy import Float, bindparam, case, delete, func, select, text, update
+from sqlalchemy import case, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
+from infra.database.locks import lease_due
 from infra.database.trading.models import Webhook, WebhookAlert
 from worker_runtime.protocol.errors import BerthError, from_code
 
-#: How long deliveries are kept. The order's own client order id, made of the digest, is kept for ever.
+#: How long alerts are kept. An order's client order id is made of the digest, so repeats stay known after.
 ALERTS_KEPT = timedelta(days=30)
 #: Characters of a refusal.
 _LONGEST = 300
+_TAKE_ABANDONED = lease_due(WebhookAlert.held_until).returning(
+    WebhookAlert, func.extract("epoch", WebhookAlert.until - func.clock_timestamp())
+)
 
 
 @dataclass(frozen=True)
 class NewWebhook:
     row: Webhook
-    #: In the path of the address, and in the body of each alert; nobody can read them again.
+    #: Parts of the address's path and of each alert's body; they are shown once.
     token: str
     secret: str
 
@@ -49,7 +53,7 @@ async def create_webhook(
     window_s: int,
     actor: str,
 ) -> NewWebhook:
-    """A new webhook for an account that exists."""
+    """Creates a webhook for an account, which must exist."""
     token, secret = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     row = Webhook(
         id=uuid.uuid4(),
@@ -76,19 +80,19 @@ async def create_webhook(
 
 
 async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
-    """The webhook of this token, unless it is unknown or revoked."""
+    """Returns the webhook of this token, unless it is unknown or revoked."""
     return await session.scalar(
         select(Webhook).where(Webhook.token_hash == _hash(token), Webhook.revoked_at.is_(None))
     )
 
 
 def has_secret(webhook: Webhook, secret: str) -> bool:
-    """In a time that does not depend on how much of it is right."""
+    """Compares in constant time."""
     return compare_digest(webhook.secret_hash, _hash(secret))
 
 
 async def webhooks_of_user(session: AsyncSession, user_id: str) -> list[Webhook]:
-    """All of a user's webhooks, also the revoked ones, the newest first."""
+    """Returns all webhooks of a user, revoked ones too, the newest first."""
     rows = select(Webhook).where(Webhook.user_id == user_id).order_by(Webhook.created_at.desc(), Webhook.id)
     return list(await session.scalars(rows))
 
@@ -96,7 +100,7 @@ async def webhooks_of_user(session: AsyncSession, user_id: str) -> list[Webhook]
 async def revoke_webhook(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, actor: str
 ) -> Webhook | None:
-    """The webhook, revoked now or before; None if the user has none like that."""
+    """Revokes a webhook and returns it; None if the user has no such webhook."""
     done: Webhook | None = await session.scalar(
         update(Webhook)
         .where(Webhook.id == webhook_id, Webhook.user_id == user_id, Webhook.revoked_at.is_(None))
@@ -110,14 +114,14 @@ async def revoke_webhook(
 
 
 async def find_alert(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookAlert | None:
-    """The alert, if it was taken before."""
+    """Returns the alert if it was received before."""
     return await session.get(WebhookAlert, (webhook_id, digest))
 
 
 async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str, error: BerthError) -> None:
-    """Writes down with what an alert was refused before it became an order: a repeat meets the same.
+    """Records why an alert was refused before it became an order: a repeat gets the same answer.
 
-    The audit trail tells it, too, if the sender was told that the alert goes on. One transaction.
+    Adds an audit entry if the alert was promised, since its sender has no answer then.
     """
     alert = WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest
     promised = await session.scalar(select(WebhookAlert.held_until).where(*alert).with_for_update())
@@ -138,10 +142,11 @@ async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str
 async def promise_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, *, left: float, lease: float
 ) -> WebhookAlert | None:
-    """Holds an alert for `lease` seconds, right before its sender is told that it goes on: from then on it is
-    carried on until its deadline, in `left` seconds, unless an earlier promise has set one.
+    """Leases an alert for `lease` seconds, right before its sender is answered that it will be carried out.
 
-    The alert as it is now; nothing is held if it was refused or done meanwhile. None: it is forgotten.
+    From then on it is carried out until its deadline, which is in `left` seconds unless an earlier promise
+    has set one. Returns the alert as it is now, without a lease if it was refused or done meanwhile, or None
+    if it was deleted.
     """
     now = func.clock_timestamp()
     until = case((WebhookAlert.held_until.is_(None), now + timedelta(seconds=left)), else_=WebhookAlert.until)
@@ -156,7 +161,7 @@ async def promise_alert(
 
 
 async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: float) -> None:
-    """Holds alerts that this process carries out for another `lease` seconds."""
+    """Renews the lease of alerts that this process carries out, for `lease` seconds."""
     await session.execute(
         update(WebhookAlert)
         .where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
@@ -167,55 +172,40 @@ async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: fl
 
 @dataclass(frozen=True, slots=True)
 class AbandonedAlert:
-    """An alert that somebody promised and does not carry out any more."""
+    """A promised alert whose process no longer carries it out."""
 
     webhook: Webhook
     digest: str
     alert: dict[str, Any] | None
-    #: Seconds that are left for it, by PostgreSQL's clock.
+    #: Seconds until its deadline, by PostgreSQL's clock.
     left: float
 
 
 async def take_abandoned_alerts(session: AsyncSession, *, lease: float, most: int) -> list[AbandonedAlert]:
-    """Alerts that nobody holds; from now on the caller does, for `lease` seconds."""
-    rows = await session.execute(_ABANDONED, {"lease": lease, "most": most})
-    found = {(row.webhook_id, row.digest): row for row in rows}
-    webhooks = await session.scalars(select(Webhook).where(Webhook.id.in_({one for one, _ in found})))
-    by_id = {webhook.id: webhook for webhook in webhooks}
+    """Leases up to `most` alerts whose lease has run out, for `lease` seconds."""
+    rows = await session.execute(_TAKE_ABANDONED, {"lease": lease, "most": most})
+    found: list[tuple[WebhookAlert, Any]] = [(row[0], row[1]) for row in rows]
+    ids = {alert.webhook_id for alert, _ in found}
+    webhooks = {row.id: row for row in await session.scalars(select(Webhook).where(Webhook.id.in_(ids)))}
     return [
-        AbandonedAlert(by_id[webhook_id], digest, row.alert, float(row.remaining))
-        for (webhook_id, digest), row in found.items()
-        if webhook_id in by_id
+        AbandonedAlert(webhooks[alert.webhook_id], alert.digest, alert.alert, float(left))
+        for alert, left in found
+        if alert.webhook_id in webhooks
     ]
 
 
-_ABANDONED = text("""
-with due as (
-  select webhook_id, digest from webhook_deliveries where held_until <= now()
-   order by held_until limit :most for update skip locked
-)
-update webhook_deliveries as taken set held_until = clock_timestamp() + make_interval(secs => :lease)
-  from due where taken.webhook_id = due.webhook_id and taken.digest = due.digest
-returning taken.webhook_id, taken.digest, taken.alert,
-          extract(epoch from taken.until - clock_timestamp()) as remaining
-""").bindparams(bindparam("lease", type_=Float))
-
-
 def refusal_of(row: WebhookAlert) -> BerthError:
-    """What `note_refusal` wrote down."""
+    """Returns the error that `note_refusal` recorded."""
     code, _, detail = (row.refused or "").partition(": ")
     return from_code(code, detail)
 
 
 async def note_alert(
-    session: AsyncSession,
-    webhook_id: uuid.UUID,
-    digest: str,
-    alert: dict[str, Any],
+    session: AsyncSession, webhook_id: uuid.UUID, digest: str, alert: dict[str, Any]
 ) -> bool:
-    """Writes down that an alert was taken, before anything is done for it; false: somebody else was quicker.
+    """Records a received alert before anything is done for it; False if it is recorded already.
 
-    Nobody carries it on before it is promised. Old ones are forgotten.
+    Deletes old alerts.
     """
     row = insert(WebhookAlert).values(webhook_id=webhook_id, digest=digest, alert=alert)
     new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookAlert.digest))
@@ -226,7 +216,7 @@ async def note_alert(
 async def note_order_of_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, order_id: uuid.UUID
 ) -> None:
-    """Writes down which order an alert became."""
+    """Records which order an alert became."""
     await session.execute(
         update(WebhookAlert)
         .where(WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest)

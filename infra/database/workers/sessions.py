@@ -1,7 +1,4 @@
-"""Assignments of workers to users: the source of every epoch.
-
-Which users have which workers, and what they trade: for those who plan a move.
-"""
+"""Assignments of workers to users: the source of every epoch, and who has which worker."""
 
 from __future__ import annotations
 
@@ -40,17 +37,16 @@ def at_unix(seconds: float) -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentResult:
-    #: 0: nothing was assigned, because of `crashes`.
+    #: 0: nothing was assigned, because of `crashes` or `unended`.
     epoch: int
-    #: Unix seconds of the crashes that were looked at.
+    #: Unix seconds of the recent crashes.
     crashes: tuple[float, ...] = ()
-    #: What an earlier call of this claim got.
+    #: The worker that an earlier call of this claim got.
     worker_id: str = ""
     task_id: str = ""
-    #: The assignment of this claim is over: nothing may be claimed for it any more.
+    #: The assignment of this claim has ended: nothing may be claimed for it.
     ended: bool = False
-    #: Another assignment of the user whose worker has not been confirmed to have ended: then nothing was
-    #: assigned (one-owner).
+    #: Another assignment of the user whose worker may still run; nothing was assigned (one-owner).
     unended: WorkerSession | None = None
 
 
@@ -63,14 +59,12 @@ async def assign_epoch(
     crash_limit: int = 0,
     crash_window: float = 0.0,
 ) -> AssignmentResult:
-    """The epoch of this claim: one more than the user's last one; the same again for the same claim.
+    """Assigns the next epoch of the user to this claim; a repeat gets the same epoch.
 
-    With `crash_limit`, that many crashes within `crash_window` seconds keep a new claim from being assigned
-    (see `_recent_crashes`). So does a worker of another claim whose end was never confirmed: its workflow was
-    terminated, or a call of a claim long over comes late, from an orchestrator that stood still. Raises
-    `UserNotFound`.
+    Assigns nothing after `crash_limit` crashes within `crash_window` seconds (see `_recent_crashes`), or
+    while the worker of another claim was not confirmed to have ended. Raises `UserNotFound`.
     """
-    # The row lock on the user puts concurrent claims of one user in order.
+    # The row lock serialises the claims of one user.
     locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
     found = (
         await session.execute(locked, {"user": user_id, "window": timedelta(seconds=crash_window)})
@@ -78,7 +72,7 @@ async def assign_epoch(
     if found is None:
         raise UserNotFound(f"there is no user {user_id}")
     user, times = found[0], tuple(float(at) for at in found[1] or ())
-    # A statement of its own: only one that begins after the lock was got sees what its holder wrote.
+    # A separate statement: only one that begins after the lock was taken sees its last holder's writes.
     rows = (await session.scalars(_own_and_open(user_id, claim_id))).all()
     before = next((row for row in rows if row.claim_id == claim_id), None)
     if before is None and crash_limit and len(times) >= crash_limit:
@@ -102,7 +96,7 @@ async def assign_epoch(
 
 
 def _own_and_open(user_id: str, claim_id: str) -> Select[WorkerSession]:
-    """The claim's own row, and those of the user whose workers may still run; the latest first."""
+    """Selects the claim's row and those of the user's workers that may still run, the latest first."""
     return (
         select(WorkerSession)
         .where(
@@ -120,11 +114,10 @@ def _own_and_open(user_id: str, claim_id: str) -> Select[WorkerSession]:
 
 
 def _recent_crashes() -> ScalarSelect[list[float]]:
-    """Unix seconds of the user's crashes of late, since a worker last served and ended in order.
+    """Selects the Unix seconds of the user's recent crashes since a worker last ended in order.
 
-    An orderly end shows that the cause is gone, also to an operator who let a parked user start again. A
-    crash counts whether or not the connect was written down: that is told by an event, which a flushed
-    Valkey loses. Whether the worker was in service is known to the workflow, which says so to `end_session`.
+    An orderly end shows that the cause is gone. A crash counts whether or not the connect was recorded: its
+    event may be lost with a flushed Valkey.
     """
     earlier = aliased(WorkerSession)
     served = (
@@ -154,7 +147,7 @@ def _locked(crashes: ColumnElement[Any]) -> Select[tuple[User, Any]]:
     return select(User, crashes).where(User.id == bindparam("user")).with_for_update(of=User)
 
 
-# Built once: a person waits for the claim, and building the larger one took 1 ms of it.
+# Built once: building the larger one took 1 ms of each claim.
 _WITHOUT_CRASHES = _locked(null())
 _WITH_CRASHES = _locked(_recent_crashes())
 
@@ -162,7 +155,7 @@ _WITH_CRASHES = _locked(_recent_crashes())
 async def set_worker(
     session: AsyncSession, *, claim_id: str, worker_id: str, task_id: str, warm: bool
 ) -> None:
-    """Notes which worker the claim got; the worker and the time stay those of the first call."""
+    """Records the worker of a claim; the first call's worker and time stay."""
     await session.execute(
         update(WorkerSession)
         .where(WorkerSession.claim_id == claim_id)
@@ -190,10 +183,10 @@ async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> N
 
 
 async def end_session(session: AsyncSession, *, claim_id: str, reason: str, crashed: bool = False) -> str:
-    """Closes an assignment; the first reason and time count, and a crash stays one.
+    """Ends an assignment; the first reason and time count.
 
-    A worker that crashed may have said before that it closes: then the crash is noted afterwards. Returns the
-    worker of an assignment that this call closed or changed; '' if it had none, or nothing changed.
+    A crash is recorded even after an orderly end, since a worker may announce its end and then crash. Returns
+    the worker if this call changed the assignment, or ''.
     """
     changed: ColumnElement[bool] = WorkerSession.ended_at.is_(None)
     if crashed:
@@ -211,27 +204,23 @@ async def end_session(session: AsyncSession, *, claim_id: str, reason: str, cras
     return worker_id or ""
 
 
+async def _latest(session: AsyncSession, *conditions: ColumnElement[bool]) -> WorkerSession | None:
+    latest = select(WorkerSession).where(*conditions).order_by(WorkerSession.epoch.desc()).limit(1)
+    return await session.scalar(latest)
+
+
 async def latest_session(session: AsyncSession, user_id: str) -> WorkerSession | None:
-    return await session.scalar(
-        select(WorkerSession)
-        .where(WorkerSession.user_id == user_id)
-        .order_by(WorkerSession.epoch.desc())
-        .limit(1)
-    )
+    """Returns the last assignment of a user, open or ended."""
+    return await _latest(session, WorkerSession.user_id == user_id)
 
 
 async def open_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
-    """The open assignment of a worker."""
-    return await session.scalar(
-        select(WorkerSession)
-        .where(WorkerSession.worker_id == worker_id, WorkerSession.ended_at.is_(None))
-        .order_by(WorkerSession.epoch.desc())
-        .limit(1)
-    )
+    """Returns the open assignment of a worker."""
+    return await _latest(session, WorkerSession.worker_id == worker_id, WorkerSession.ended_at.is_(None))
 
 
 async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Those of these workers that have an open assignment: one query, however many there are."""
+    """Returns those of these workers that have an open assignment."""
     asked = literal(list(worker_ids), ARRAY(Text))
     found = await session.scalars(
         select(WorkerSession.worker_id).where(
@@ -242,7 +231,7 @@ async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -
 
 
 async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
-    """How many workers of this pool, warm or cold, were given to users within the last `seconds`."""
+    """Counts the workers of a pool, warm or cold, that were claimed within the last `seconds`."""
     found = await session.scalar(
         select(func.count()).where(
             WorkerSession.pool == pool,
@@ -267,7 +256,7 @@ async def serves_another(session: AsyncSession, worker_id: str, claim_id: str) -
 
 
 async def session_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
-    """The assignment under which the user was served at a time (for an order's timeline)."""
+    """Returns the user's assignment at a time, for an order's timeline."""
     return await session.scalar(
         select(WorkerSession)
         .where(
@@ -281,7 +270,7 @@ async def session_at(session: AsyncSession, user_id: str, at: datetime) -> Worke
 
 
 class WorkerInService(NamedTuple):
-    """The present assignment of a user whose worker has had its mark."""
+    """A user's present assignment whose worker should have its mark."""
 
     claim_id: str
     user_id: str
@@ -290,12 +279,12 @@ class WorkerInService(NamedTuple):
 
     @property
     def mark(self) -> bytes:
-        """What the mark says while this worker lives."""
+        """The value of the mark while this worker lives."""
         return f"{self.epoch}:{self.worker_id}".encode()
 
 
-#: The connect is told by an event, which can be lost: after so long, a claimed worker counts all the same.
-#: Three logins of 20 s with their pauses take less.
+#: A claimed worker counts as connected after this time, since the event of its connect can be lost. Three
+#: logins of 20 s with their pauses take less.
 _LONG_CLAIMED = timedelta(minutes=2)
 
 _IN_SERVICE = (
@@ -305,7 +294,7 @@ _IN_SERVICE = (
         func.coalesce(WorkerSession.worker_id, "").label("worker_id"),
         WorkerSession.epoch,
     )
-    # An older assignment that nobody closed is none any more.
+    # An older assignment does not count, even if it was never closed.
     .join(User, (User.id == WorkerSession.user_id) & (User.epoch == WorkerSession.epoch))
     .where(
         WorkerSession.ended_at.is_(None),
@@ -319,29 +308,26 @@ _IN_SERVICE = (
 
 
 async def workers_in_service(connection: AsyncConnection) -> list[WorkerInService]:
-    """All workers whose mark should be there, for the watcher."""
+    """Returns all workers whose mark should exist, for the mark watcher."""
     return [WorkerInService(*row) for row in await connection.execute(_IN_SERVICE)]
 
 
 async def last_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
-    """The assignment of a worker, open or ended: a worker belongs to one user in its life."""
-    return await session.scalar(
-        select(WorkerSession)
-        .where(WorkerSession.worker_id == worker_id)
-        .order_by(WorkerSession.epoch.desc())
-        .limit(1)
-    )
+    """Returns the last assignment of a worker, open or ended."""
+    return await _latest(session, WorkerSession.worker_id == worker_id)
 
 
 class WorkerInUse(NamedTuple):
+    """A worker with an open assignment."""
+
     user_id: str
     worker_id: str
-    #: Of the user's accounts: `stock`, `futures`.
+    #: Markets of the user's accounts: `stock`, `futures`.
     markets: list[str]
 
 
 async def workers_in_use(session: AsyncSession, worker_ids: Collection[str]) -> list[WorkerInUse]:
-    """The users of these workers, as far as their assignments are open, in order of their ids."""
+    """Returns those of these workers that have an open assignment, by user id."""
     if not worker_ids:
         return []
     kind = BrokerAccount.broker_type

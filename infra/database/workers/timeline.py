@@ -1,4 +1,4 @@
-"""The timeline of users' workers: every change of state, once, in order."""
+"""The timeline of users' workers: every change of state, once and in order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import WorkerTransition
 
-#: PostgreSQL tells this channel, with the user's id, of every transaction that added to a timeline.
+#: PostgreSQL notifies this channel, with the user's id, when a timeline grows.
 TIMELINE_CHANNEL = "berth_timeline"
-#: The first half of the writers' advisory locks; locks of one number, as the watcher's, are never among them.
+#: The first half of the writers' advisory locks; it cannot collide with a lock of one number.
 _TIMELINE_LOCKS = 0x6274
-#: Characters kept of a reason and of other texts that come from outside.
+#: Characters kept of a reason and of other texts.
 _REASON = 1000
 _NAME = 128
 
@@ -39,14 +39,11 @@ class NewTransition:
 async def record_transitions(
     session: AsyncSession, *, user_id: str, chain: str, transitions: Sequence[NewTransition]
 ) -> int:
-    """Adds what is new of these changes and tells `TIMELINE_CHANNEL`; returns how many were new.
-
-    A repeat adds nothing: `(chain, number)` is unique.
-    """
+    """Adds the changes that are new and notifies `TIMELINE_CHANNEL`; returns how many were new."""
     if not transitions:
         return 0
-    # One writer a user at a time. Ids are given out before the commit: without the lock, a reader that goes
-    # on behind an id could miss a lower one which is committed later.
+    # One writer per user at a time: ids are assigned before the commit, so without the lock a reader that
+    # continues after an id could miss a lower one that is committed later.
     await session.execute(select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id))))
     rows = [_values(user_id, chain, transition) for transition in transitions]
     added = await session.scalars(
@@ -64,7 +61,7 @@ async def record_transitions(
 async def transitions_of_user(
     session: AsyncSession, user_id: str, *, after: int = 0, limit: int = 100
 ) -> list[WorkerTransition]:
-    """Changes with an id above `after`, at most `limit`, oldest first."""
+    """Returns at most `limit` changes with an id above `after`, oldest first."""
     found = await session.scalars(
         select(WorkerTransition)
         .where(WorkerTransition.user_id == user_id, WorkerTransition.id > after)
@@ -75,7 +72,7 @@ async def transitions_of_user(
 
 
 async def latest_transitions(session: AsyncSession, user_id: str, limit: int = 1) -> list[WorkerTransition]:
-    """The last changes, at most `limit`, oldest first."""
+    """Returns the last `limit` changes, oldest first."""
     found = await session.scalars(
         select(WorkerTransition)
         .where(WorkerTransition.user_id == user_id)
@@ -105,5 +102,5 @@ def _time(seconds: float) -> datetime:
 
 
 def _clean(text: str, limit: int) -> str:
-    """PostgreSQL stores no NUL, and a text that it refuses would be refused for ever."""
+    """Replaces NUL, which PostgreSQL refuses: the activity would be retried for ever."""
     return text.replace("\x00", " ")[:limit]

@@ -215,13 +215,13 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
     line = SilentLine(own_valkey.port)
     server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-    beside = ValkeyLink.beside
+    connect = ValkeyLink.connect
     async with (
         server,
         valkey.connect_valkey(own_valkey.url) as client,
         valkey.connect_valkey(url, socket_timeout=0.5) as over_the_line,
     ):
-        monkeypatch.setattr(ValkeyLink, "beside", lambda _client, heard: beside(over_the_line, heard))
+        monkeypatch.setattr(ValkeyLink, "connect", lambda _client, heard: connect(over_the_line, heard))
         listener = AnswerListener(client)
         await listener.start()
         first = listener.link

@@ -302,7 +302,7 @@ async def test_the_statements_do_what_the_state_machine_says(
             for place, (state, filled) in enumerate(batch)
         ]
         for one in told:
-            expected = expected.told(one.state, one.filled_quantity)
+            expected = expected.after_event(one.state, one.filled_quantity)
         async with database.session() as session:
             await recording.record_events(session, told)
         found = await row(database, order_id)

@@ -68,23 +68,6 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
     assert len({order.tag for order in found}) == 3
 
 
-async def test_a_tag_of_an_earlier_release_counts_on_its_own_day_only(database: Database) -> None:
-    """They were numbers from 000001 on, each day anew."""
-    yesterday = TODAY - timedelta(days=2)
-    named, of_today, of_yesterday = [
-        await accept(database, replace(new_order(name), symbol=name, trading_day=day), OrderState.UNKNOWN)
-        for name, day in (("a", yesterday), ("b", TODAY), ("c", yesterday))
-    ]
-    async with database.session() as session:
-        await session.execute(text("update orders set tag = '00' || right(tag, 4)"))
-        named_now = "update orders set broker_order_id = 'b1' where client_order_id = 'a'"
-        await session.execute(text(named_now))
-    async with database.session() as session:
-        _, found = await open_orders.open_orders_with_accounts(session, "42")
-    assert [order.order_id for order in found] == [named, of_today]
-    assert of_yesterday not in {order.order_id for order in found}
-
-
 async def test_an_order_says_whether_its_submission_was_begun(database: Database) -> None:
     told = [OrderState.QUEUED, OrderState.SUBMITTING, OrderState.UNKNOWN, OrderState.SUBMITTED]
     ids = [await accept(database, replace(new_order("a"), trading_day=TODAY))]

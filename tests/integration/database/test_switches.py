@@ -9,9 +9,8 @@ import pytest
 from sqlalchemy import select
 
 from infra.database import accounts, users
-from infra.database.accounts import EncryptedCredentials
 from infra.database.engine import Database
-from infra.database.models import AuditEntry
+from infra.database.models import AuditEntry, EncryptedCredentials
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
@@ -50,7 +49,7 @@ async def put(database: Database, scope: TradingScope, state: SwitchState) -> in
 async def test_nobody_is_switched_until_somebody_switches(database: Database) -> None:
     async with database.session() as session:
         assert await switches.switch_of_user(session, "alice") == OPEN
-        assert (await switches.read_switches(session)).of("alice") == OPEN
+        assert (await switches.read_switches(session)).for_user("alice") == OPEN
 
 
 async def test_the_strictest_of_all_scopes_counts(database: Database) -> None:
@@ -64,13 +63,16 @@ async def test_the_strictest_of_all_scopes_counts(database: Database) -> None:
             await switches.read_switches(session),
         )
     assert (alice.of("main"), alice.of("other"), alice.version) == (HALTED, REDUCING, last)
-    assert picture.of("alice") == alice
-    assert (picture.of("bob").of("main"), picture.of("bob").of("other")) == (HALTED, SwitchState.OPEN)
-    assert picture.of("carol") == OPEN
+    assert picture.for_user("alice") == alice
+    assert (picture.for_user("bob").of("main"), picture.for_user("bob").of("other")) == (
+        HALTED,
+        SwitchState.OPEN,
+    )
+    assert picture.for_user("carol") == OPEN
     everybody = await put(database, TradingScope(), HALTED)
     async with database.session() as session:
         bob, picture = await switches.switch_of_user(session, "bob"), await switches.read_switches(session)
-    assert (bob.of("other"), bob.version, picture.of("carol").every) == (HALTED, everybody, HALTED)
+    assert (bob.of("other"), bob.version, picture.for_user("carol").every) == (HALTED, everybody, HALTED)
 
 
 async def test_opening_ones_own_switch_does_not_open_an_operators(database: Database) -> None:
@@ -125,4 +127,4 @@ async def test_those_with_a_worker_are_in_reach(database: Database) -> None:
     ],
 )
 def test_a_scope_is_found_again_by_its_name(scope: TradingScope) -> None:
-    assert TradingScope.of(scope.name) == scope
+    assert TradingScope.parse(scope.name) == scope

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load_calendar
-from infra.market.table import FIRST, table
+from infra.market.table import FIRST, holiday_table
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
 
@@ -90,7 +90,7 @@ class _Sessions:
 
 
 def test_the_table_names_weekdays_that_are_no_sessions() -> None:
-    made = table(_Sessions([datetime(2026, 1, day, tzinfo=UTC) for day in (2, 5, 7)]))
+    made = holiday_table(_Sessions([datetime(2026, 1, day, tzinfo=UTC) for day in (2, 5, 7)]))
     assert (made["holidays"], made["last"]) == (["2026-01-01", "2026-01-06"], "2026-01-07")
 
 
@@ -100,7 +100,7 @@ def test_the_table_is_what_the_library_says() -> None:
     library = pytest.importorskip(
         "exchange_calendars", reason="make_table's library is no dependency of ours"
     )
-    made, ours = table(library), load_calendar()
+    made, ours = holiday_table(library), load_calendar()
     until = min(date.fromisoformat(made["last"]), ours.last)
     theirs = {day for day in map(date.fromisoformat, made["holidays"]) if day <= until}
     assert theirs == {day for day in ours.holidays if day <= until}

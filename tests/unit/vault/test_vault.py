@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moto import mock_aws
 
-from infra.database.accounts import EncryptedCredentials
+from infra.database.models import EncryptedCredentials
 from infra.vault import key_pairs, vault
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
 from infra.vault.key_pairs import (

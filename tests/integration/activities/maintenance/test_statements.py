@@ -20,7 +20,7 @@ from activities.reports.statements import StatementActivities, last_ended
 from infra.database import users
 from infra.database import users as statement_addresses
 from infra.database.engine import Database
-from infra.database.users import StatementAddresses
+from infra.database.models import StatementAddress
 from infra.jobs.client import JobClient
 from infra.local.servers import TemporalServer
 from infra.market import calendar
@@ -47,7 +47,7 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await made.close()
 
 
-async def with_addresses(database: Database, **addresses: StatementAddresses) -> None:
+async def with_addresses(database: Database, **addresses: StatementAddress) -> None:
     async with database.session() as session:
         for user_id, one in addresses.items():
             await users.create_user(session, user_id)
@@ -102,9 +102,9 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
 ) -> None:
     await with_addresses(
         database,
-        ann=StatementAddresses(email="ann@example.com"),
-        bob=StatementAddresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
-        eve=StatementAddresses(),
+        ann=StatementAddress(email="ann@example.com"),
+        bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+        eve=StatementAddress(),
     )
     begin = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=5, minutes=30)
     second = timedelta(seconds=1)
@@ -128,7 +128,7 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
 
 
 async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, valkey_client: Redis) -> None:
-    addresses = {f"u{number}": StatementAddresses(email=f"u{number}@example.com") for number in range(5)}
+    addresses = {f"u{number}": StatementAddress(email=f"u{number}@example.com") for number in range(5)}
     await with_addresses(database, **addresses)
     made = statements(database, valkey_client)
     page = await enqueue(made, limit=3, rate=0.1)
@@ -145,8 +145,8 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
 ) -> None:
     await with_addresses(
         database,
-        ann=StatementAddresses(webhook_url="https://{ann}/"),
-        bob=StatementAddresses(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
+        ann=StatementAddress(webhook_url="https://{ann}/"),
+        bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
     )
     noon = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
@@ -164,8 +164,8 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
 ) -> None:
     await with_addresses(
         database,
-        ann=StatementAddresses(email="ann@example.com"),
-        bob=StatementAddresses(webhook_url="https://bob.example.com/hook"),
+        ann=StatementAddress(email="ann@example.com"),
+        bob=StatementAddress(webhook_url="https://bob.example.com/hook"),
     )
     plan = sm.PlanStatements(day=DAY.isoformat())
     for settings, wanted in (
@@ -202,7 +202,7 @@ def test_a_day_has_ended_when_its_evening_has() -> None:
 async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
     database: Database, valkey_client: Redis, temporal_server: TemporalServer
 ) -> None:
-    await with_addresses(database, ann=StatementAddresses(email="ann@example.com"))
+    await with_addresses(database, ann=StatementAddress(email="ann@example.com"))
     made = statements(database, valkey_client)
     client = await Client.connect(temporal_server.address)
     async with Worker(

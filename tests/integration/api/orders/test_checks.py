@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from infra.database.trading import limits as trading_limits
-from infra.database.trading.limits import LimitOverrides
+from infra.database.trading.models import AccountLimits
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, on_one_day, running_api
 
 
@@ -26,9 +26,7 @@ async def put_account(api: ServedApi, account_id: str, broker: str, broker_type:
 
 async def limit(api: ServedApi, account_id: str = "main", **limits: Any) -> None:
     async with api.services.database.session() as session:
-        await trading_limits.put_limits(
-            session, api.user, account_id, LimitOverrides(**limits), actor="key:1"
-        )
+        await trading_limits.put_limits(session, api.user, account_id, AccountLimits(**limits), actor="key:1")
 
 
 @pytest.fixture
