@@ -15,6 +15,7 @@ from api.attention import router as attention
 from api.container import running_services
 from api.fleet import router as fleet
 from api.http import log, problems
+from api.http.errors import BodyTooLarge
 from api.http.middleware import RequestMiddleware
 from api.http.streams import on_stop
 from api.jobs import router as jobs
@@ -44,6 +45,7 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 
 #: The first one that fits a path answers, and most requests are orders.
 ROUTERS = (
+    orders.placement_router,
     orders.router,
     orders.list_router,
     change_router.router,
@@ -106,6 +108,11 @@ def _document_more(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document["components"]["schemas"]
+        too_large = problems.responses(BodyTooLarge, public=True)[413]
+        for path in document["paths"].values():
+            for operation in path.values():
+                if "requestBody" in operation:
+                    operation["responses"].setdefault("413", too_large)
         schemas.setdefault("Problem", problems.SCHEMA)
         # The first two are in event streams only; an alert may come as plain text.
         for model in (PresentState, PresentOrders, Alert):

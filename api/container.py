@@ -25,10 +25,8 @@ from api.http.streams import EventStreams
 from api.jobs.service import JobService
 from api.orders import checks
 from api.orders.changes import OrderChangeService
-from api.orders.outcomes import OutcomeWriter
-from api.orders.pending import PendingOrders
-from api.orders.placer import OrderPlacer
-from api.orders.reader import OrderReader
+from api.orders.outcomes import OrderReader, OutcomeWriter
+from api.orders.placer import OrderPlacer, PendingOrders
 from api.pools.rollouts import RolloutControl
 from api.pools.service import PoolControl
 from api.positions.closer import PositionCloser

@@ -21,9 +21,9 @@ from api.attention.schemas import (
 from api.container import InServices
 from api.http import problems
 from api.http.auth import Caller, require_staff
-from api.http.errors import BodyTooLarge, Forbidden, NotFound
+from api.http.errors import Forbidden, NotFound
 from api.http.fields import UserIdInPath
-from api.orders.reader import view_of
+from api.orders.outcomes import view_of
 from api.orders.schemas import OrderView, cursor_of, position_of
 from api.workers.router import require_known_user
 from infra.database import models
@@ -76,14 +76,14 @@ async def recheck_order(order_id: UUID, caller: Caller, services: InServices) ->
         row = await recording.get_order(session, order_id)
         if not caller.may_see(row.user_id):
             raise OrderNotFound(f"there is no order {order_id}")
-        row = await attention.recheck_order(session, order_id, actor=f"key:{caller.key_id}")
+        row = await attention.recheck_order(session, order_id, actor=caller.actor)
     return view_of(row)
 
 
 @router.post(
     "/orders/{order_id}/resolve",
     summary="End an order by hand",
-    responses=problems.responses(OrderNotFound, Forbidden, OrderSettled, ResolutionInvalid, BodyTooLarge),
+    responses=problems.responses(OrderNotFound, Forbidden, OrderSettled, ResolutionInvalid),
 )
 async def resolve_order(
     order_id: UUID, body: ResolveOrderRequest, caller: Caller, services: InServices
@@ -100,7 +100,7 @@ async def resolve_order(
         reason=body.reason,
     )
     async with services.database.session() as session:
-        row = await attention.resolve_order(session, order_id, found, actor=f"key:{caller.key_id}")
+        row = await attention.resolve_order(session, order_id, found, actor=caller.actor)
     return view_of(row)
 
 
@@ -155,7 +155,7 @@ async def list_open_reconciliations(
 @reconciliation_router.post(
     "/reconciliations/{number}/resolve",
     summary="Close a difference",
-    responses=problems.responses(ReconciliationNotFound, Forbidden, BodyTooLarge),
+    responses=problems.responses(ReconciliationNotFound, Forbidden),
 )
 async def resolve_reconciliation(
     number: Annotated[int, Path(ge=1, le=2**63 - 1)],
@@ -170,6 +170,6 @@ async def resolve_reconciliation(
     require_staff(caller)
     async with services.database.session() as session:
         row = await reconciliations.resolve_reconciliation(
-            session, number, actor=f"key:{caller.key_id}", reason=body.reason
+            session, number, actor=caller.actor, reason=body.reason
         )
     return ReconciliationView.model_validate(row)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from api.http.fields import Body, View
+from api.http.fields import Body, View, examples
 from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderView
 from worker_runtime.protocol.messages import OrderState
 
@@ -31,7 +31,7 @@ _ATTENTION_EXAMPLE = {
 class AttentionOrderView(OrderView):
     """An order that a person has to look at; `attention` says why."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_ATTENTION_EXAMPLE]})
+    model_config = examples(_ATTENTION_EXAMPLE)
 
     attention_at: datetime
     known_state: Annotated[OrderState, Field(description="The last state that is known of it.")]
@@ -40,9 +40,7 @@ class AttentionOrderView(OrderView):
 class AttentionPage(View):
     """Orders that wait for a person, those that wait longest first."""
 
-    model_config = ConfigDict(
-        frozen=True, json_schema_extra={"examples": [{"orders": [_ATTENTION_EXAMPLE], "next_cursor": None}]}
-    )
+    model_config = examples({"orders": [_ATTENTION_EXAMPLE], "next_cursor": None})
 
     orders: list[AttentionOrderView]
     next_cursor: Annotated[
@@ -54,19 +52,13 @@ class AttentionPage(View):
 class ResolveOrderRequest(Body):
     """How an order ended, as somebody found out at the broker. Nothing changes it any more."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {"state": "cancelled", "reason": "the broker's desk: never arrived"},
-                {
-                    "state": "filled",
-                    "filled_quantity": 1,
-                    "average_price": "1005",
-                    "reason": "seen in the app",
-                },
-            ]
+    model_config = examples(
+        {"state": "cancelled", "reason": "the broker's desk: never arrived"},
+        {
+            "state": "filled",
+            "filled_quantity": 1,
+            "average_price": "1005",
+            "reason": "seen in the app",
         },
     )
 
@@ -123,9 +115,7 @@ class ReconciliationView(View):
 class ReconciliationList(View):
     """Differences, in the order that the path says."""
 
-    model_config = ConfigDict(
-        frozen=True, json_schema_extra={"examples": [{"reconciliations": [_RECONCILIATION_EXAMPLE]}]}
-    )
+    model_config = examples({"reconciliations": [_RECONCILIATION_EXAMPLE]})
 
     reconciliations: list[ReconciliationView]
 
@@ -133,11 +123,7 @@ class ReconciliationList(View):
 class ResolveReconciliationRequest(Body):
     """Somebody has looked at it."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={"examples": [{"reason": "one lot was bought by hand"}]},
-    )
+    model_config = examples({"reason": "one lot was bought by hand"})
 
     reason: Annotated[
         str, Field(min_length=1, max_length=500, description="Why; it stands in the audit trail.")

@@ -13,10 +13,9 @@ from temporalio.client import (
     ScheduleOverlapPolicy,
     WorkflowFailureError,
 )
-from temporalio.service import RPCError, RPCStatusCode
 
-from api.http.errors import NoMaintenance, OrchestratorUnavailable, TemporalUnavailable
-from infra.temporal.client import error_of_rpc
+from api.http.errors import NoMaintenance, OrchestratorUnavailable
+from infra.temporal.client import temporal_errors
 from workflows.maintenance.messages import Maintained
 from workflows.names import MAINTENANCE_SCHEDULE
 
@@ -38,25 +37,20 @@ class MaintenanceTrigger:
         """
         schedule = self._client.get_schedule_handle(MAINTENANCE_SCHEDULE)
         try:
-            async with asyncio.timeout(wait):
-                begun = await self._begun(schedule)
-                if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
-                    raise NoMaintenance("the schedule starts something else")
-                handle = self._client.get_workflow_handle(
-                    begun.workflow_id, run_id=begun.first_execution_run_id, result_type=Maintained
-                )
-                done: Maintained = await handle.result()
-                return done
+            with temporal_errors(missing=NoMaintenance()):
+                async with asyncio.timeout(wait):
+                    begun = await self._begun(schedule)
+                    if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
+                        raise NoMaintenance("the schedule starts something else")
+                    handle = self._client.get_workflow_handle(
+                        begun.workflow_id, run_id=begun.first_execution_run_id, result_type=Maintained
+                    )
+                    done: Maintained = await handle.result()
+                    return done
         except TimeoutError:
             return None
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                raise NoMaintenance from None
-            raise error_of_rpc(error) from None
         except WorkflowFailureError as error:
             raise OrchestratorUnavailable(f"the pass failed: {error.cause}"[:300]) from None
-        except RuntimeError:  # what a lazy client raises when its first connect fails
-            raise TemporalUnavailable from None
 
     async def _begun(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
         """The pass that is under way, or the next one to begin: by our trigger, or by the clock just then."""

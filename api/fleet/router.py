@@ -23,7 +23,6 @@ from api.fleet.schemas import (
 from api.http import problems
 from api.http.auth import Caller, require_staff
 from api.http.errors import (
-    BodyTooLarge,
     Forbidden,
     NoMaintenance,
     OrchestratorUnavailable,
@@ -76,9 +75,7 @@ PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description
     summary="Run maintenance now",
     responses={
         202: {"model": MaintenanceRunView, "description": "The pass takes longer than `wait` seconds."},
-        **problems.responses(
-            Forbidden, BodyTooLarge, NoMaintenance, OrchestratorUnavailable, TemporalUnavailable
-        ),
+        **problems.responses(Forbidden, NoMaintenance, OrchestratorUnavailable, TemporalUnavailable),
     },
 )
 async def run_maintenance(
@@ -93,7 +90,7 @@ async def run_maintenance(
     async with services.database.session() as session:
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action="maintenance.run_requested",
             subject="fleet",
             reason=(body or ReasonBody()).reason,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from api.http.fields import View
+from api.http.fields import View, examples
 
 
 class FleetRowView(View):
@@ -40,23 +40,18 @@ class MaintenancePassView(View):
 class FleetView(View):
     """The fleet as a whole."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "maintenance": {
-                        "began_at": "2026-11-21T01:00:00Z",
-                        "workers": 812,
-                        "found": {"orphan_task": 1},
-                        "outcomes": {"stopped": 1},
-                        "guarded": None,
-                        "scan_seconds": 0.08,
-                        "total_seconds": 0.31,
-                    }
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "maintenance": {
+                "began_at": "2026-11-21T01:00:00Z",
+                "workers": 812,
+                "found": {"orphan_task": 1},
+                "outcomes": {"stopped": 1},
+                "guarded": None,
+                "scan_seconds": 0.08,
+                "total_seconds": 0.31,
+            }
+        }
     )
 
     maintenance: Annotated[
@@ -67,20 +62,15 @@ class FleetView(View):
 class MaintenanceRunView(View):
     """What a pass that was asked for saw and did."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "ended": True,
-                    "workers": 812,
-                    "found": 2,
-                    "confirmed": 1,
-                    "outcomes": {"stopped": 1},
-                    "guarded": None,
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "ended": True,
+            "workers": 812,
+            "found": 2,
+            "confirmed": 1,
+            "outcomes": {"stopped": 1},
+            "guarded": None,
+        }
     )
 
     ended: Annotated[bool, Field(description="False: it takes longer than `wait`, and goes on.")]
@@ -94,24 +84,19 @@ class MaintenanceRunView(View):
 class FleetPage(View):
     """One page of running workers."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
+    model_config = examples(
+        {
+            "workers": [
                 {
-                    "workers": [
-                        {
-                            "user_id": "alice",
-                            "state": "Active",
-                            "worker_id": "w-7c3e9d4f",
-                            "pool": "default",
-                            "started_at": "2026-11-21T01:00:00Z",
-                        }
-                    ],
-                    "next_cursor": None,
+                    "user_id": "alice",
+                    "state": "Active",
+                    "worker_id": "w-7c3e9d4f",
+                    "pool": "default",
+                    "started_at": "2026-11-21T01:00:00Z",
                 }
-            ]
-        },
+            ],
+            "next_cursor": None,
+        }
     )
 
     workers: list[FleetRowView]
@@ -129,20 +114,15 @@ class DependencyView(View):
 
 
 class ReadinessView(View):
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "ready": True,
-                    "dependencies": {
-                        "postgresql": {"state": "up", "ms": 0.7, "reason": ""},
-                        "valkey": {"state": "up", "ms": 0.2, "reason": ""},
-                        "temporal": {"state": "up", "ms": 1.1, "reason": ""},
-                    },
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "ready": True,
+            "dependencies": {
+                "postgresql": {"state": "up", "ms": 0.7, "reason": ""},
+                "valkey": {"state": "up", "ms": 0.2, "reason": ""},
+                "temporal": {"state": "up", "ms": 1.1, "reason": ""},
+            },
+        }
     )
 
     ready: bool

@@ -13,9 +13,9 @@ from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.fleet.schemas import FleetPage, FleetRowView
-from api.http.errors import InvalidRequest, TemporalUnavailable
+from api.http.errors import InvalidRequest
 from api.http.fields import ID_PATTERN
-from infra.temporal.client import error_of_rpc
+from infra.temporal.client import temporal_errors
 from workflows.names import SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 from workflows.user_worker.messages import WorkerState
 
@@ -61,14 +61,13 @@ class FleetList:
             next_page_token=_token(cursor) if cursor else None,
             rpc_timeout=timedelta(seconds=TIMEOUT),
         )
-        try:
-            await found.fetch_next_page()
-        except RPCError as error:
-            if cursor and error.status == RPCStatusCode.INVALID_ARGUMENT:
-                raise _bad_cursor() from None
-            raise error_of_rpc(error, server_only=True) from None
-        except RuntimeError:  # what a lazy client raises when its first connect fails
-            raise TemporalUnavailable from None
+        with temporal_errors(server_only=True):
+            try:
+                await found.fetch_next_page()
+            except RPCError as error:
+                if cursor and error.status == RPCStatusCode.INVALID_ARGUMENT:
+                    raise _bad_cursor() from None
+                raise
         token = found.next_page_token
         return FleetPage(
             workers=[_row(one) for one in found.current_page or ()],

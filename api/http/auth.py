@@ -47,6 +47,11 @@ class Principal:
     def staff(self) -> bool:
         return self.role in (Role.OPERATOR, Role.ADMIN)
 
+    @property
+    def actor(self) -> str:
+        """How the audit trail names this caller."""
+        return f"key:{self.key_id}"
+
     def may_see(self, user_id: str) -> bool:
         return self.staff or self.user_id == user_id
 
@@ -91,7 +96,7 @@ class Authenticator:
         return found
 
 
-async def caller(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
+async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
     """The authenticated caller; raises `Unauthenticated`."""
     authenticator: Authenticator = request.app.state.services.authenticator
     principal = await authenticator.principal(key)
@@ -99,7 +104,7 @@ async def caller(request: Request, key: Annotated[str | None, Security(scheme)])
     return principal
 
 
-Caller = Annotated[Principal, Depends(caller)]
+Caller = Annotated[Principal, Depends(authenticate)]
 
 
 def require_staff(principal: Principal) -> None:

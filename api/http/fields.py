@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
@@ -36,3 +36,8 @@ class View(BaseModel):
     """What the API returns."""
 
     model_config = ConfigDict(frozen=True)
+
+
+def examples(*bodies: dict[str, Any]) -> ConfigDict:
+    """The configuration of a schema that shows these examples in OpenAPI; the rest is inherited."""
+    return ConfigDict(json_schema_extra={"examples": list(bodies)})

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from api.container import InServices, Services
 from api.http import problems
 from api.http.auth import Caller, Principal, require_staff
-from api.http.errors import BodyTooLarge, Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
+from api.http.errors import Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
 from api.http.fields import ID_PATTERN, UserIdInPath
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, MailJobRequest, UserJobRequest, WebhookJobRequest
@@ -48,7 +48,6 @@ Seconds = Annotated[
         TooManyOrders,
         UnknownAccount,
         JobIdReused,
-        BodyTooLarge,
         ValkeyUnavailable,
     ),
 )
@@ -120,7 +119,7 @@ async def cancel_user_job(
     "/jobs",
     summary="Enqueue a job of the fleet",
     status_code=202,
-    responses=problems.responses(Forbidden, JobIdReused, BodyTooLarge, ValkeyUnavailable),
+    responses=problems.responses(Forbidden, JobIdReused, ValkeyUnavailable),
 )
 async def put_fleet_job(body: FleetJobRequest, caller: Caller, services: InServices) -> JobStateView:
     """A webhook, a mail or a ping. With a `job_id` the same call is done once."""
@@ -162,7 +161,7 @@ async def cancel_fleet_job(job_id: JobIdInPath, caller: Caller, services: InServ
 async def _audit_job(services: Services, caller: Principal, action: str, **about: str) -> None:
     """Who asked for what, in the audit trail: before it is done, so that nothing is done unseen."""
     async with services.database.session() as session:
-        audit.append_entry(session, actor=f"key:{caller.key_id}", action=action, subject="fleet", **about)
+        audit.append_entry(session, actor=caller.actor, action=action, subject="fleet", **about)
 
 
 limit_router = APIRouter(prefix="/job-limits", tags=["jobs"])
@@ -188,7 +187,7 @@ async def get_job_limits(caller: Caller, services: InServices) -> schemas.JobLim
 @limit_router.put(
     "/{job_type}",
     summary="Set limits of a job type",
-    responses=problems.responses(Forbidden, NotFound, BodyTooLarge, ValkeyUnavailable),
+    responses=problems.responses(Forbidden, NotFound, ValkeyUnavailable),
 )
 async def put_job_limits(
     job_type: JobType, body: schemas.JobLimitsRequest, caller: Caller, services: InServices
@@ -202,7 +201,7 @@ async def put_job_limits(
     async with services.database.session() as session:  # before it is done, so that nothing is done unseen
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action="job_limits.set",
             subject=f"job-type:{job_type}",
             reason=body.reason,

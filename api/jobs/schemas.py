@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from api.http.fields import ID_PATTERN, AccountId, Body, View
+from api.http.fields import ID_PATTERN, AccountId, Body, View, examples
 from api.orders.schemas import OrderFilter
 from api.workers.schemas import ReasonBody
 
@@ -66,16 +66,10 @@ class SnapshotJobRequest(_JobRequest):
 class UserJobRequest(Body):
     """A job of one user."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {"job": {"type": "statement", "day": "2026-11-20", "job_id": "statement-2026-11-20"}},
-                {"job": {"type": "order_export", "orders": {"state": ["filled"]}}},
-                {"job": {"type": "position_snapshot", "account_id": "9A95-0123456"}},
-            ]
-        },
+    model_config = examples(
+        {"job": {"type": "statement", "day": "2026-11-20", "job_id": "statement-2026-11-20"}},
+        {"job": {"type": "order_export", "orders": {"state": ["filled"]}}},
+        {"job": {"type": "position_snapshot", "account_id": "9A95-0123456"}},
     )
 
     job: Annotated[StatementJobRequest | ExportJobRequest | SnapshotJobRequest, Field(discriminator="type")]
@@ -113,24 +107,18 @@ class MailJobRequest(_JobRequest):
 class FleetJobRequest(Body):
     """A job of the fleet, for operators."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "job": {
-                        "type": "webhook",
-                        "url": "https://example.com/hook",
-                        "recipient": "alice",
-                        "event": "order.filled",
-                        "body": {"order": "0199"},
-                    }
-                },
-                {"job": {"type": "email", "to": "alice@example.com", "subject": "Hello", "text": "Hello"}},
-                {"job": {"type": "ping"}, "priority": 9},
-            ]
+    model_config = examples(
+        {
+            "job": {
+                "type": "webhook",
+                "url": "https://example.com/hook",
+                "recipient": "alice",
+                "event": "order.filled",
+                "body": {"order": "0199"},
+            }
         },
+        {"job": {"type": "email", "to": "alice@example.com", "subject": "Hello", "text": "Hello"}},
+        {"job": {"type": "ping"}, "priority": 9},
     )
 
     job: Annotated[PingJobRequest | WebhookJobRequest | MailJobRequest, Field(discriminator="type")]
@@ -172,27 +160,22 @@ class JobFailureView(View):
 class JobStateView(View):
     """A job as it stands."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "id": "statement-2026-11-20",
-                    "type": "statement",
-                    "state": "done",
-                    "ended": True,
-                    "cancelling": False,
-                    "attempt": 1,
-                    "queued_at": None,
-                    "due_at": None,
-                    "started_at": "2026-11-21T01:00:00.000000Z",
-                    "finished_at": "2026-11-21T01:00:00.020000Z",
-                    "progress": None,
-                    "value": {"user_id": "alice", "day": "2026-11-20", "orders": 0, "lines": []},
-                    "failure": None,
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "id": "statement-2026-11-20",
+            "type": "statement",
+            "state": "done",
+            "ended": True,
+            "cancelling": False,
+            "attempt": 1,
+            "queued_at": None,
+            "due_at": None,
+            "started_at": "2026-11-21T01:00:00.000000Z",
+            "finished_at": "2026-11-21T01:00:00.020000Z",
+            "progress": None,
+            "value": {"user_id": "alice", "day": "2026-11-20", "orders": 0, "lines": []},
+            "failure": None,
+        }
     )
 
     id: str
@@ -225,11 +208,7 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 class JobLimitsRequest(ReasonBody):
     """All limits of one type of job; what is null or left out has none."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={"examples": [_LIMITS_EXAMPLE | {"reason": "the mail server asked for it"}]},
-    )
+    model_config = examples(_LIMITS_EXAMPLE | {"reason": "the mail server asked for it"})
 
     running: Annotated[
         _Count | None, Field(description="Jobs that run at once, everywhere; 0: none is begun.")
@@ -259,7 +238,7 @@ class JobLimitsRequest(ReasonBody):
 class JobLimitsView(View):
     """Limits of one type of job; null: without."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_LIMITS_VIEW_EXAMPLE]})
+    model_config = examples(_LIMITS_VIEW_EXAMPLE)
 
     type: str
     running_now: Annotated[int, Field(description="Jobs of this type that run now, by the queue's count.")]

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from api.http import log
 from api.http.errors import InvalidRequest, NotFound, TooManyJobs
 from api.jobs import schemas
-from api.orders.reader import view_of
+from api.orders.outcomes import view_of
 from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.orders import listing as order_list

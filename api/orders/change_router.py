@@ -25,7 +25,6 @@ router = APIRouter(prefix="/orders/{order_id}", tags=["orders"])
 _PROBLEMS = (
     OrderNotFound,
     OrderSettled,
-    errors.BodyTooLarge,
     errors.NoAnswer,
     errors.ValkeyUnavailable,
     errors.TemporalUnavailable,
@@ -77,7 +76,7 @@ async def cancel_order(
     """
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changing.cancel(row, body, seconds, f"key:{caller.key_id}")
+    changed = await services.changing.cancel(row, body, seconds, caller.actor)
     return _change_response(changed, changed.order.state is OrderState.CANCELLED)
 
 
@@ -109,5 +108,5 @@ async def replace_order(
     """
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changing.replace(row, body, seconds, f"key:{caller.key_id}")
+    changed = await services.changing.replace(row, body, seconds, caller.actor)
     return _change_response(changed, changed.answered)

@@ -13,8 +13,7 @@ from redis.exceptions import RedisError
 from api.http import errors
 from api.http.problems import ProblemError
 from api.orders import schemas
-from api.orders.outcomes import NotedOutcome, OutcomeWriter
-from api.orders.reader import OrderReader, apply_answer, view_of
+from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, view_of
 from api.orders.schemas import OrderView
 from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests

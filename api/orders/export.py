@@ -7,7 +7,7 @@ import io
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 
-from api.orders.reader import view_of
+from api.orders.outcomes import view_of
 from api.orders.schemas import OrderView
 from infra.database.engine import Database
 from infra.database.models import Order as Row

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from api.http.streams import ServerEvent
-from api.orders.reader import view_of
+from api.orders.outcomes import view_of
 from api.orders.schemas import PresentOrders
 from infra.database.engine import Database
 from infra.database.models import Order

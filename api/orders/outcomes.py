@@ -1,4 +1,6 @@
-"""Writes to PostgreSQL what workers answered, in case the recorder is away.
+"""Orders as callers see them: the row of PostgreSQL, moved on by an answer that is newer than the row.
+
+Writes to PostgreSQL what workers answered, in case the recorder is away.
 
 The recorder writes the same from the event stream, usually before us. An answer can also be read from its
 response key for 60 s (`placer.py`); this makes sure that it is still known after that. Both writers only
@@ -8,19 +10,163 @@ move an order forward, so their order does not matter.
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import ARRAY, Uuid, any_, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http import log
+from api.orders.schemas import OrderDetailView, OrderStepView, OrderView
+from api.workers.answers import AnswerListener
 from infra import tasks
+from infra.database import models
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
 from infra.database.orders import recording
-from infra.database.orders.states import rank
-from worker_runtime.protocol.messages import OrderOutcome
+from infra.database.orders.states import IN_QUEUE, rank
+from infra.database.workers import sessions as worker_sessions
+from infra.valkey.request_queue import outcome_of
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+
+#: States in which nobody knows the broker's answer yet: 202.
+UNANSWERED = frozenset(
+    {
+        OrderState.ACCEPTED,
+        OrderState.QUEUED,
+        OrderState.SUBMITTING,
+        OrderState.UNKNOWN,
+        OrderState.NEEDS_ATTENTION,
+    }
+)
+#: How a worker writes a reason of our own: the code, then the sentence.
+_CODED = re.compile(r"([A-Z][A-Z0-9_]*): (.*)", re.DOTALL)
+
+
+def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | None]:
+    coded = _CODED.fullmatch(reason or "")
+    if coded is None:
+        return code, reason
+    return code or coded[1], coded[2]
+
+
+def view_of(row: models.Order) -> OrderView:
+    """The order as PostgreSQL has it."""
+    code, reason = _reason_of(row.reason_code, row.reason)
+    final = row.state in FINAL_ORDER_STATES
+    attention = None if final else row.attention
+    return OrderView.model_validate(
+        {
+            "id": str(row.id),
+            "client_order_id": row.client_order_id,
+            "user_id": row.user_id,
+            "account_id": row.account_id,
+            "symbol": row.symbol,
+            "side": row.side,
+            "quantity": row.quantity,
+            "price_type": row.price_type,
+            "price": row.price,
+            "time_in_force": row.time_in_force,
+            "state": row.state if attention is None else OrderState.NEEDS_ATTENTION,
+            "final": final,
+            "broker_order_id": row.broker_order_id,
+            "filled_quantity": row.filled_quantity,
+            "average_price": row.average_price,
+            "code": code,
+            "reason": reason,
+            "reduce_only": row.reduce_only,
+            "origin": row.origin or None,
+            "attention": attention,
+            "accepted_at": row.created_at,
+        }
+    )
+
+
+def apply_answer(order: OrderView, answer: Answer) -> OrderView:
+    """The order after this answer; unchanged if it has come as far by itself."""
+    outcome, answer_code = outcome_of(answer, order.id)
+    ahead = rank(outcome.state) - rank(order.state)
+    if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
+        return order
+    if outcome.withdrawn and order.state not in IN_QUEUE:
+        return order  # a worker had taken it: what was in its queue was out of a copy that lagged behind
+    if order.attention is not None and outcome.state not in FINAL_ORDER_STATES:
+        return order  # a person has to look, whatever the broker said before
+    code, reason = _reason_of(answer_code, outcome.reason)
+    return order.model_copy(
+        update={
+            "state": outcome.state,
+            "final": outcome.state in FINAL_ORDER_STATES,
+            "broker_order_id": outcome.broker_order_id or order.broker_order_id,
+            "filled_quantity": max(outcome.filled_quantity, order.filled_quantity),
+            "average_price": outcome.average_price or order.average_price,
+            "code": code,
+            "reason": reason,
+            "attention": None,
+        }
+    )
+
+
+def failure_of(order: OrderView) -> BerthError | None:
+    """Why the order never reached the broker; None if it did, may have, or still can."""
+    if not order.final or order.code is None or order.code == OrderRejected.code:
+        return None
+    return from_code(order.code, order.reason or "")
+
+
+class OrderReader:
+    """Reads orders."""
+
+    def __init__(self, database: Database, answers: AnswerListener, deadline: float) -> None:
+        self._database = database
+        self._answers = answers
+        #: As long as a response key can be there at all, after the order was accepted.
+        self._answerable = timedelta(seconds=deadline + keys.ANSWER_TTL + 10)
+
+    async def with_latest_answer(self, order: OrderView) -> OrderView:
+        """The order, moved on by the answer in its response key if PostgreSQL does not have it yet.
+
+        Raises `RedisError` when Valkey is down: an older state than the one answered is never shown.
+        """
+        if order.final or datetime.now(UTC) - order.accepted_at > self._answerable:
+            return order
+        answer = await self._answers.read(order.user_id, order.id)
+        return apply_answer(order, answer) if answer else order
+
+    async def get(self, order_id: UUID) -> OrderView:
+        """Raises `OrderNotFound`."""
+        async with self._database.session() as session:
+            row = await recording.get_order(session, order_id)
+        return await self.with_latest_answer(view_of(row))
+
+    async def with_timeline(self, order: OrderView) -> OrderDetailView:
+        """The order with all steps that are recorded. The recorder may be a moment behind the state."""
+        async with self._database.session() as session:
+            events = await recording.events_of_order(session, UUID(order.id))
+            serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)
+        steps = [(event.at, event.state, event.data.get("reason")) for event in events]
+        if serving is not None:
+            last = max((at for at, _, _ in steps), default=order.accepted_at)
+            for at, name in ((serving.claimed_at, "claimed"), (serving.connected_at, "connected")):
+                # A worker that was there before the order, or came after its end, is no part of it.
+                if at is not None and order.accepted_at <= at and (at <= last or not order.final):
+                    steps.append((at, name, serving.worker_id))
+        steps.sort(key=lambda step: step[0])
+        timeline = [
+            OrderStepView(
+                step=name,
+                at=at,
+                elapsed_ms=round((at - order.accepted_at).total_seconds() * 1000, 1),
+                detail=detail,
+            )
+            for at, name, detail in steps
+        ]
+        return OrderDetailView(**order.model_dump(), timeline=timeline)
+
 
 #: Seconds after which an answer is written, up to twice as many: the recorder needs milliseconds, and then
 #: nothing is left to do.

@@ -16,7 +16,6 @@ from api.container import InServices
 from api.http import problems
 from api.http.auth import Caller, require_user
 from api.http.errors import (
-    BodyTooLarge,
     ClientOrderIdReused,
     NotFound,
     OrchestratorUnavailable,
@@ -28,7 +27,8 @@ from api.http.fields import UserIdInPath
 from api.http.problems import ProblemError
 from api.orders import export
 from api.orders.feed import OrderFeed
-from api.orders.reader import UNANSWERED, view_of
+from api.orders.outcomes import UNANSWERED, view_of
+from api.orders.placement_route import PlacementRoute
 from api.orders.schemas import (
     OrderDetailView,
     OrderFilter,
@@ -44,6 +44,7 @@ from infra.database.orders import listing as order_list
 from infra.database.orders.states import OrderNotFound
 from worker_runtime.protocol import errors
 
+placement_router = APIRouter(tags=["orders"], route_class=PlacementRoute)
 router = APIRouter(tags=["orders"])
 
 Wait = Annotated[
@@ -53,7 +54,7 @@ Wait = Annotated[
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where the order is."}}
 
 
-@router.post(
+@placement_router.post(
     "/users/{user_id}/orders",
     status_code=201,
     response_model=OrderView,
@@ -68,7 +69,6 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
         },
         **problems.responses(
             NotFound,
-            BodyTooLarge,
             ClientOrderIdReused,
             errors.Parked,
             errors.UnknownAccount,
@@ -106,7 +106,7 @@ async def place_order(
     """
     require_user(caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
-    found = await services.placing.place(user_id, body, seconds, f"key:{caller.key_id}")
+    found = await services.placing.place(user_id, body, seconds, caller.actor)
     order = found.order
     if found.failure is not None:
         raise ProblemError(found.failure, {"order": order.model_dump(mode="json")})

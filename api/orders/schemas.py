@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from api.http.errors import InvalidRequest
-from api.http.fields import AccountId, Body, Price, View
+from api.http.fields import AccountId, Body, Price, View, examples
 from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
@@ -69,15 +69,8 @@ Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
 class OrderRequest(Body):
     """A new order."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                ORDER_EXAMPLE,
-                {**ORDER_EXAMPLE, "price_type": "MKT", "price": None, "time_in_force": "IOC"},
-            ]
-        },
+    model_config = examples(
+        ORDER_EXAMPLE, {**ORDER_EXAMPLE, "price_type": "MKT", "price": None, "time_in_force": "IOC"}
     )
 
     client_order_id: ClientOrderId
@@ -119,7 +112,7 @@ class OrderStepView(View):
 class OrderView(View):
     """An order as it stands."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [ORDER_VIEW_EXAMPLE]})
+    model_config = examples(ORDER_VIEW_EXAMPLE)
 
     id: str
     client_order_id: str
@@ -149,22 +142,17 @@ class OrderView(View):
 class OrderDetailView(OrderView):
     """An order with the steps of its life so far, in order of time."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    **ORDER_VIEW_EXAMPLE,
-                    "timeline": [
-                        {"step": "accepted", "at": "2026-11-21T01:00:00.000000Z", "elapsed_ms": 0},
-                        {"step": "claimed", "at": "2026-11-21T01:00:00.021000Z", "elapsed_ms": 21},
-                        {"step": "connected", "at": "2026-11-21T01:00:00.034000Z", "elapsed_ms": 34},
-                        {"step": "submitted", "at": "2026-11-21T01:00:00.036000Z", "elapsed_ms": 36},
-                        {"step": "filled", "at": "2026-11-21T01:00:00.037000Z", "elapsed_ms": 37},
-                    ],
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            **ORDER_VIEW_EXAMPLE,
+            "timeline": [
+                {"step": "accepted", "at": "2026-11-21T01:00:00.000000Z", "elapsed_ms": 0},
+                {"step": "claimed", "at": "2026-11-21T01:00:00.021000Z", "elapsed_ms": 21},
+                {"step": "connected", "at": "2026-11-21T01:00:00.034000Z", "elapsed_ms": 34},
+                {"step": "submitted", "at": "2026-11-21T01:00:00.036000Z", "elapsed_ms": 36},
+                {"step": "filled", "at": "2026-11-21T01:00:00.037000Z", "elapsed_ms": 37},
+            ],
+        }
     )
 
     timeline: list[OrderStepView]
@@ -186,7 +174,7 @@ _REPLACE_EXAMPLE: dict[str, Any] = {"request_id": "replace-1", "quantity": 1, "p
 class CancelRequest(Body):
     """Take an order back."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_CANCEL_EXAMPLE]})
+    model_config = examples(_CANCEL_EXAMPLE)
 
     request_id: RequestId
 
@@ -194,7 +182,7 @@ class CancelRequest(Body):
 class ReplaceRequest(Body):
     """Change a working order: a smaller quantity, another price, or both."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_REPLACE_EXAMPLE]})
+    model_config = examples(_REPLACE_EXAMPLE)
 
     request_id: RequestId
     quantity: Annotated[
@@ -277,11 +265,8 @@ class OrderQuery(OrderFilter):
 class OrderPage(View):
     """Orders, the newest first."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [{"orders": [ORDER_VIEW_EXAMPLE], "next_cursor": "AAY6sY7tQAABmfHCpbh8Pp1PahssPU5f"}]
-        },
+    model_config = examples(
+        {"orders": [ORDER_VIEW_EXAMPLE], "next_cursor": "AAY6sY7tQAABmfHCpbh8Pp1PahssPU5f"}
     )
 
     orders: list[OrderView]

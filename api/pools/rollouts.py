@@ -9,10 +9,9 @@ from datetime import timedelta
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowQueryFailedError
 from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
-from temporalio.service import RPCError, RPCStatusCode
 
-from api.http.errors import NoRollout, OrchestratorUnavailable, RolloutUnderWay, TemporalUnavailable
-from infra.temporal.client import error_of_rpc
+from api.http.errors import NoRollout, OrchestratorUnavailable, RolloutUnderWay
+from infra.temporal.client import temporal_errors
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id
 from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
 
@@ -31,23 +30,21 @@ class RolloutControl:
 
         `before`: what the pool's new workers are now.
         """
+        to = given.release.version or "of the settings"
         try:
-            await self._client.start_workflow(
-                ROLLOUT,
-                given,
-                id=rollout_id(given.pool),
-                task_queue=BULK_QUEUE,
-                id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-                rpc_timeout=TIMEOUT,
-                static_summary=f"pool {given.pool} to version {given.release.version or 'of the settings'}",
-            )
+            with temporal_errors(server_only=True):
+                await self._client.start_workflow(
+                    ROLLOUT,
+                    given,
+                    id=rollout_id(given.pool),
+                    task_queue=BULK_QUEUE,
+                    id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+                    rpc_timeout=TIMEOUT,
+                    static_summary=f"pool {given.pool} to version {to}",
+                )
         except WorkflowAlreadyStartedError:
             raise RolloutUnderWay(f"a rollout of pool {given.pool} is under way") from None
-        except RPCError as error:
-            raise error_of_rpc(error, server_only=True) from None
-        except RuntimeError:  # what a lazy client raises when its first connect fails
-            raise TemporalUnavailable from None
         now = time.time()
         return RolloutView(
             pool=given.pool,
@@ -62,20 +59,17 @@ class RolloutControl:
         """The one that goes on, or the last one. Raises `NoRollout`."""
         handle = self._client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
-            status = (await handle.describe(rpc_timeout=TIMEOUT)).status
-            if status == WorkflowExecutionStatus.COMPLETED:
-                # Not asked: the release that ran it may be gone, and its result says the same.
-                ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
-                return ended
-            if status != WorkflowExecutionStatus.RUNNING:
-                raise NoRollout(f"the last rollout of pool {pool} was ended by hand, and left no result")
-            view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
-        except RPCError as error:
-            raise _rollout_error(error, pool) from None
+            with temporal_errors(missing=_no_rollout(pool)):
+                status = (await handle.describe(rpc_timeout=TIMEOUT)).status
+                if status == WorkflowExecutionStatus.COMPLETED:
+                    # Not queried: the release that ran it may be gone, and its result says the same.
+                    ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
+                    return ended
+                if status != WorkflowExecutionStatus.RUNNING:
+                    raise NoRollout(f"the last rollout of pool {pool} was ended by hand, and left no result")
+                view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
         except (WorkflowFailureError, WorkflowQueryFailedError):
             raise OrchestratorUnavailable("the rollout did not answer") from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
         return view
 
     async def abort(self, pool: str, reason: str) -> RolloutView:
@@ -83,18 +77,12 @@ class RolloutControl:
         with suppress(OrchestratorUnavailable):  # it hears of the abort when it is back
             # One that has ended goes on until that is told; a signal would still be taken.
             if (await self.view(pool)).phase in ENDED:
-                raise NoRollout(f"no rollout of pool {pool} is under way")
+                raise _no_rollout(pool)
         handle = self._client.get_workflow_handle(rollout_id(pool))
-        try:
+        with temporal_errors(missing=_no_rollout(pool)):
             await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=TIMEOUT)
-        except RPCError as error:
-            raise _rollout_error(error, pool) from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
         return await self.view(pool)
 
 
-def _rollout_error(error: RPCError, pool: str) -> Exception:
-    if error.status == RPCStatusCode.NOT_FOUND:
-        return NoRollout(f"no rollout of pool {pool} is under way")
-    return error_of_rpc(error)
+def _no_rollout(pool: str) -> NoRollout:
+    return NoRollout(f"no rollout of pool {pool} is under way")

@@ -14,7 +14,6 @@ from api.container import InServices, Services
 from api.http import problems
 from api.http.auth import Caller, Principal, require_staff
 from api.http.errors import (
-    BodyTooLarge,
     Forbidden,
     NoPool,
     NoRollout,
@@ -46,7 +45,7 @@ async def audit_pool_request(
     async with services.database.session() as session:
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action=f"pool.{asked}_requested",
             subject=f"pool:{pool}",
             reason=reason,
@@ -64,7 +63,7 @@ async def get_pool(pool: PoolName, caller: Caller, services: InServices) -> Pool
 @router.put(
     "",
     summary="Resize a pool",
-    responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge, PoolPolicyInvalid, ZoneUnknown, PoolChanged),
+    responses=problems.responses(*_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, PoolChanged),
 )
 async def put_pool(
     pool: PoolName, body: PoolPolicyRequest, caller: Caller, services: InServices
@@ -89,7 +88,7 @@ async def _change_mode(
     return PoolStatusView.of(await services.pools.steer(pool, asked))
 
 
-@router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+@router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def pause_pool(
     pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
 ) -> PoolStatusView:
@@ -97,7 +96,7 @@ async def pause_pool(
     return await _change_mode(pool, caller, services, body, "pause")
 
 
-@router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+@router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def drain_pool(
     pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
 ) -> PoolStatusView:
@@ -105,7 +104,7 @@ async def drain_pool(
     return await _change_mode(pool, caller, services, body, "drain")
 
 
-@router.post("/resume", summary="Resume a pool", responses=problems.responses(*_POOL_PROBLEMS, BodyTooLarge))
+@router.post("/resume", summary="Resume a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def resume_pool(
     pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
 ) -> PoolStatusView:
@@ -131,7 +130,7 @@ async def get_rollout(pool: PoolName, caller: Caller, services: InServices) -> R
     "",
     summary="Begin a rollout",
     status_code=status.HTTP_202_ACCEPTED,
-    responses=problems.responses(*_ROLLOUT_PROBLEMS, BodyTooLarge, NoPool, RolloutInvalid, RolloutUnderWay),
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, NoPool, RolloutInvalid, RolloutUnderWay),
 )
 async def start_rollout(
     pool: PoolName, body: RolloutRequest, caller: Caller, services: InServices
@@ -145,7 +144,7 @@ async def start_rollout(
         raise RolloutInvalid(
             f"the pool's workers are of version {body.version} already: another image needs another version"
         )
-    given = body.given(pool, f"key:{caller.key_id}")
+    given = body.given(pool, caller.actor)
     await audit_pool_request(
         services, caller, pool, "rollout", body.reason, version=body.version, image=body.image
     )
@@ -156,7 +155,7 @@ async def start_rollout(
     "/abort",
     summary="Take a rollout back",
     status_code=status.HTTP_202_ACCEPTED,
-    responses=problems.responses(*_ROLLOUT_PROBLEMS, BodyTooLarge, NoRollout),
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, NoRollout),
 )
 async def abort_rollout(
     pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None

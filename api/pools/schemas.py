@@ -6,12 +6,12 @@ Rollouts in and out: which version a pool is brought to, and how far that is.
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from api.http.fields import Body, View
+from api.http.fields import Body, View, examples
 from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import PoolMode, PoolView
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
@@ -115,9 +115,7 @@ class PoolPolicyBody(Body):
 class PoolPolicyRequest(PoolPolicyBody):
     """A whole policy. It counts at once: what is too much is stopped without waiting."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"examples": [{**_POLICY, "reason": "more users"}]}
-    )
+    model_config = examples({**_POLICY, "reason": "more users"})
 
     revision: Annotated[
         int | None,
@@ -129,7 +127,7 @@ class PoolPolicyRequest(PoolPolicyBody):
 class PoolStatusView(View):
     """A pool now: how many workers it wants and why, and what it has."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_POOL]})
+    model_config = examples(_POOL)
 
     pool: str
     mode: Annotated[
@@ -160,29 +158,9 @@ class PoolStatusView(View):
 
     @classmethod
     def of(cls, view: PoolView) -> Self:
-        return cls(
-            pool=view.pool,
-            mode=PoolMode(view.mode),
-            wanted=view.wanted,
-            reasons=view.reasons,
-            changes_at=_time(view.changes_at),
-            ready=view.ready,
-            starting=view.starting,
-            in_use=view.in_use,
-            claims=view.claims,
-            launches=view.launches,
-            failures=view.failures,
-            failing=view.failing,
-            circuit_open=view.circuit_open,
-            last_failure=view.last_failure,
-            next_launch=_time(view.next_launch),
-            revision=view.revision,
-            policy=PoolPolicyBody.of(view.policy),
-        )
-
-
-def _time(seconds: float | None) -> datetime | None:
-    return datetime.fromtimestamp(seconds, UTC) if seconds else None
+        given = {**asdict(view), "policy": PoolPolicyBody.of(view.policy)}
+        # The workflow has 0 for a time that is not known.
+        return cls(**given | {name: given[name] or None for name in ("changes_at", "next_launch")})
 
 
 _NEW: dict[str, Any] = {"version": "0.2.0", "image": "berth-worker:0.2.0", "reason": "release 0.2.0"}
@@ -222,7 +200,7 @@ class ReleaseView(View):
 class RolloutRequest(Body):
     """The version that a pool is brought to. What is left out has its default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_NEW]})
+    model_config = examples(_NEW)
 
     version: Annotated[
         Version, Field(description="What the new workers report. Empty: what the settings say.")
@@ -277,7 +255,7 @@ class RolloutRequest(Body):
 class RolloutStatusView(View):
     """A rollout: where it is, and what is left."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_ROLLOUT]})
+    model_config = examples(_ROLLOUT)
 
     pool: str
     phase: Annotated[
@@ -300,21 +278,4 @@ class RolloutStatusView(View):
 
     @classmethod
     def of(cls, view: RolloutView) -> Self:
-        phase = RolloutPhase(view.phase)
-        return cls(
-            pool=view.pool,
-            phase=phase,
-            release=ReleaseView.of(view.release),
-            before=ReleaseView.of(view.before),
-            began_at=datetime.fromtimestamp(view.began_at, UTC),
-            deadline=datetime.fromtimestamp(view.deadline, UTC),
-            new=view.new,
-            old=view.old,
-            wanted=view.wanted,
-            users=view.users,
-            retired=view.retired,
-            asked=view.asked,
-            ended=phase in ENDED,
-            reason=view.reason,
-            held=view.held,
-        )
+        return cls(**asdict(view), ended=view.phase in ENDED)

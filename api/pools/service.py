@@ -11,10 +11,9 @@ from temporalio.client import (
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
 from temporalio.exceptions import ApplicationError
-from temporalio.service import RPCError, RPCStatusCode
 
-from api.http.errors import NoPool, OrchestratorUnavailable, PoolChanged, TemporalUnavailable
-from infra.temporal.client import error_of_rpc
+from api.http.errors import NoPool, OrchestratorUnavailable, PoolChanged
+from infra.temporal.client import temporal_errors
 from workflows.names import worker_pool_id
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView, SetPolicy
 from workflows.worker_pool.policy import PoolPolicyInvalid
@@ -31,14 +30,10 @@ class PoolControl:
 
     async def view(self, pool: str) -> PoolView:
         handle = self._client.get_workflow_handle(worker_pool_id(pool))
-        try:
+        with temporal_errors(missing=_no_pool(pool)):
             view: PoolView = await handle.query(
                 "view", result_type=PoolView, rpc_timeout=timedelta(seconds=TIMEOUT)
             )
-        except RPCError as error:
-            raise _pool_error(error, pool) from None
-        except RuntimeError:  # what a lazy client raises when its first connect fails
-            raise TemporalUnavailable from None
         return view
 
     async def set_policy(self, pool: str, wanted: SetPolicy) -> PoolView:
@@ -52,8 +47,9 @@ class PoolControl:
     async def _update(self, pool: str, name: str, *args: object) -> PoolView:
         handle = self._client.get_workflow_handle(worker_pool_id(pool))
         try:
-            async with asyncio.timeout(TIMEOUT):
-                view: PoolView = await handle.execute_update(name, args=args, result_type=PoolView)
+            with temporal_errors(missing=_no_pool(pool)):
+                async with asyncio.timeout(TIMEOUT):
+                    view: PoolView = await handle.execute_update(name, args=args, result_type=PoolView)
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
             raise OrchestratorUnavailable from None
         except WorkflowUpdateFailedError as failed:
@@ -65,14 +61,8 @@ class PoolControl:
                 raise PoolChanged(str(cause)) from None
             # It closed under the update, or is still on a release without it: a moment later it is not.
             raise OrchestratorUnavailable(f"the pool did not take it: {cause}") from None
-        except RPCError as error:
-            raise _pool_error(error, pool) from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
         return view
 
 
-def _pool_error(error: RPCError, pool: str) -> Exception:
-    if error.status == RPCStatusCode.NOT_FOUND:
-        return NoPool(f"there is no pool {pool}")
-    return error_of_rpc(error)
+def _no_pool(pool: str) -> NoPool:
+    return NoPool(f"there is no pool {pool}")

@@ -11,7 +11,7 @@ from api.http import errors, problems
 from api.http.auth import Caller
 from api.http.fields import AccountIdInPath, UserIdInPath
 from api.http.problems import ProblemError
-from api.orders.reader import UNANSWERED
+from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
 from api.orders.schemas import OrderView
 from api.positions import router as portfolio
@@ -26,7 +26,6 @@ router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["order
 SymbolInPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]+$", max_length=32, examples=["2330"])]
 _PROBLEMS = (
     *portfolio.BROKER_PROBLEMS,
-    errors.BodyTooLarge,
     errors.ClientOrderIdReused,
     errors.NoPosition,
     errors.PositionBusy,
@@ -79,7 +78,7 @@ async def close_position(
         client_order_id=body.client_order_id,
         fingerprint=body.fingerprint(account_id, symbol),
         origin="close",
-        actor=f"key:{caller.key_id}",
+        actor=caller.actor,
         price_type=body.price_type,
         price=body.price,
         time_in_force=body.lasts,
@@ -126,7 +125,7 @@ async def carry_out_intent(
     """
     await require_known_user(services, caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
-    result = await services.intents.run_intent(user_id, account_id, body, seconds, f"key:{caller.key_id}")
+    result = await services.intents.run_intent(user_id, account_id, body, seconds, caller.actor)
     return Response(
         result.model_dump_json(), 200 if all_answered(result) else 202, media_type="application/json"
     )

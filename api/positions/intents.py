@@ -20,8 +20,8 @@ from uuid import UUID
 from api.http.errors import CloseNotFilled, IntentExpired, NoPosition
 from api.http.notifications import NotificationListener
 from api.http.problems import ProblemError
+from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import OrderLeg, PlacementResult
-from api.orders.reader import UNANSWERED, OrderReader, failure_of
 from api.orders.schemas import OrderRequest, OrderView
 from api.positions.closer import PositionClose, PositionCloser
 from api.positions.schemas import Intent, IntentRequest, IntentView

@@ -11,9 +11,9 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from api.http.fields import Body, Price, View
+from api.http.fields import Body, Price, View, examples
 from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, ClientOrderId, OrderView, Symbol
 from worker_runtime.protocol import exchange
 from worker_runtime.protocol.messages import PriceType, TimeInForce
@@ -35,7 +35,7 @@ _HEAD: dict[str, JsonValue] = {
 class PositionView(View):
     """An open position."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_POSITION]})
+    model_config = examples(_POSITION)
 
     symbol: str
     direction: Literal["long", "short"]
@@ -56,9 +56,7 @@ class PositionView(View):
 class PositionList(View):
     """The open positions of an account, by symbol."""
 
-    model_config = ConfigDict(
-        frozen=True, json_schema_extra={"examples": [{**_HEAD, "positions": [_POSITION]}]}
-    )
+    model_config = examples({**_HEAD, "positions": [_POSITION]})
 
     user_id: str
     account_id: str
@@ -69,12 +67,7 @@ class PositionList(View):
 class BalanceView(View):
     """The money of an account."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [{**_HEAD, "currency": "TWD", "cash": "1000000", "available": "997997"}]
-        },
-    )
+    model_config = examples({**_HEAD, "currency": "TWD", "cash": "1000000", "available": "997997"})
 
     user_id: str
     account_id: str
@@ -138,7 +131,7 @@ class _PricedBody(Body):
 class ClosePositionRequest(_PricedBody):
     """Close a position, or a part of it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_CLOSE]})
+    model_config = examples(_CLOSE)
 
     client_order_id: ClientOrderId
     quantity: Annotated[_Quantity | None, Field(description="Lots; without it: all of the position.")] = None
@@ -167,7 +160,7 @@ class Intent(StrEnum):
 class IntentRequest(_PricedBody):
     """Enter or leave the market on one side."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_INTENT]})
+    model_config = examples(_INTENT)
 
     client_order_id: Annotated[
         str,
@@ -197,18 +190,13 @@ class IntentRequest(_PricedBody):
 class IntentView(View):
     """How far an intent has come."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "client_order_id": "signal-17",
-                    "intent": "long_entry",
-                    "legs": [ORDER_VIEW_EXAMPLE],
-                    "complete": True,
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "client_order_id": "signal-17",
+            "intent": "long_entry",
+            "legs": [ORDER_VIEW_EXAMPLE],
+            "complete": True,
+        }
     )
 
     client_order_id: str

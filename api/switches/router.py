@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from api.container import InServices
 from api.http import problems
 from api.http.auth import Caller, Principal, require_user
-from api.http.errors import BodyTooLarge, Forbidden, InvalidRequest, NotFound
+from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import ID_PATTERN
 from api.switches.schemas import (
     EffectiveSwitchView,
@@ -36,7 +36,7 @@ OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, descript
     response_model=SwitchSetView,
     responses={
         202: {"model": SwitchSetView, "description": "It is set; Valkey could not be told yet."},
-        **problems.responses(NotFound, Forbidden, UserNotFound, UnknownAccount, BodyTooLarge),
+        **problems.responses(NotFound, Forbidden, UserNotFound, UnknownAccount),
     },
 )
 async def put_switch(
@@ -49,7 +49,7 @@ async def put_switch(
     sets the user's own switch, which stands beside the operators': nobody opens what another has closed.
     """
     row, told = await services.switchboard.put(
-        _requested_scope(body, caller), body.state, actor=f"key:{caller.key_id}", reason=body.reason
+        _requested_scope(body, caller), body.state, actor=caller.actor, reason=body.reason
     )
     if not told:
         response.status_code = 202

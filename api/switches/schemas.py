@@ -6,9 +6,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from api.http.fields import AccountId, Body, UserId, View
+from api.http.fields import AccountId, Body, UserId, View, examples
 from worker_runtime.protocol.switches import SwitchState
 
 _SET: dict[str, Any] = {
@@ -46,7 +46,7 @@ class SwitchHolder(StrEnum):
 class SwitchRequest(Body):
     """What to switch, to what, and why."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_SET]})
+    model_config = examples(_SET)
 
     scope: SwitchScope
     user_id: UserId | None = None
@@ -73,7 +73,7 @@ class SwitchRequest(Body):
 class SwitchView(View):
     """One switch, as somebody set it last."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_EXAMPLE]})
+    model_config = examples(_EXAMPLE)
 
     scope: SwitchScope
     user_id: str | None
@@ -112,20 +112,15 @@ class EffectiveSwitchView(View):
 class SwitchList(View):
     """All switches that were ever set, the newest change first."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "switches": [{name: value for name, value in _EXAMPLE.items() if name != "told"}],
-                    "effective": {
-                        "version": 17,
-                        "all_accounts": "open",
-                        "accounts": {"9A95-0123456": "halted"},
-                    },
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "switches": [{name: value for name, value in _EXAMPLE.items() if name != "told"}],
+            "effective": {
+                "version": 17,
+                "all_accounts": "open",
+                "accounts": {"9A95-0123456": "halted"},
+            },
+        }
     )
 
     switches: list[SwitchView]

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from api.container import InServices, Services
 from api.http import log, problems
 from api.http.auth import Caller, require_staff, require_user
-from api.http.errors import BodyTooLarge, Forbidden, NotFound
+from api.http.errors import Forbidden, NotFound
 from api.http.fields import AccountIdInPath, UserIdInPath
 from api.users.schemas import AccountLimitsRequest, AccountLimitsView, CredentialsRequest, CredentialsView
 from infra.database import accounts, audit, users
@@ -26,7 +26,7 @@ router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["crede
 @router.put(
     "/credentials",
     summary="Store broker credentials",
-    responses=problems.responses(NotFound, BodyTooLarge),
+    responses=problems.responses(NotFound),
 )
 async def store_credentials(
     user_id: UserIdInPath,
@@ -66,7 +66,7 @@ async def store_credentials(
         )
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action="credentials.stored",
             subject=f"account:{user_id}/{account_id}",
             version=version,
@@ -115,7 +115,7 @@ async def get_limits(
 @limit_router.put(
     _LIMITS_PATH,
     summary="Set limits",
-    responses=problems.responses(Forbidden, UnknownAccount, BodyTooLarge),
+    responses=problems.responses(Forbidden, UnknownAccount),
 )
 async def put_limits(
     user_id: UserIdInPath,
@@ -131,7 +131,7 @@ async def put_limits(
     async with services.database.session() as session:
         if not await accounts.account_exists(session, user_id, account_id):
             raise UnknownAccount(f"user {user_id} has no account {account_id}")
-        await trading_limits.put_limits(session, user_id, account_id, limits, actor=f"key:{caller.key_id}")
+        await trading_limits.put_limits(session, user_id, account_id, limits, actor=caller.actor)
     return _limits_view(limits)
 
 

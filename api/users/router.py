@@ -13,7 +13,7 @@ from fastapi import APIRouter, status
 from api.container import InServices
 from api.http import problems
 from api.http.auth import Caller, require_staff
-from api.http.errors import BodyTooLarge, Forbidden, InvalidRequest, NotFound
+from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import UserIdInPath
 from api.users.schemas import StatementAddressesRequest, StatementAddressesView, UserRequest, UserWithKeyView
 from api.workers.router import require_known_user
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/users", tags=["users"])
     "",
     status_code=status.HTTP_201_CREATED,
     summary="Create a user",
-    responses=problems.responses(UserExists, Forbidden, BodyTooLarge),
+    responses=problems.responses(UserExists, Forbidden),
 )
 async def create_user(body: UserRequest, caller: Caller, services: InServices) -> UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once. For operators and administrators."""
@@ -40,7 +40,7 @@ async def create_user(body: UserRequest, caller: Caller, services: InServices) -
         key = await api_keys.create_api_key(session, "user", user_id)
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action="user.created",
             subject=f"user:{user_id}",
             key_id=str(key.id),
@@ -69,7 +69,7 @@ async def get_statement_addresses(
 @statement_router.put(
     _ADDRESSES_PATH,
     summary="Set statement addresses",
-    responses=problems.responses(Forbidden, NotFound, BodyTooLarge),
+    responses=problems.responses(Forbidden, NotFound),
 )
 async def put_statement_addresses(
     user_id: UserIdInPath, body: StatementAddressesRequest, caller: Caller, services: InServices
@@ -82,7 +82,7 @@ async def put_statement_addresses(
     await require_known_user(services, caller, user_id)
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     async with services.database.session() as session:
-        await users.put_addresses(session, user_id, addresses, actor=f"key:{caller.key_id}")
+        await users.put_addresses(session, user_id, addresses, actor=caller.actor)
     return StatementAddressesView(email=addresses.email, webhook_url=addresses.webhook_url)
 
 

@@ -14,9 +14,9 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Base64Bytes, ConfigDict, Field, SecretStr
+from pydantic import Base64Bytes, Field, SecretStr
 
-from api.http.fields import Body, Price, UserId, View
+from api.http.fields import Body, Price, UserId, View, examples
 from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
 
@@ -24,9 +24,7 @@ from api.orders.schemas import MAX_QUANTITY
 class UserRequest(Body):
     """A user to be. Without a `user_id` one is made up."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"examples": [{"user_id": "alice"}, {}]}
-    )
+    model_config = examples({"user_id": "alice"}, {})
 
     user_id: UserId | None = None
 
@@ -39,17 +37,12 @@ class UserView(View):
 class UserWithKeyView(UserView):
     """A new user with a key of the role `user`. The key is shown here once, and kept only as a hash."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "user_id": "alice",
-                    "created_at": "2026-11-21T01:00:00Z",
-                    "api_key": "bk_shown-here-once-and-never-again",
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "user_id": "alice",
+            "created_at": "2026-11-21T01:00:00Z",
+            "api_key": "bk_shown-here-once-and-never-again",
+        }
     )
 
     api_key: Annotated[str, Field(repr=False)]
@@ -69,20 +62,14 @@ Secret = Annotated[SecretStr, Field(min_length=1, max_length=512)]
 class CredentialsRequest(Body):
     """What the broker's login needs. Stored encrypted; the API can encrypt but not decrypt."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "broker": "paper",
-                    "broker_type": "stock",
-                    "simulation": True,
-                    "api_key": "your key at the broker",
-                    "secret_key": "its secret",
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "broker": "paper",
+            "broker_type": "stock",
+            "simulation": True,
+            "api_key": "your key at the broker",
+            "secret_key": "its secret",
+        }
     )
 
     broker: BrokerName
@@ -101,21 +88,16 @@ class CredentialsRequest(Body):
 class CredentialsView(View):
     """What is told about stored credentials: all but the credentials."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "user_id": "alice",
-                    "account_id": "9A95-0123456",
-                    "broker": "paper",
-                    "broker_type": "stock",
-                    "simulation": True,
-                    "version": 1,
-                    "reload_signalled": False,
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "user_id": "alice",
+            "account_id": "9A95-0123456",
+            "broker": "paper",
+            "broker_type": "stock",
+            "simulation": True,
+            "version": 1,
+            "reload_signalled": False,
+        }
     )
 
     user_id: str
@@ -142,7 +124,7 @@ _MOST = 2**31 - 1
 class AccountLimitsRequest(Body):
     """What one account may do, where it differs from the settings; null: as they say."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [_LIMITS_EXAMPLE]})
+    model_config = examples(_LIMITS_EXAMPLE)
 
     max_quantity: Annotated[
         int | None, Field(strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order.")
@@ -166,7 +148,7 @@ class AccountLimitsRequest(Body):
 class AccountLimitsView(View):
     """An account's own limits; null: as the settings say."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_LIMITS_EXAMPLE]})
+    model_config = examples(_LIMITS_EXAMPLE)
 
     max_quantity: int | None
     max_notional: Price | None
@@ -180,9 +162,7 @@ _ADDRESSES_EXAMPLE: dict[str, Any] = {"email": "alice@example.com", "webhook_url
 class StatementAddressesRequest(Body):
     """Both addresses; what is null or left out is none."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"examples": [_ADDRESSES_EXAMPLE]}
-    )
+    model_config = examples(_ADDRESSES_EXAMPLE)
 
     email: MailAddress | None = None
     webhook_url: Annotated[
@@ -194,7 +174,7 @@ class StatementAddressesRequest(Body):
 class StatementAddressesView(View):
     """Where the daily statements go; null: not there."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_ADDRESSES_EXAMPLE]})
+    model_config = examples(_ADDRESSES_EXAMPLE)
 
     email: str | None
     webhook_url: str | None

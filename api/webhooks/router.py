@@ -11,7 +11,7 @@ from api.container import InServices
 from api.http import errors, problems
 from api.http.auth import Caller, require_user
 from api.http.fields import UserIdInPath
-from api.orders.reader import UNANSWERED
+from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
 from api.webhooks.schemas import (
     AlertOutcome,
@@ -36,7 +36,7 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     "/users/{user_id}/webhooks",
     status_code=201,
     summary="Create a webhook",
-    responses=problems.responses(errors.NotFound, UserNotFound, protocol.UnknownAccount, errors.BodyTooLarge),
+    responses=problems.responses(errors.NotFound, UserNotFound, protocol.UnknownAccount),
 )
 async def create_webhook(
     user_id: UserIdInPath, body: WebhookRequest, caller: Caller, services: InServices
@@ -53,7 +53,7 @@ async def create_webhook(
             account_id=body.account_id,
             sources=body.sources,
             window_s=body.window_s,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
         )
     shown = _webhook_view(made.row).model_dump()
     path = f"/v1/webhooks/{made.token}/orders"
@@ -84,7 +84,7 @@ async def revoke_webhook(
     """From now on nothing is taken there. Its orders stay."""
     require_user(caller, user_id)
     async with services.database.session() as session:
-        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=f"key:{caller.key_id}")
+        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=caller.actor)
     if row is None:
         raise errors.NotFound
     return _webhook_view(row)
@@ -111,7 +111,6 @@ async def revoke_webhook(
             errors.SourceNotAllowed,
             errors.AlertOutdated,
             errors.WebhookBusy,
-            errors.BodyTooLarge,
             errors.NoPosition,
             errors.PositionBusy,
             errors.CloseInvalid,

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from api.http.fields import AccountId, Body, View
+from api.http.fields import AccountId, Body, View, examples
 from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderView
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
@@ -41,13 +41,7 @@ def _network(text: str) -> str:
 class WebhookRequest(Body):
     """A new place to which alerts may be posted."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        json_schema_extra={
-            "examples": [{name: _EXAMPLE[name] for name in ("account_id", "sources", "window_s")}]
-        },
-    )
+    model_config = examples({name: _EXAMPLE[name] for name in ("account_id", "sources", "window_s")})
 
     account_id: AccountId
     sources: Annotated[
@@ -62,7 +56,7 @@ class WebhookRequest(Body):
 class WebhookView(View):
     """A webhook, without what opens it."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_EXAMPLE]})
+    model_config = examples(_EXAMPLE)
 
     id: UUID
     user_id: str
@@ -76,11 +70,8 @@ class WebhookView(View):
 class WebhookWithSecretsView(WebhookView):
     """A new webhook. Token and secret are shown this once."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [{**_EXAMPLE, "token": "tN0…", "secret": "q7E…", "path": "/v1/webhooks/tN0…/orders"}]
-        },
+    model_config = examples(
+        {**_EXAMPLE, "token": "tN0…", "secret": "q7E…", "path": "/v1/webhooks/tN0…/orders"}
     )
 
     token: str
@@ -91,7 +82,7 @@ class WebhookWithSecretsView(WebhookView):
 class WebhookList(View):
     """A user's webhooks, the newest first."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [{"webhooks": [_EXAMPLE]}]})
+    model_config = examples({"webhooks": [_EXAMPLE]})
 
     webhooks: list[WebhookView]
 
@@ -187,18 +178,13 @@ class Alert(BaseModel):
 class AlertOutcome(View):
     """How far an alert has come that is more than one plain order."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "client_order_id": "webhook-5f0c…",
-                    "action": "long_entry",
-                    "legs": [ORDER_VIEW_EXAMPLE],
-                    "complete": True,
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "client_order_id": "webhook-5f0c…",
+            "action": "long_entry",
+            "legs": [ORDER_VIEW_EXAMPLE],
+            "complete": True,
+        }
     )
 
     client_order_id: str

@@ -31,8 +31,8 @@ from api.http.errors import (
     WebhookUnknown,
 )
 from api.http.problems import ProblemError
+from api.orders.outcomes import OrderReader
 from api.orders.placer import OrderPlacer
-from api.orders.reader import OrderReader
 from api.orders.schemas import OrderRequest, OrderView
 from api.positions.closer import PositionClose, PositionCloser
 from api.positions.intents import IntentRunner

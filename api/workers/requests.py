@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from api.http import log
 from api.http.errors import NoAnswer, ValkeyUnavailable
-from api.orders.pending import ANSWER_GRACE
+from api.orders.placer import ANSWER_GRACE
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra import tasks
 from infra.valkey.request_queue import QueuedRequest, RequestQueue

@@ -16,7 +16,6 @@ from api.container import InServices, Services
 from api.http import problems
 from api.http.auth import Caller, Principal, require_staff, require_user
 from api.http.errors import (
-    BodyTooLarge,
     Forbidden,
     NotFound,
     NoWorker,
@@ -63,7 +62,7 @@ async def _audit_worker(
     async with services.database.session() as session:
         audit.append_entry(
             session,
-            actor=f"key:{caller.key_id}",
+            actor=caller.actor,
             action=f"worker.{asked}_requested",
             subject=f"user:{user_id}",
             reason=(why or ReasonBody()).reason,
@@ -135,7 +134,6 @@ def _lifecycle_view(view: UserWorkerView) -> LifecycleView:
         202: {"model": SignalledView, "description": "It is starting, and takes longer than `wait` seconds."},
         **problems.responses(
             NotFound,
-            BodyTooLarge,
             errors.Parked,
             errors.UnknownAccount,
             errors.LoginRejected,
@@ -191,7 +189,7 @@ def _started_view(user_id: str, active: ActiveWorker) -> StartedWorkerView:
     "/stop",
     status_code=status.HTTP_202_ACCEPTED,
     summary="Stop the worker",
-    responses=problems.responses(NotFound, NoWorker, BodyTooLarge, TemporalUnavailable),
+    responses=problems.responses(NotFound, NoWorker, TemporalUnavailable),
 )
 async def stop_worker(
     user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
@@ -207,7 +205,7 @@ async def stop_worker(
     "/resume",
     status_code=status.HTTP_202_ACCEPTED,
     summary="Let a parked user start again",
-    responses=problems.responses(NotFound, NoWorker, Forbidden, BodyTooLarge, TemporalUnavailable),
+    responses=problems.responses(NotFound, NoWorker, Forbidden, TemporalUnavailable),
 )
 async def resume_worker(
     user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
@@ -235,7 +233,6 @@ async def resume_worker(
         **problems.responses(
             NotFound,
             NoWorker,
-            BodyTooLarge,
             errors.LoginRejected,
             errors.LoginLimited,
             errors.BrokerUnreachable,

@@ -8,17 +8,15 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
-from api.http.fields import Body, View
+from api.http.fields import Body, View, examples
 
 
 class ReasonBody(Body):
     """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"examples": [{"reason": "broker maintenance"}]}
-    )
+    model_config = examples({"reason": "broker maintenance"})
 
     reason: Annotated[str, Field(max_length=200, pattern=r"^[\x20-\x7e]*$")] = "requested"
 
@@ -33,9 +31,7 @@ class SignalledView(View):
 class ReloadedView(View):
     """The worker has the credentials that are stored now, or there is none that would need them."""
 
-    model_config = ConfigDict(
-        frozen=True, json_schema_extra={"examples": [{"user_id": "alice", "detail": "reloaded"}]}
-    )
+    model_config = examples({"user_id": "alice", "detail": "reloaded"})
 
     user_id: str
     detail: str
@@ -44,23 +40,18 @@ class ReloadedView(View):
 class StartedWorkerView(View):
     """The worker is Active: connected with all accounts."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "user_id": "alice",
-                    "state": "Active",
-                    "worker_id": "w-7c3e9d4f",
-                    "epoch": 3,
-                    "pool": "default",
-                    "version": "0.1.0",
-                    "warm": True,
-                    "claimed_at": "2026-11-21T01:00:00.021000Z",
-                    "connected_at": "2026-11-21T01:00:00.034000Z",
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "user_id": "alice",
+            "state": "Active",
+            "worker_id": "w-7c3e9d4f",
+            "epoch": 3,
+            "pool": "default",
+            "version": "0.1.0",
+            "warm": True,
+            "claimed_at": "2026-11-21T01:00:00.021000Z",
+            "connected_at": "2026-11-21T01:00:00.034000Z",
+        }
     )
 
     user_id: str
@@ -104,34 +95,29 @@ class LifecycleView(View):
 class WorkerView(View):
     """A user's worker from both sides."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "user_id": "alice",
-                    "live": True,
-                    "state": "Active",
-                    "mark": {"worker_id": "w-7c3e9d4f", "epoch": 3},
-                    "metadata": {"state": "Active", "version": "0.1.0", "task": "t-11"},
-                    "lifecycle": {
-                        "state": "Active",
-                        "since": "2026-11-21T01:00:00Z",
-                        "worker_id": "w-7c3e9d4f",
-                        "task_id": "t-11",
-                        "epoch": 3,
-                        "attempts": 1,
-                        "reason": "",
-                        "next_step": "idle check",
-                        "deadline": "2026-11-21T01:30:00Z",
-                        "health": "well",
-                        "health_at": "2026-11-21T01:00:00Z",
-                        "crashes": 0,
-                        "last_activity": "2026-11-21T01:00:00Z",
-                    },
-                }
-            ]
-        },
+    model_config = examples(
+        {
+            "user_id": "alice",
+            "live": True,
+            "state": "Active",
+            "mark": {"worker_id": "w-7c3e9d4f", "epoch": 3},
+            "metadata": {"state": "Active", "version": "0.1.0", "task": "t-11"},
+            "lifecycle": {
+                "state": "Active",
+                "since": "2026-11-21T01:00:00Z",
+                "worker_id": "w-7c3e9d4f",
+                "task_id": "t-11",
+                "epoch": 3,
+                "attempts": 1,
+                "reason": "",
+                "next_step": "idle check",
+                "deadline": "2026-11-21T01:30:00Z",
+                "health": "well",
+                "health_at": "2026-11-21T01:00:00Z",
+                "crashes": 0,
+                "last_activity": "2026-11-21T01:00:00Z",
+            },
+        }
     )
 
     user_id: str
@@ -159,7 +145,7 @@ _TRANSITION_EXAMPLE: dict[str, JsonValue] = {
 class TransitionView(View):
     """One change of state."""
 
-    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [_TRANSITION_EXAMPLE]})
+    model_config = examples(_TRANSITION_EXAMPLE)
 
     id: Annotated[int, Field(description="Grows with each change of this user's worker.")]
     at: datetime
@@ -174,12 +160,7 @@ class TransitionView(View):
 class TimelineView(View):
     """Changes in the order in which they happened."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        json_schema_extra={
-            "examples": [{"user_id": "alice", "transitions": [_TRANSITION_EXAMPLE], "next_after": 17}]
-        },
-    )
+    model_config = examples({"user_id": "alice", "transitions": [_TRANSITION_EXAMPLE], "next_after": 17})
 
     user_id: str
     transitions: list[TransitionView]

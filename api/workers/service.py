@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 from temporalio.client import (
@@ -16,11 +17,11 @@ from temporalio.client import (
     WorkflowUpdateStage,
 )
 from temporalio.exceptions import ApplicationError
-from temporalio.service import RetryConfig, RPCError, RPCStatusCode
+from temporalio.service import RetryConfig, RPCError
 
 from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
 from infra.settings import Settings
-from infra.temporal.client import error_of_rpc
+from infra.temporal.client import temporal_errors
 from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
@@ -72,15 +73,16 @@ class WorkerControl:
         until = time.monotonic() + wait
         accepted = False
         try:
-            async with asyncio.timeout(max(wait, CALL_TIMEOUT)):
-                update = await handle.start_update(
-                    "reload_credentials_now",
-                    wait_for_stage=WorkflowUpdateStage.ACCEPTED,
-                    result_type=ReloadResult,
-                )
-            accepted = True
-            async with asyncio.timeout(until - time.monotonic()):
-                result = await update.result()
+            with temporal_errors(missing=NoWorker()):
+                async with asyncio.timeout(max(wait, CALL_TIMEOUT)):
+                    update = await handle.start_update(
+                        "reload_credentials_now",
+                        wait_for_stage=WorkflowUpdateStage.ACCEPTED,
+                        result_type=ReloadResult,
+                    )
+                accepted = True
+                async with asyncio.timeout(until - time.monotonic()):
+                    result = await update.result()
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
             if accepted:
                 return None
@@ -90,26 +92,14 @@ class WorkerControl:
             if isinstance(cause, ApplicationError) and cause.type not in RUN_CLOSED_TYPES:
                 raise from_code(cause.type or "", cause.message) from None
             raise NoWorker("the worker ended meanwhile; the next one loads them") from None
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                raise NoWorker from None
-            raise error_of_rpc(error) from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
         if result.ok:
             return result.failure_detail or "reloaded"
         raise _reload_error(result)
 
     async def _signal(self, user_id: str, name: str, *args: object) -> None:
         handle = self._client.get_workflow_handle(user_worker_id(user_id))
-        try:
+        with temporal_errors(missing=NoWorker(), server_only=True):
             await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                raise NoWorker from None
-            raise error_of_rpc(error, server_only=True) from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
 
     async def view(self, user_id: str) -> UserWorkerView | None:
         """What the workflow shows, also after its end; None if the user never had one.
@@ -117,17 +107,12 @@ class WorkerControl:
         Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
         """
         handle = self._client.get_workflow_handle(user_worker_id(user_id))
-        try:
+        with suppress(NoWorker), temporal_errors(missing=NoWorker()):
             view: UserWorkerView = await handle.query(
                 "view", result_type=UserWorkerView, rpc_timeout=timedelta(seconds=CALL_TIMEOUT)
             )
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                return None
-            raise error_of_rpc(error) from None
-        except RuntimeError:
-            raise TemporalUnavailable from None
-        return view
+            return view
+        return None
 
     async def check(self, timeout: float) -> None:
         """Raises `TemporalUnavailable` unless the server answers within `timeout` seconds."""

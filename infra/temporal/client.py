@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import structlog
@@ -72,3 +74,19 @@ def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
     if error.status in _SLOW:
         return TemporalUnavailable() if server_only else OrchestratorUnavailable()
     return BerthError(f"Temporal: {error.status.name.lower()}")
+
+
+@contextmanager
+def temporal_errors(*, missing: BerthError | None = None, server_only: bool = False) -> Iterator[None]:
+    """Turns the errors of a call to Temporal into ours.
+
+    `missing` is raised when there is no such workflow or schedule. See `error_of_rpc` for `server_only`.
+    """
+    try:
+        yield
+    except RPCError as error:
+        if missing is not None and error.status == RPCStatusCode.NOT_FOUND:
+            raise missing from None
+        raise error_of_rpc(error, server_only=server_only) from None
+    except RuntimeError:  # what a lazy client raises when its first connect fails
+        raise TemporalUnavailable from None

@@ -1,0 +1,213 @@
+"""A plain order is answered as FastAPI's own handler answers it, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import fastapi.routing
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from api.app import create_app
+from api.http.auth import Authenticator, Principal, Role
+from api.http.errors import ClientOrderIdReused
+from api.http.middleware import MAX_BODY
+from api.orders import schemas
+from api.orders.placer import PlacementResult
+from infra.database.engine import DatabaseUnavailable
+from infra.settings import Settings
+from worker_runtime.protocol.errors import LoginLimited
+from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+
+BODY = {"client_order_id": "a-1", "account_id": "main", "symbol": "2330", "side": "buy", "quantity": 1}
+PLAIN = {**BODY, "price": "1005.50"}
+JSON = {"Content-Type": "application/json"}
+WITH_PARAMETER = {"Content-Type": "application/json; a=b"}
+WAIT = 4.0
+
+
+def an_order(state: OrderState = OrderState.FILLED) -> schemas.OrderView:
+    return schemas.OrderView(
+        id="0199f1c2a5b87c3e9d4f6a1b2c3d4e5f",
+        client_order_id="a-1",
+        user_id="alice",
+        account_id="main",
+        symbol="2330",
+        side=Side.BUY,
+        quantity=1,
+        price_type=PriceType.LIMIT,
+        price=None,
+        time_in_force=TimeInForce.ROD,
+        state=state,
+        final=state == OrderState.FILLED,
+        broker_order_id="P1",
+        filled_quantity=1,
+        average_price=None,
+        code=None,
+        reason=None,
+        accepted_at=datetime(2026, 11, 21, tzinfo=UTC),
+    )
+
+
+@dataclass
+class ScriptedPlacing:
+    """Says the same of every order."""
+
+    outcome: PlacementResult | Exception = field(
+        default_factory=lambda: PlacementResult(an_order(), new=True)
+    )
+    asked: list[tuple[str, schemas.OrderRequest, float, str]] = field(default_factory=list)
+
+    async def place(
+        self, user_id: str, body: schemas.OrderRequest, wait: float, actor: str
+    ) -> PlacementResult:
+        self.asked.append((user_id, body, wait, actor))
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+async def lookup(key: str) -> Principal | None:
+    if key == "down":
+        raise DatabaseUnavailable("PostgreSQL: away")
+    roles = {"alice": Role.USER, "bob": Role.USER, "staff": Role.OPERATOR}
+    return Principal(f"key-{key}", roles[key], key) if key in roles else None
+
+
+def client(placing: ScriptedPlacing, key: str | None = "alice") -> httpx.AsyncClient:
+    app = create_app(Settings.model_construct())
+    app.state.services = SimpleNamespace(
+        settings=Settings.model_construct(order_wait=WAIT),
+        placing=placing,
+        authenticator=Authenticator(lookup, 60.0),
+    )
+    headers = {"X-Request-ID": "r-1", **({"X-API-Key": key} if key else {})}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api/v1", headers=headers)
+
+
+async def both(
+    placing: ScriptedPlacing, content: bytes, headers: dict[str, str], path: str, key: str | None
+) -> tuple[httpx.Response, httpx.Response]:
+    """The answer, and that of FastAPI's handler: a request with a query is not plain."""
+    async with client(placing, key) as http:
+        plain = await http.post(path, content=content, headers=headers)
+        return plain, await http.post(f"{path}?wait={WAIT}", content=content, headers=headers)
+
+
+def same(one: httpx.Response, other: httpx.Response) -> bool:
+    return (one.status_code, one.content, one.headers.multi_items()) == (
+        other.status_code,
+        other.content,
+        other.headers.multi_items(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "path", "key", "status"),
+    [
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", "alice", 201),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", "staff", 201),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", "bob", 404),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", "nobody", 401),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", None, 401),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders", "down", 503),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice/orders/", "alice", 307),
+        (json.dumps(PLAIN).encode(), JSON, f"/users/{'a' * 64}/orders", "staff", 201),
+        (json.dumps(PLAIN).encode(), JSON, f"/users/{'a' * 65}/orders", "staff", 422),
+        (json.dumps(PLAIN).encode(), JSON, "/users/-1/orders", "alice", 422),
+        (json.dumps(PLAIN).encode(), JSON, "/users/alice%0A/orders", "staff", 422),
+        (json.dumps(PLAIN).encode(), {}, "/users/alice/orders", "alice", 422),
+        (json.dumps(PLAIN).encode(), {"Content-Type": "text/plain"}, "/users/alice/orders", "alice", 422),
+        (json.dumps(PLAIN).encode(), WITH_PARAMETER, "/users/alice/orders", "alice", 201),
+        (json.dumps(BODY).encode(), JSON, "/users/alice/orders", "alice", 422),
+        (json.dumps(BODY).encode(), JSON, "/users/alice/orders", "nobody", 401),
+        (json.dumps({**PLAIN, "quantity": "1"}).encode(), JSON, "/users/alice/orders", "alice", 422),
+        (json.dumps({**PLAIN, "prise": 1}).encode(), JSON, "/users/alice/orders", "alice", 422),
+        (json.dumps({**PLAIN, "price": float("nan")}).encode(), JSON, "/users/alice/orders", "alice", 422),
+        (json.dumps(PLAIN).encode("utf-16"), JSON, "/users/alice/orders", "alice", 201),
+        (b'{"price": 1, "price": 2', JSON, "/users/alice/orders", "alice", 422),
+        (b"\xff", JSON, "/users/alice/orders", "alice", 422),
+        (b"[" * 20_000, JSON, "/users/alice/orders", "alice", 422),
+        (b"null", JSON, "/users/alice/orders", "alice", 422),
+        (b"", JSON, "/users/alice/orders", "alice", 422),
+        (b" " * (MAX_BODY + 1), JSON, "/users/alice/orders", "alice", 413),
+    ],
+)  # fmt: skip
+async def test_a_request_is_answered_as_by_fastapi(
+    content: bytes, headers: dict[str, str], path: str, key: str | None, status: int
+) -> None:
+    placing = ScriptedPlacing()
+    plain, other = await both(placing, content, headers, path, key)
+    assert plain.status_code == status, plain.text
+    if status != 307:  # this names the address with its query
+        assert same(plain, other), (plain.content, other.content)
+    assert len(placing.asked) == (2 if status == 201 else 0)
+    assert placing.asked[:1] == placing.asked[1:]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        (PlacementResult(an_order(OrderState.QUEUED), new=True), 202),
+        (PlacementResult(an_order(), new=False), 200),
+        (PlacementResult(an_order(), new=True, failure=LoginLimited("later")), 429),
+        (ClientOrderIdReused(), 409),
+        (RedisConnectionError("Error 111 connecting to 10.0.0.1:6379"), 503),
+        (RuntimeError("canary"), 500),
+    ],
+)
+async def test_an_outcome_is_answered_as_by_fastapi(
+    outcome: PlacementResult | Exception, status: int
+) -> None:
+    content = json.dumps(PLAIN).encode()
+    plain, other = await both(ScriptedPlacing(outcome), content, JSON, "/users/alice/orders", "alice")
+    assert plain.status_code == status
+    assert same(plain, other)
+
+
+_numbers = st.from_regex(r"-?[0-9]{1,30}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.binary(max_size=12)
+    | _numbers.map(str.encode)
+    | _values.map(lambda value: json.dumps(value).encode())
+    | _values.map(lambda value: json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+)
+def test_what_msgspec_can_read_fastapi_reads_the_same(text: bytes) -> None:
+    try:
+        found = msgspec.json.decode(text)
+    except ValueError:
+        return  # FastAPI reads it
+    assert repr(json.loads(text)) == repr(found)
+
+
+async def test_of_two_keys_the_first_counts() -> None:
+    keys = [("X-API-Key", "alice"), ("X-API-Key", "bob"), ("Content-Type", "application/json")]
+    async with client(ScriptedPlacing(), None) as http:
+        answer = await http.post("/users/alice/orders", content=json.dumps(PLAIN), headers=keys)
+    assert answer.status_code == 201
+
+
+async def test_a_plain_order_is_placed_without_the_frameworks_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_request(*_: object, **__: object) -> None:
+        raise AssertionError("FastAPI solved the dependencies of a plain order")
+
+    monkeypatch.setattr(fastapi.routing, "solve_dependencies", no_request)
+    async with client(ScriptedPlacing()) as http:
+        answer = await http.post("/users/alice/orders", content=json.dumps(PLAIN), headers=JSON)
+    assert answer.status_code == 201
