@@ -41,14 +41,14 @@ class StatementActivities:
     def __init__(
         self,
         database: Database,
-        desk: JobClient,
+        jobs: JobClient,
         calendar: Calendar,
         settings: Settings,
         *,
         most_orders: int = MOST_ORDERS,
     ) -> None:
         self._database = database
-        self._desk = desk
+        self._jobs = jobs
         self._calendar = calendar
         self._most = most_orders
         self._end = timedelta(seconds=settings.trading_day_end)
@@ -103,7 +103,7 @@ class StatementActivities:
             job = catalog.make_job(
                 job_id, work, unique=job_id, rate_key=rate_key, delay=delay, result_ttl=KNOWN
             )
-            return "enqueued" if await self._desk.enqueue(job) else "known"
+            return "enqueued" if await self._jobs.enqueue(job) else "known"
         except MalformedMessage as error:  # an address that no runner would take stops nobody else
             log.error("statement_refused", job_id=job_id, reason=error.detail)
             return "refused"

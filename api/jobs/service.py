@@ -41,12 +41,12 @@ class JobService:
     """Every method raises `RedisError` when Valkey is down."""
 
     def __init__(
-        self, database: Database, client: Redis, desk: JobClient, starter: WorkerStarter, limit: int
+        self, database: Database, client: Redis, jobs: JobClient, starter: WorkerStarter, limit: int
     ) -> None:
         """`limit`: jobs of one user that may wait at a time."""
         self._database = database
         self._queue = RequestQueue(client)
-        self._desk = desk
+        self._jobs = jobs
         self._starter = starter
         self._limit = limit
         self._log = log.logger()
@@ -61,7 +61,7 @@ class JobService:
         Raises `TooManyJobs`, `TooManyOrders`, `UnknownAccount`, `JobIdReused`, `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
-        known = wanted.job_id is not None and await self._desk.look(wanted.job_id, tag=tag) is not None
+        known = wanted.job_id is not None and await self._jobs.get(wanted.job_id, tag=tag) is not None
         if not known:
             await self._check_room(tag)
         work = await self._work(user_id, wanted)
@@ -93,16 +93,16 @@ class JobService:
 
     async def look(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
-        return view(_found_or_404(await self._desk.wait(job_id, seconds, tag=tag)))
+        return view(_found_or_404(await self._jobs.wait(job_id, seconds, tag=tag)))
 
     async def cancel(self, job_id: str, tag: str) -> schemas.JobStateView:
         """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
-        await self._desk.cancel(job_id, tag=tag)
+        await self._jobs.cancel(job_id, tag=tag)
         return await self.look(job_id, tag)
 
     async def file(self, job_id: str, tag: str) -> bytes:
         """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""
-        state = _found_or_404(await self._desk.look(job_id, tag=tag))
+        state = _found_or_404(await self._jobs.get(job_id, tag=tag))
         if state.result is None or state.result.status is not JobStatus.DONE:
             raise NotFound
         try:
@@ -119,18 +119,18 @@ class JobService:
             text = json.dumps([wanted.asked(), options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            await self._desk.enqueue(catalog.make_job(job_id, work, **options), tag=tag, digest=digest)
+            await self._jobs.enqueue(catalog.make_job(job_id, work, **options), tag=tag, digest=digest)
         except MalformedMessage as error:
             raise InvalidRequest(error.detail) from None
-        found = await self._desk.look(job_id, tag=tag)
+        found = await self._jobs.get(job_id, tag=tag)
         return found or JobState(job_id, "waiting", type_of(work))
 
     async def _check_room(self, tag: str) -> None:
         # The count first: calls that come at once see each other in it, though not among the waiting jobs.
-        if await self._desk.count(tag=tag) > _MOST_LATELY:
+        if await self._jobs.count_request(tag=tag) > _MOST_LATELY:
             raise TooManyJobs
-        lanes = [(kind.queue, kind.name) for kind in _USERS]
-        if await self._desk.waiting(lanes, tag=tag) >= self._limit:
+        subqueues = [(kind.queue, kind.name) for kind in _USERS]
+        if await self._jobs.count_waiting(subqueues, tag=tag) >= self._limit:
             raise TooManyJobs
 
     async def _work(

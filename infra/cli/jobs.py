@@ -140,7 +140,7 @@ def info(
     """Everything at a glance: queues, what waits, runs, is delayed, has failed."""
     from infra.cli import tables
 
-    return JobView(jobs.board, lambda out, board: tables.job_board(out, board, workers=workers))
+    return JobView(jobs.overview, lambda out, board: tables.job_board(out, board, workers=workers))
 
 
 @_job_command(watch=True)
@@ -148,7 +148,7 @@ def queues(jobs: JobInspector) -> JobView:
     """Queues with work and suspended ones: how many wait, by type."""
     from infra.cli import tables
 
-    return JobView(lambda: jobs.board().queues, tables.queue_table)
+    return JobView(lambda: jobs.overview().queues, tables.queue_table)
 
 
 @_job_command(watch=True)
@@ -156,7 +156,7 @@ def running(jobs: JobInspector) -> JobView:
     """What runs: since when, where, and how far it is."""
     from infra.cli import tables
 
-    return JobView(lambda: jobs.board().running, tables.running_table)
+    return JobView(lambda: jobs.overview().running, tables.running_table)
 
 
 @_job_command(watch=True)
@@ -164,7 +164,7 @@ def workers(jobs: JobInspector) -> JobView:
     """The runners: state, queues, jobs in hand, and when they last gave a sign of life."""
     from infra.cli import tables
 
-    return JobView(lambda: jobs.board().runners, tables.runner_table)
+    return JobView(lambda: jobs.overview().runners, tables.runner_table)
 
 
 @_job_command()

@@ -1,7 +1,7 @@
-"""Runners of the fleet, for shared queues: `python -m infra.jobs.fleet` becomes one, from the settings.
+"""Starts a runner of the fleet from the settings: `python -m infra.jobs.fleet`.
 
-The runner gets its configuration on standard input, so that keys and passwords stand neither in arguments nor
-in the environment. It is another program than this one: nothing of the servers stays in its memory.
+The runner gets its configuration on standard input, because others can read arguments and environment. It
+replaces this process, so nothing of the servers stays in its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from infra.settings import Settings
 from infra.vault import key_file
 
-#: Bytes that a pipe takes without a reader; a configuration has about 1,000.
+#: Bytes that fit into a pipe without a reader; a configuration has about 1,000.
 _PIPE = 64 * 1024
 
 
@@ -30,8 +30,8 @@ def runner_config(
     slots: int | None = None,
     recycle: int | None = None,
 ) -> bytes:
-    """What a runner of the fleet is told; what is not given is the settings'. Raises `KeyFileMissing`,
-    `KeyFileExposed`."""
+    """The configuration of a runner of the fleet; the settings give what the arguments do not. Raises
+    `KeyFileMissing`, `KeyFileExposed`."""
     config: dict[str, Any] = {
         "name": name or settings.jobs_runner,
         "node": socket.gethostname(),
@@ -62,7 +62,7 @@ def runner_config(
 
 
 def exec_runner(config: bytes) -> NoReturn:
-    """This process becomes a runner; its exit code is the runner's."""
+    """Replaces this process by a runner."""
     if len(config) > _PIPE:
         raise ValueError("a runner's configuration is at most 64 KiB")
     reader, writer = os.pipe()
@@ -70,7 +70,7 @@ def exec_runner(config: bytes) -> NoReturn:
     os.close(writer)
     os.dup2(reader, 0)
     os.close(reader)
-    # -P: the current folder is not searched, so that a stray module there is not ours.
+    # -P: do not search the current folder, which may hold a stray module.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime.jobs"])  # noqa: S606
 
 

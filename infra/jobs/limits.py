@@ -1,4 +1,4 @@
-"""Limits of job types, where the claim reads them: how many run at once, and how often for each rate key."""
+"""Limits of job types: how many run at once, and how often for each rate key."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Hash = dict[bytes, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class JobLimits:
-    """Of one type of job of the fleet; None: without a limit."""
+    """The limits of one type of job of the fleet; None: no limit."""
 
-    #: Jobs that run at once: everywhere, and on each node.
+    #: Jobs that may run at once: everywhere, and on each node.
     running: int | None = None
     per_node: int | None = None
     #: Jobs a second with the same rate key, in the long run; and how many may come at once after a rest (1).
@@ -28,7 +28,7 @@ class JobLimits:
 
 
 async def read_limits(client: Redis) -> dict[str, JobLimits]:
-    """By type, those that have any. Raises `RedisError`."""
+    """The limits of all types that have any, by type. Raises `RedisError`."""
     stored = await cast("Any", client.hgetall(job_keys.meta(job_keys.FLEET_TAG)))
     fields = {name.decode(): value.decode() for name, value in cast("_Hash", stored).items()}
     names = {
@@ -40,13 +40,13 @@ async def read_limits(client: Redis) -> dict[str, JobLimits]:
 
 
 async def count_running(client: Redis, name: str) -> int:
-    """Jobs of this type that run now. Raises `RedisError`."""
+    """The number of jobs of this type that run now. Raises `RedisError`."""
     counts = await cast("Any", client.hvals(job_keys.running(job_keys.FLEET_TAG, name)))
     return sum(int(count) for count in counts)
 
 
 async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:
-    """Sets all limits of a type; from the next claim on they hold. False if they were so before.
+    """Sets all limits of a type, from the next claim on. False if nothing has changed.
 
     Safe to repeat. Raises `RedisError`.
     """

@@ -1,4 +1,4 @@
-"""Metrics of jobs: what waits for the fleet now, and what runners have counted, the fleet's and users'."""
+"""Metrics of jobs: those that wait for the fleet now, and what the runners have counted."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from infra.metrics import MetricsPage
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.calls import reply_text
 from worker_runtime.jobs.protocol.telemetry import CounterKind
 
-#: Jobs of a lane that are looked at for their priority and age: 1,000 take Valkey some ms.
+#: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
 SCANNED_JOBS = 1000
 
 
 async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
     """The metrics now. Raises `RedisError` when Valkey is down."""
-    survey = await valkey.run_script(
+    scan = await valkey.run_script(
         client, job_scripts.SCAN, [job_keys.meta(job_keys.FLEET_TAG)], [SCANNED_JOBS]
     )
-    _write_waiting(page, survey)
+    _write_waiting(page, scan)
     for prefix, whose, key in (
         ("berth_jobs", "", job_keys.totals(job_keys.FLEET_TAG)),
         ("berth_user_jobs", "Users' own jobs: ", job_keys.user_totals()),
     ):
         totals = await client.hgetall(key)
-        counted = {_text(name): int(value) for name, value in totals.items()}
+        counted = {reply_text(name): int(value) for name, value in totals.items()}
         _write_counted(page, prefix, whose, counted)
 
 
-def _write_waiting(page: MetricsPage, survey: list[Any]) -> None:
-    delayed, failed, runners, *entries = survey
-    queues = [(_text(queue), _text(priority), jobs, ms) for queue, priority, jobs, ms in entries]
-    page.family(
-        "berth_jobs_waiting", "gauge", "Jobs that could run now; no priority: beyond those looked at."
-    )
+def _write_waiting(page: MetricsPage, scan: list[Any]) -> None:
+    delayed, failed, runners, *entries = scan
+    queues = [(reply_text(queue), reply_text(priority), jobs, ms) for queue, priority, jobs, ms in entries]
+    page.family("berth_jobs_waiting", "gauge", "Jobs that could run now; without a priority: only counted.")
     for queue, priority, jobs, _ in queues:
         page.sample("berth_jobs_waiting", (("queue", queue), ("priority", priority)), jobs)
     page.family("berth_jobs_oldest_seconds", "gauge", "How long the oldest of them has waited.")
@@ -55,7 +54,7 @@ def _write_waiting(page: MetricsPage, survey: list[Any]) -> None:
 
 
 def _write_counted(page: MetricsPage, prefix: str, whose: str, totals: Mapping[str, int]) -> None:
-    """`whose` begins each description: nothing for the fleet's."""
+    """`whose` begins each description; empty for the fleet's."""
     name = f"{prefix}_wait_seconds"
     page.family(name, "histogram", f"{whose}From when a job could run to its start.")
     for (queue, priority), numbers in _grouped(CounterKind.WAIT, 2, totals):
@@ -80,14 +79,10 @@ def _write_counted(page: MetricsPage, prefix: str, whose: str, totals: Mapping[s
 def _grouped(
     what: CounterKind, labels: int, totals: Mapping[str, int]
 ) -> Iterable[tuple[tuple[str, ...], dict[str, int]]]:
-    """Totals of one kind by their labels; what stands behind these tells buckets apart."""
+    """The totals of one kind, by their first `labels`; the rest of a field is the bucket."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
     for name, value in totals.items():
         kind, *parts = name.split("|")
         if kind == what and len(parts) >= labels:
             groups.setdefault(tuple(parts[:labels]), {})["|".join(parts[labels:])] = value
     return sorted(groups.items())
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

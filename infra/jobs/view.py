@@ -1,12 +1,12 @@
-"""The job queue as an operator sees it: queues, runners, what runs, what has failed. Reads, and one requeue.
+"""The job queue as an operator sees it: queues, runners, running and failed jobs; puts failed ones back.
 
-All is read as it stands at that moment, in several steps: a job may be in none of the lists while it moves.
+It is read in several steps, so a job that moves meanwhile may be in none of the lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -18,16 +18,17 @@ from redis.retry import Retry
 
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.calls import reply_text
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus, read_result
 from worker_runtime.protocol.errors import MalformedMessage
 
-#: Jobs that one call of a script puts back, or that one look reads.
+#: Jobs that one call puts back or reads.
 _PAGE_SIZE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueSnapshot:
-    """One queue with work, or one that is suspended. `types`: waiting jobs by type."""
+    """A queue that has work or is suspended. `types`: waiting jobs by type."""
 
     queue: str
     waiting: int
@@ -74,7 +75,7 @@ class JobSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOverview:
-    """Everything at a glance."""
+    """All queues, and what runs."""
 
     suspended: bool
     delayed: int
@@ -100,14 +101,14 @@ class JobInspector:
         self._client.close()
 
     def run(self, call: job_calls.QueueCall) -> Any:
-        """Runs one call of the protocol; all of them may be repeated."""
+        """Runs one call of the protocol; all may be repeated."""
         script, keys, args = call
         try:
             return self._client.evalsha(script.sha, len(keys), *keys, *args)
         except NoScriptError:  # refused before anything ran
             return self._client.eval(script.source, len(keys), *keys, *args)
 
-    def board(self) -> QueueOverview:
+    def overview(self) -> QueueOverview:
         settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
         runners = self._runners(settings)
         return QueueOverview(
@@ -126,35 +127,36 @@ class JobInspector:
             job_keys.failed(self.tag), first, first + _PAGE_SIZE - 1, withscores=True
         ):
             first += _PAGE_SIZE
-            fields = self._fields([_text(job_id) for job_id, _ in found])
+            fields = self._fields([reply_text(job_id) for job_id, _ in found])
             for (job_id, at), one in zip(found, fields, strict=True):
                 if one:
-                    yield _job(_text(job_id), one, failed_at_ms=int(at))
+                    yield _snapshot(reply_text(job_id), one, None, int(at))
 
     def job(self, job_id: str) -> JobSnapshot | None:
-        """One job, or how it ended if its result is still there."""
+        """One job; None if there is none, or its result has expired."""
         (fields,) = self._fields([job_id])
         stored = self._client.get(job_keys.result(self.tag, job_id))
-        if fields:
-            failed_at = self._client.zscore(job_keys.failed(self.tag), job_id)
-            return _job(job_id, fields, failed_at_ms=int(failed_at or 0))
-        return None if stored is None else _ended(job_id, _read(job_id, stored))
+        if not fields and stored is None:
+            return None
+        failed_at = self._client.zscore(job_keys.failed(self.tag), job_id)
+        return _snapshot(job_id, fields, stored, int(failed_at or 0))
 
     def requeue(self, job_ids: Iterable[str]) -> list[str]:
-        """Puts failed jobs back, some hundreds at a time; those that went."""
+        """Puts failed jobs back, page by page; returns the ids that went back."""
         source, back = iter(job_ids), []
         while some := list(islice(source, _PAGE_SIZE)):
-            back += [_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
+            back += [reply_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
         return back
 
     def _queues(self, settings: dict[str, str]) -> list[QueueSnapshot]:
-        names = {_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)}
+        names = {reply_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)}
         halted = {name.partition(":")[2] for name in settings if name.startswith("halt_queue:")}
         found = []
         for queue in sorted(names | halted):
-            lanes = [_text(name) for name in self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1)]
+            names_of_types = map(reply_text, self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1))
             types = {
-                name: int(self._client.zcard(job_keys.subqueue(self.tag, queue, name))) for name in lanes
+                name: int(self._client.zcard(job_keys.subqueue(self.tag, queue, name)))
+                for name in names_of_types
             }
             found.append(
                 QueueSnapshot(
@@ -169,7 +171,7 @@ class JobInspector:
 
     def _runners(self, settings: dict[str, str]) -> list[RunnerSnapshot]:
         found = []
-        for runner in sorted(_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))):
+        for runner in sorted(reply_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))):
             entry = _decoded(self._client.hgetall(job_keys.runner(self.tag, runner)))
             name = entry.get("name", "")
             found.append(
@@ -179,7 +181,9 @@ class JobInspector:
                     node=entry.get("node", ""),
                     queues=entry.get("queues", ""),
                     state=entry.get("state", "lost"),
-                    jobs=sorted(_text(job) for job in self._client.smembers(job_keys.held(self.tag, runner))),
+                    jobs=sorted(
+                        reply_text(job) for job in self._client.smembers(job_keys.held(self.tag, runner))
+                    ),
                     pid=int(entry.get("pid", 0)),
                     version=entry.get("version", ""),
                     born_at_ms=int(entry.get("born_at", 0)),
@@ -192,41 +196,41 @@ class JobInspector:
     def _running(self, runners: Iterable[RunnerSnapshot]) -> list[JobSnapshot]:
         job_ids = [job_id for runner in runners for job_id in runner.jobs]
         fields = self._fields(job_ids)
-        found = [_job(job_id, one) for job_id, one in zip(job_ids, fields, strict=True) if one]
+        found = [_snapshot(job_id, one, None) for job_id, one in zip(job_ids, fields, strict=True) if one]
         return sorted(found, key=lambda job: job.started_at_ms)
 
-    def _fields(self, job_ids: list[str]) -> list[dict[str, bytes]]:
+    def _fields(self, job_ids: list[str]) -> list[dict[str, str]]:
         if not job_ids:
             return []
         pipeline = self._client.pipeline(transaction=False)
         for job_id in job_ids:
             pipeline.hgetall(job_keys.job(self.tag, job_id))
-        return [{_text(name): value for name, value in one.items()} for one in pipeline.execute()]
+        return [_decoded(one) for one in pipeline.execute()]
 
 
 def matching(
     jobs: Iterable[JobSnapshot], *, queue: str = "", name: str = "", code: str = ""
 ) -> Iterator[JobSnapshot]:
-    """Those that fit all that is not empty."""
-    tests: list[Callable[[JobSnapshot], bool]] = [
-        lambda job: not queue or job.queue == queue,
-        lambda job: not name or job.name == name,
-        lambda job: not code or job.code == code,
-    ]
-    return (job for job in jobs if all(test(job) for test in tests))
+    """The jobs that fit all filters that are not empty."""
+    return (
+        job for job in jobs if queue in ("", job.queue) and name in ("", job.name) and code in ("", job.code)
+    )
 
 
-def _job(job_id: str, fields: dict[str, bytes], failed_at_ms: int = 0) -> JobSnapshot:
-    state = _text(fields.get("state", b""))
-    result = _read(job_id, fields["failure"]) if "failure" in fields else None
+def _snapshot(
+    job_id: str, fields: dict[str, str], stored: bytes | None, failed_at_ms: int = 0
+) -> JobSnapshot:
+    """A job from its hash, or, once that is gone, from its stored result."""
+    kept = fields["failure"].encode() if "failure" in fields else None if fields else stored
+    result = None if kept is None else _read_result(job_id, kept)
     failure = result.failure if result is not None else None
-    return JobSnapshot(
+    snapshot = JobSnapshot(
         job_id=job_id,
-        name=_text(fields.get("name", b"")),
-        queue=_text(fields.get("queue", b"")),
+        name=fields.get("name", ""),
+        queue=fields.get("queue", ""),
         attempt=int(fields.get("attempt", 0)),
-        state=state,
-        runner=_text(fields.get("runner", b"")) if state == "running" else "",
+        state=fields.get("state", ""),
+        runner=fields.get("runner", "") if fields.get("state") == "running" else "",
         started_at_ms=int(float(fields.get("started_at", 0))),
         failed_at_ms=failed_at_ms,
         progress=msgspec.json.decode(fields["progress"]) if "progress" in fields else None,
@@ -235,26 +239,13 @@ def _job(job_id: str, fields: dict[str, bytes], failed_at_ms: int = 0) -> JobSna
         traceback="" if result is None else result.traceback,
         output="" if result is None else result.output,
     )
+    if fields or result is None:
+        return snapshot
+    ended: dict[str, Any] = {"state": result.status.value, "started_at_ms": result.started_at_ms}
+    return replace(snapshot, attempt=result.attempt, runner=result.runner, **ended)
 
 
-def _ended(job_id: str, result: JobResult) -> JobSnapshot:
-    failure = result.failure
-    return JobSnapshot(
-        job_id=job_id,
-        name="",
-        queue="",
-        attempt=result.attempt,
-        state=result.status.value,
-        runner=result.runner,
-        started_at_ms=result.started_at_ms,
-        code="" if failure is None else failure.code,
-        detail="" if failure is None else failure.detail,
-        traceback=result.traceback,
-        output=result.output,
-    )
-
-
-def _read(job_id: str, stored: bytes) -> JobResult:
+def _read_result(job_id: str, stored: bytes) -> JobResult:
     try:
         return read_result(stored)
     except MalformedMessage as error:
@@ -262,8 +253,4 @@ def _read(job_id: str, stored: bytes) -> JobResult:
 
 
 def _decoded(fields: dict[bytes, bytes]) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in fields.items()}
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return {reply_text(name): reply_text(value) for name, value in fields.items()}

@@ -97,7 +97,7 @@ class JobRunner:
 
     def _run_once(self) -> None:
         if not self._registration.reachable:
-            self._doorbell.close()  # it may be connected to another server than the next claims
+            self._doorbell.stop()  # it may be connected to another server than the next claims
         if self._registration.run_due(self._executor.stopping):
             self._may_have_work = True
         self._mailbox.run_due()
@@ -151,13 +151,13 @@ class JobRunner:
             self._idle_since = time.monotonic()
         elif self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit:
             self._idle_since = time.monotonic()
-            self._doorbell.close()
+            self._doorbell.stop()
             self._last_claim = self._may_have_work = True
 
     def _shut_down(self) -> ExitCode:
         self._executor.close()
-        self._doorbell.close()
-        self._mailbox.close()
+        self._doorbell.stop()
+        self._mailbox.stop()
         until = time.monotonic() + _SIGN_OFF_LIMIT
         while not self._sign_off(last_try=time.monotonic() >= until):
             time.sleep(0.05)
@@ -241,8 +241,8 @@ class JobRunner:
 
     def _lost(self) -> None:
         self._executor.forget_all()
-        self._mailbox.close()
-        self._doorbell.close()
+        self._mailbox.stop()
+        self._doorbell.stop()
         self._may_have_work = True
 
     # --- events -----------------------------------------------------------------------------------
@@ -291,4 +291,4 @@ class JobRunner:
             else:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
                 self._executor.stopping = True
-                self._doorbell.close()
+                self._doorbell.stop()

@@ -33,12 +33,14 @@ _SIGNAL_AGAIN = 5.0
 
 
 class Doorbell:
-    """Hands out the elements of one list as they come. An element that was popped while the connection broke
+    """Hands out the elements of its lists as they come. An element that was popped while the connection broke
     is lost, so the caller checks the queue itself after each new connection."""
 
-    def __init__(self, client: Valkey, key: str, selector: selectors.BaseSelector, log: Log) -> None:
+    def __init__(
+        self, client: Valkey, keys: tuple[str, ...], selector: selectors.BaseSelector, log: Log
+    ) -> None:
         self._client = client  # used by this doorbell alone
-        self._key = key
+        self._keys = keys
         self._selector = selector
         self._log = log
         self._backoff = Backoff(0.05, 2.0)
@@ -99,7 +101,7 @@ class Doorbell:
         self._listening = False
 
     def _listen(self) -> None:
-        self._client.send("BLPOP", self._key, BLOCK_SECONDS)
+        self._client.send("BLPOP", *self._keys, BLOCK_SECONDS)
         self._listening = True
         self._silent_after = time.monotonic() + BLOCK_SECONDS + _GRACE
 
@@ -166,7 +168,7 @@ class JobDoorbell:
         if self._doorbell is None:
             if not self._backoff.due():
                 return
-            self._doorbell = Doorbell(self._client, job_keys.doorbell(tag), self._selector, self._log)
+            self._doorbell = Doorbell(self._client, (job_keys.doorbell(tag),), self._selector, self._log)
         rung = self._doorbell.run_due() and self._has_work(tag)
         for _ in self._selector.select(0):
             rung = bool(self._doorbell.read_rings()) or rung

@@ -159,7 +159,7 @@ class Session:
         return self._factory
 
     def _new_doorbell(self, key: str) -> Doorbell:
-        return Doorbell(self._new_client(), key, self._selector, self._log)
+        return Doorbell(self._new_client(), (key,), self._selector, self._log)
 
     def _new_client(self) -> Valkey:
         return Valkey(self._config.valkey_url, limit=self._may_wait)

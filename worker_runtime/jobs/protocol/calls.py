@@ -1,7 +1,7 @@
-"""What producers and operators ask of the job queue: each a script with its keys and arguments.
+"""The calls of producers and operators to the job queue: each a script with its keys and arguments.
 
-Neither client is imported here. The servers run a call with redis-py (`valkey.run(client, *call)`), a
-worker with its own client (`client.run(*call)`). All are safe to repeat.
+No client is imported here. Servers run a call with redis-py (`run_script(client, *call)`), a worker with its
+own client (`client.run(*call)`). All are safe to repeat.
 """
 
 from __future__ import annotations
@@ -35,58 +35,53 @@ class QueueCall(NamedTuple):
     args: list[Any]
 
 
+def reply_text(value: bytes | str) -> str:
+    """Part of a reply as text."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
 def encode_arguments(value: object) -> msgspec.Raw:
     """The arguments of a job, from the struct that its type declares."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def enqueue(job: Job, tag: str = job_keys.FLEET_TAG, digest: str = "") -> QueueCall:
-    """Puts a job on its queue, with the digest of what was asked for; raises `MalformedMessage`.
+    """Puts a job on its queue, with the digest of the request; raises `MalformedMessage`.
 
     The reply: `[b"queued", id]`, `[b"seen", id, digest]` for a repeat, `[b"duplicate", id]` when another job
     has the unique key.
     """
     body = encode_job(job)
-    # On the plain queue no priority counts.
     priority = 0 if job.queue == FIFO_QUEUE else job.priority
-    args: list[Any] = [
-        job.job_id,
-        body,
-        job.name,
-        job.queue,
-        priority,
-        int(job.idempotent),
-        job.unique,
-        job.group,
-    ]
-    args += [max(0, round(job.delay * 1000)), BOOST_MS, job.on_failed, job.rate_key, digest]
+    args: list[Any] = [job.job_id, body, job.name, job.queue, priority, int(job.idempotent), job.unique]
+    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.on_failed, job.rate_key, digest]
     return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
 
 
 def cancel(job_id: str, tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Cancels a job. The reply: `cancelled`, `asked` (it runs; its runner was told), `failed`, `unknown`."""
+    """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`, `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
     return QueueCall(job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, encode(result), RESULT_TTL])
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Puts failed jobs back on their queues; at most some hundreds at once. The reply: those that went."""
+    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went back."""
     return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
 
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """No further job is claimed: of a queue, by the runner of this name, or at all."""
-    return QueueCall(job_scripts.SUSPEND, [job_keys.meta(tag)], ["suspend", _halt_field(queue, runner)])
+    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs go on."""
+    return configure({_halt_field(queue, runner): "1"}, tag)
 
 
 def resume(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Takes back one `suspend` with the same arguments."""
-    return QueueCall(job_scripts.SUSPEND, [job_keys.meta(tag)], ["resume", _halt_field(queue, runner)])
+    """Ends one `suspend` with the same arguments."""
+    return configure({_halt_field(queue, runner): None}, tag)
 
 
 def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Sets these fields of the settings, or takes them back (None). The reply: how many are different now."""
+    """Sets these fields of the settings, or removes them (None). The reply: how many have changed."""
     args = [part for name, value in settings.items() for part in (name, value or "")]
     return QueueCall(job_scripts.CONFIGURE, [job_keys.meta(tag)], args)
 
@@ -118,7 +113,7 @@ def rate_field(name: str) -> str:
 
 
 def rate_burst_field(name: str) -> str:
-    """Field of the settings: how many of them may come at once after a rest; 1, unless it is set."""
+    """Field of the settings: how many of them may come at once after a rest (1 by default)."""
     return f"rate_burst:{name}"
 
 

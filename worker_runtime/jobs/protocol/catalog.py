@@ -1,7 +1,7 @@
-"""The jobs that exist, as they cross Valkey: what each is asked for, and what it returns.
+"""The catalog of jobs: the arguments and the result of each type, and how it is enqueued.
 
-Everything is bounded here, so that a producer refuses what no runner would take. A worker has no database,
-so the orders of a statement or an export travel in the job, packed. Quantities are lots, times of orders
+All arguments are bounded, so that a producer refuses what no runner would accept. A worker has no database,
+so the orders of a statement or an export travel in the job, packed. Quantities are lots. Times of orders are
 ISO 8601, other times Unix milliseconds.
 """
 
@@ -73,21 +73,33 @@ def pack_orders(rows: Sequence[OrderRow]) -> bytes:
 
 def unpack_orders(packed: bytes) -> list[OrderRow]:
     """The orders of a job; raises `MalformedMessage`."""
-    inflater = zlib.decompressobj()
     try:
-        data = inflater.decompress(packed, _MAX_UNPACKED)
-        if not inflater.eof:
-            raise MalformedMessage("the orders are cut off, or more than a job may carry")
-        return msgspec.json.decode(data, type=list[OrderRow])
-    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(_decompress(packed), type=list[OrderRow])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"the orders cannot be read: {error}") from None
 
 
-# --- what is asked for ------------------------------------------------------------------------------
+def unpack_csv(export: OrderExport) -> bytes:
+    """The CSV of an export; raises `MalformedMessage`."""
+    return _decompress(export.csv)
+
+
+def _decompress(packed: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(packed, _MAX_UNPACKED)
+    except zlib.error as error:
+        raise MalformedMessage(f"the packed data cannot be read: {error}") from None
+    if not inflater.eof:
+        raise MalformedMessage("the packed data is cut off, or longer than a job may carry")
+    return data
+
+
+# --- arguments --------------------------------------------------------------------------------------
 
 
 class PingRunner(msgspec.Struct, frozen=True, kw_only=True):
-    """Shows that a runner takes jobs, runs them and answers: `text` comes back."""
+    """Checks that a runner takes and runs jobs: `text` comes back."""
 
     text: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
@@ -96,16 +108,16 @@ class DeliverWebhook(msgspec.Struct, frozen=True, kw_only=True):
     """POST `body` to `url`, signed with the recipient's key (`webhook_signing.py`)."""
 
     url: _Url
-    #: Whose key signs it: a user's id, or a name that operators chose.
+    #: Its key signs the delivery: a user's id, or a name chosen by operators.
     recipient: _Id
-    #: What happened, such as `order.filled`.
+    #: Such as `order.filled`.
     event: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
-    #: JSON, sent byte by byte as it stands here.
+    #: JSON, sent exactly as it is here.
     body: msgspec.Raw
 
 
 class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
-    """One mail to one address: what the server says holds for one."""
+    """One mail to one address, so that the server's answer is about that address."""
 
     to: _Address
     subject: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,200}\Z")]
@@ -120,45 +132,39 @@ class MakeStatement(msgspec.Struct, frozen=True, kw_only=True):
     orders: _Packed
 
 
-class MailStatement(msgspec.Struct, frozen=True, kw_only=True):
+class MailStatement(MakeStatement, frozen=True, kw_only=True):
     """The statement of one user's day as a mail."""
 
-    user_id: _Id
-    day: _Day
-    orders: _Packed
     to: _Address
 
 
-class PostStatement(msgspec.Struct, frozen=True, kw_only=True):
+class PostStatement(MakeStatement, frozen=True, kw_only=True):
     """The statement of one user's day as a webhook, signed with the user's key."""
 
-    user_id: _Id
-    day: _Day
-    orders: _Packed
     url: _Url
 
 
 class ExportOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders of one user as CSV, in the order they come."""
+    """Orders of one user as CSV, in the given order."""
 
     user_id: _Id
     orders: _Packed
 
 
 class SnapshotPositions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an account holds, asked of the user's session."""
+    """Positions and balance of an account, from the user's session."""
 
     user_id: _Id
     account_id: _Id
-    #: Seconds until the session has to have answered.
+    #: Seconds that the session has to answer.
     patience: Annotated[float, msgspec.Meta(gt=0, le=120)] = 30.0
 
 
-# --- what is returned -------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------
 
 
 class RunnerPong(msgspec.Struct, frozen=True, kw_only=True):
-    """What was sent, and which process answered."""
+    """The text of the ping, and the process that answered."""
 
     text: str
     pid: int
@@ -166,20 +172,20 @@ class RunnerPong(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The receiver's status, and how long it took."""
+    """The receiver's status, and how long the delivery took."""
 
     status: int
     elapsed_ms: float
 
 
 class EmailReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The server has taken the mail under this id."""
+    """The server has accepted the mail under this id."""
 
     message_id: str
 
 
 class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One symbol of one account: what was bought and sold in lots, at which average price."""
+    """One symbol of one account: lots bought and sold, and their average prices."""
 
     account_id: str
     symbol: str
@@ -187,17 +193,17 @@ class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
     bought_average: Decimal | None = None
     sold: int = 0
     sold_average: Decimal | None = None
-    #: Orders by their state.
+    #: The number of orders by state.
     orders: dict[str, int] = {}
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """A day's orders by account and symbol. Fees and taxes are the broker's and not in it."""
+    """A day's orders by account and symbol, without the broker's fees and taxes."""
 
     user_id: str
     day: str
     orders: int
-    #: Not final when the statement was made: their fills may grow.
+    #: Orders that were not final when the statement was made: their fills may grow.
     open_orders: int
     lines: list[StatementLine]
 
@@ -211,7 +217,7 @@ class OrderExport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Positions and balance as the broker told them at `taken_at_ms`."""
+    """Positions and balance, as the broker reported them at `taken_at_ms`."""
 
     user_id: str
     account_id: str
@@ -220,28 +226,16 @@ class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None
 
 
-def unpack_csv(export: OrderExport) -> bytes:
-    """The file; raises `MalformedMessage`."""
-    inflater = zlib.decompressobj()
-    try:
-        data = inflater.decompress(export.csv, _MAX_UNPACKED)
-    except zlib.error as error:
-        raise MalformedMessage(f"the file cannot be read: {error}") from None
-    if not inflater.eof:
-        raise MalformedMessage("the file is cut off")
-    return data
-
-
-# --- how each is enqueued ---------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """One type of job: its name in the registry, its queue, and what may be done with it."""
+    """How jobs of one type are enqueued."""
 
     name: str
     queue: str
-    #: May run again when nobody knows how far it came.
+    #: Whether it may run again after its runner or process has died in the middle.
     idempotent: bool
     #: Seconds.
     timeout: float
@@ -249,16 +243,16 @@ class JobKind:
 
 
 PING = JobKind("ping", "default", True, 10.0)
-#: Receivers tell repeats by the delivery id, which stays the same. A minute holds a slow receiver.
+#: Receivers recognise repeats by the delivery id. A minute is enough for a slow receiver.
 WEBHOOK = JobKind("webhook", "webhook", True, 60.0)
-#: Nobody can tell whether a mail was sent when a process died in it, and two mails are worse than none.
+#: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than none.
 EMAIL = JobKind("email", "email", False, 120.0)
 STATEMENT = JobKind("statement", "default", True, 60.0)
-#: As mails and webhooks are, on the queues whose runners have what these need.
+#: On the queues of mails and webhooks: their runners have what these need.
 STATEMENT_MAIL = JobKind("statement_email", "email", False, 120.0)
 STATEMENT_POST = JobKind("statement_webhook", "webhook", True, 60.0)
 EXPORT = JobKind("order_export", "default", True, 60.0)
-#: A session that logs in again is back within seconds; one that is gone for two minutes is told of.
+#: A session that logs in again is back within seconds.
 SNAPSHOT = JobKind("position_snapshot", "default", True, 150.0, retry_delay=10.0)
 
 JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
@@ -274,11 +268,11 @@ JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
 
 
 def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
-    """The job that does `work`; `options` are further fields of `Job`. Raises `MalformedMessage`."""
+    """The job with the arguments `work`; `options` are further fields of `Job`. Raises `MalformedMessage`."""
     kind = JOB_KINDS[type(work)]
     args = msgspec.json.encode(work)
     try:
-        msgspec.json.decode(args, type=type(work))  # the limits above are checked by decoding only
+        msgspec.json.decode(args, type=type(work))  # only decoding checks the bounds
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"arguments of {kind.name}: {error}") from None
     values: dict[str, Any] = {

@@ -35,6 +35,8 @@ the key of the settings (`lua/queue_lib.lua`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 #: The tag of the fleet's queues.
 FLEET_TAG = "jobs"
 
@@ -48,65 +50,39 @@ def _key(tag: str, *parts: str) -> str:
     return ":".join((f"jobs:{{{tag}}}", *parts))
 
 
-def meta(tag: str) -> str:
-    return _key(tag, "meta")
+def _one(kind: str) -> Callable[[str], str]:
+    """Builds the only key of this kind of a tag."""
+    return lambda tag: _key(tag, kind)
 
 
-def job(tag: str, job_id: str) -> str:
-    return _key(tag, "job", job_id)
+def _many(kind: str) -> Callable[[str, str], str]:
+    """Builds a key of this kind from the tag and a name or id."""
+    return lambda tag, name: _key(tag, kind, name)
 
 
-def ready(tag: str) -> str:
-    return _key(tag, "ready")
-
-
-def subqueues(tag: str, queue: str) -> str:
-    return _key(tag, "subqueues", queue)
+meta = _one("meta")
+job = _many("job")
+ready = _one("ready")
+subqueues = _many("subqueues")
+delayed = _one("delayed")
+group = _many("group")
+unique = _many("unique")
+running = _many("running")
+totals = _one("totals")
+beats = _one("beats")
+runner = _many("runner")
+held = _many("held")
+mailbox = _many("mailbox")
+failed = _one("failed")
+result = _many("result")
+request_digest = _many("request")
+recent_requests = _one("recent")
+done = _many("done")
+events = _one("events")
 
 
 def subqueue(tag: str, queue: str, name: str) -> str:
     return _key(tag, "subqueue", queue, name)
-
-
-def delayed(tag: str) -> str:
-    return _key(tag, "delayed")
-
-
-def group(tag: str, group_key: str) -> str:
-    return _key(tag, "group", group_key)
-
-
-def unique(tag: str, unique_key: str) -> str:
-    return _key(tag, "unique", unique_key)
-
-
-def running(tag: str, name: str) -> str:
-    return _key(tag, "running", name)
-
-
-def totals(tag: str) -> str:
-    return _key(tag, "totals")
-
-
-def user_totals() -> str:
-    """Totals of all users' own jobs: among the fleet's keys, so that one read finds them."""
-    return _key(FLEET_TAG, "users")
-
-
-def beats(tag: str) -> str:
-    return _key(tag, "beats")
-
-
-def runner(tag: str, runner_id: str) -> str:
-    return _key(tag, "runner", runner_id)
-
-
-def held(tag: str, runner_id: str) -> str:
-    return _key(tag, "held", runner_id)
-
-
-def mailbox(tag: str, runner_id: str) -> str:
-    return _key(tag, "mailbox", runner_id)
 
 
 def doorbell(tag: str, queue: str = "") -> str:
@@ -114,26 +90,6 @@ def doorbell(tag: str, queue: str = "") -> str:
     return _key(tag, "doorbell", queue) if queue else _key(tag, "doorbell")
 
 
-def failed(tag: str) -> str:
-    return _key(tag, "failed")
-
-
-def result(tag: str, job_id: str) -> str:
-    return _key(tag, "result", job_id)
-
-
-def request_digest(tag: str, job_id: str) -> str:
-    return _key(tag, "request", job_id)
-
-
-def recent_requests(tag: str) -> str:
-    return _key(tag, "recent")
-
-
-def done(tag: str, job_id: str) -> str:
-    """The channel on which a job's result is published, after it was stored."""
-    return _key(tag, "done", job_id)
-
-
-def events(tag: str) -> str:
-    return _key(tag, "events")
+def user_totals() -> str:
+    """Totals of all users' own jobs: among the fleet's keys, so that one read finds them."""
+    return _key(FLEET_TAG, "users")

@@ -1,9 +1,7 @@
-"""What runners count for the metrics, and under which fields of the hash `totals` it stands.
+"""The format of the jobs' telemetry: fields of the counters, and log lines of events.
 
-A job's events as log lines in the Elastic Common Schema: Filebeat and OpenSearch take them as they are.
-
-One JSON line an event: queued, processing, completed, failed, retry, cancelled, returned. Never arguments,
-never a value.
+An event is one JSON line in the Elastic Common Schema, which Filebeat and OpenSearch take as it is. It never
+holds a job's arguments or its value.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from enum import StrEnum
 import msgspec
 from msgspec import UNSET, UnsetType
 
-#: Upper bounds of the histograms' buckets, ms; one more bucket holds what is beyond.
+#: Upper bounds of the histograms' buckets, ms. A last bucket holds everything above.
 BOUNDS_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 180_000, 3_600_000)
 
 
 class CounterKind(StrEnum):
-    """Kinds of numbers, with the labels of each."""
+    """The kinds of counters, with their labels."""
 
     #: queue, priority, then the number of the bucket or `sum` (ms).
     WAIT = "wait"
@@ -30,13 +28,13 @@ class CounterKind(StrEnum):
     ENDED = "ended"
     #: Renewals that came more than a third of a lease after their time.
     LATE = "late"
-    #: What became of a dead runner's job.
+    #: What became of a dead runner's job: `returned`, `failed` or `cancelled`.
     REAPED = "reaped"
 
 
-def counter_field(what: CounterKind, *labels: str) -> str:
-    """No label has a `|`: names of queues and types are checked."""
-    return "|".join((what, *labels))
+def counter_field(kind: CounterKind, *labels: str) -> str:
+    """The field of a counter in the hash of totals. Labels hold no `|`: names are checked."""
+    return "|".join((kind, *labels))
 
 
 _ECS = "8.11.0"
@@ -44,7 +42,7 @@ _encode_line = msgspec.json.Encoder().encode
 
 
 class JobEvent(msgspec.Struct, frozen=True):
-    """What happened: the fields of `event`. `duration` in nanoseconds."""
+    """The field `event` of a line. `duration` in nanoseconds."""
 
     action: str
     outcome: str | UnsetType = UNSET

@@ -1,8 +1,9 @@
-"""How deliveries are signed, so that a receiver knows who sent what, and when.
+"""The signature of webhook deliveries: a receiver can check sender, content and time.
 
-The header `Berth-Signature` is `t=<Unix seconds>,v1=<hex>`, with a `v1` for each key while keys change: the
-HMAC-SHA256 of `<t>.<body>` under the recipient's key. That is derived from the fleet's key, so no job and no
-database holds it. A receiver compares one `v1` in constant time and refuses a `t` that is minutes old.
+The header `Berth-Signature` is `t=<Unix seconds>,v1=<hex>`, where `v1` is the HMAC-SHA256 of `<t>.<body>`
+under the recipient's key. While keys are replaced there is a `v1` for each. The recipient's key is derived
+from the fleet's key, so no job and no database holds it. A receiver compares one `v1` in
+constant time and refuses a `t` that is minutes old.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ SIGNATURE_HEADER = "Berth-Signature"
 DELIVERY_HEADER = "Berth-Delivery"
 EVENT_HEADER = "Berth-Event"
 ATTEMPT_HEADER = "Berth-Attempt"
-#: Bytes of the fleet's key at the least.
+#: Minimum length of the fleet's key.
 MIN_KEY_BYTES = 32
 
 
 def recipient_key(fleet_key: bytes, recipient: str) -> str:
-    """The key of one recipient, as text that a person can copy."""
+    """The key of one recipient, in hex."""
     return hmac.digest(fleet_key, b"berth-webhook:" + recipient.encode(), "sha256").hex()
 
 

@@ -1,4 +1,4 @@
-"""The job `email_job`: one mail to one address, by SMTP."""
+"""The job `email`: one mail to one address, by SMTP."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class MailDeferred(RetryLater):
 
 
 def email_job(outlet: MailOutlet) -> JobType:
-    """The type, with the server that takes our mails."""
+    """The type `email`, with the server that sends our mails."""
 
     def send(arguments: SendEmail, context: JobContext) -> EmailReceipt:
-        # Here, not above: what mails need costs every runner and child some MiB.
+        # Imported here: what mails need would cost every runner and child some MiB.
         import smtplib
         import ssl
 
@@ -60,7 +60,7 @@ def email_job(outlet: MailOutlet) -> JobType:
         except OSError as error:  # all of smtplib's errors are, too
             raise MailDeferred(type(error).__name__) from None
         else:
-            _hand_over(client, data)
+            _send_text(client, data)
             return EmailReceipt(message_id=message_id)
         finally:
             if client is not None:
@@ -69,8 +69,8 @@ def email_job(outlet: MailOutlet) -> JobType:
     return JobType(name=catalog.EMAIL.name, arguments=SendEmail, run=send)
 
 
-def _hand_over(client: smtplib.SMTP, data: bytes) -> None:
-    """The text, up to the server's answer. When the connection breaks in here, nobody knows."""
+def _send_text(client: smtplib.SMTP, data: bytes) -> None:
+    """Sends the text and reads the answer. If the connection breaks here, the outcome is unknown."""
     try:
         client.send(data)
         code, _ = client.getreply()
@@ -82,14 +82,14 @@ def _hand_over(client: smtplib.SMTP, data: bytes) -> None:
 
 
 def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes]:
-    """Its id and its bytes as SMTP wants them: CRLF, doubled points, the end."""
+    """Its id, and its bytes for SMTP: CRLF, doubled points, the end."""
     import re
     from email.message import EmailMessage
     from email.policy import SMTP
     from email.utils import formatdate
     from hashlib import sha256
 
-    # From the job's id: whoever gets the same mail twice can tell.
+    # From the job's id, so that a mail that arrives twice can be recognised.
     message_id = f"<{sha256(job_id.encode()).hexdigest()[:32]}@{sender.rpartition('@')[2]}>"
     message = EmailMessage(policy=SMTP.clone(cte_type="7bit"))
     message["From"] = sender
@@ -97,19 +97,19 @@ def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes
     message["Subject"] = arguments.subject
     message["Date"] = formatdate()
     message["Message-ID"] = message_id
-    message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no machine answers it
+    message["Auto-Submitted"] = "auto-generated"  # RFC 3834: machines shall not answer it
     message.set_content(arguments.text)
     data = re.sub(rb"(?m)^\.", b"..", message.as_bytes())
     return message_id, data + (b"" if data.endswith(b"\r\n") else b"\r\n") + b".\r\n"
 
 
 def _check(what: str, code: int, _text: bytes = b"") -> None:
-    """A server's text may quote addresses: its code alone is told."""
+    """Raises unless the code means success. The server's text is left out: it may quote addresses."""
     if not 200 <= code < 400:
         raise _mail_error(what, code)
 
 
 def _mail_error(what: str, code: int) -> MailRefused | MailDeferred:
-    """RFC 5321, 4.2.1: 4yz passes, 5yz does not. Anything else is no SMTP, or no connection any more (-1)."""
+    """RFC 5321, 4.2.1: 5yz is final, 4yz is not. Other codes mean no SMTP, or a lost connection (-1)."""
     text = f"{what}: {code}"
     return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

@@ -1,7 +1,7 @@
-"""The job `position_snapshot_job`: asks the user's session, over the user's own queue, like everybody else.
+"""The job `position_snapshot`: asks the user's session for positions and balance.
 
-So the question keeps its place among the orders and inside the broker's limits, and the job's process holds
-no credentials and no broker connection.
+The query goes over the user's request queue like any other, so it waits its turn among the orders and counts
+for the broker's limits. The job's process holds no credentials and no broker connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Answer, Failure, decode, encode
 from worker_runtime.protocol.requests import QueryAccount, decode_report, parse_frame
 
-#: Milliseconds that the question's id is remembered after its deadline: nobody asks again under it.
+#: Milliseconds that the query's id is remembered after its deadline. Nobody uses the id again.
 _REMEMBERED = 1000
 
 
@@ -33,7 +33,7 @@ class SessionSilent(RetryLater):
 
 
 def position_snapshot_job(valkey_url: str) -> JobType:
-    """The type, with the Valkey of the user's worker."""
+    """The type `position_snapshot`, with the Valkey of the user's worker."""
 
     def snapshot(arguments: SnapshotPositions, _context: JobContext) -> PositionSnapshot:
         answer = _ask_session(valkey_url, arguments)
@@ -63,10 +63,10 @@ def _ask_session(valkey_url: str, arguments: SnapshotPositions) -> Answer:
     """Raises `SessionSilent`, `ValkeyFailed`, `MalformedMessage`."""
     user_id, request_id = arguments.user_id, f"job:{secrets.token_hex(16)}"
     until = time.monotonic() + arguments.patience
-    client, hearing = Valkey(valkey_url), Valkey(valkey_url)
+    client, subscriber = Valkey(valkey_url), Valkey(valkey_url)
     channel = keys.answers(request_id)
     try:
-        hearing.execute("SUBSCRIBE", channel)  # first: whatever is published from here on arrives
+        subscriber.execute("SUBSCRIBE", channel)  # first, so that the answer is not missed
         generation = client.execute("GET", keys.GENERATION)
         query = QueryAccount(
             request_id=request_id,
@@ -88,28 +88,28 @@ def _ask_session(valkey_url: str, arguments: SnapshotPositions) -> Answer:
             ],
             [request_id, encode(query), int(arguments.patience * 1000), _REMEMBERED],
         )
-        heard = _receive_answer(hearing, until) if mark else None
+        heard = _receive_answer(subscriber, until) if mark else None
         stored = heard or client.execute("GET", keys.response(user_id, request_id))
         if stored is None:
-            return _withdraw_question(client, user_id, parse_frame(item).raw, request_id)
+            return _withdraw_query(client, user_id, parse_frame(item).raw, request_id)
         answer: Answer = decode(stored, Answer)
         return answer
     finally:
-        hearing.close()
+        subscriber.close()
         client.close()
 
 
-def _receive_answer(hearing: Valkey, until: float) -> bytes | None:
-    """What is published; None when nothing came in time."""
+def _receive_answer(subscriber: Valkey, until: float) -> bytes | None:
+    """The published answer; None if none came in time."""
     try:
-        message: Any = hearing.receive(max(0.001, until - time.monotonic()))
+        message: Any = subscriber.receive(max(0.001, until - time.monotonic()))
     except ValkeyUnreachable:
         return None
     return message[2] if isinstance(message, list) and isinstance(message[2], bytes) else None
 
 
-def _withdraw_question(client: Valkey, user_id: str, item: bytes, request_id: str) -> Answer:
-    """Nobody asks the broker for an answer that nobody waits for."""
+def _withdraw_query(client: Valkey, user_id: str, item: bytes, request_id: str) -> Answer:
+    """Takes the query back, so that the broker is not asked in vain. Raises `SessionSilent`."""
     error = SessionSilent("the user has no worker, or its session is busy")
     refusal = encode(Answer(request_id=request_id, failure=Failure.of(error)))
     where = [keys.requests(user_id), keys.response(user_id, request_id)]

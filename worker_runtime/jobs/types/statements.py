@@ -1,6 +1,6 @@
-"""The jobs `make_statement` and `order_export`: made of the orders that the job brings along.
+"""The jobs `statement`, `statement_email`, `statement_webhook` and `order_export`.
 
-The jobs `statement_email_job` and `statement_webhook_job`: a user's day, made of the job's orders and sent.
+They are made from the orders that the job carries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker_runtime.jobs.types.mail import email_job
 from worker_runtime.jobs.types.webhook import webhook_job
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
-#: How a spreadsheet's formula begins, also in its wide forms (OWASP, "CSV injection").
+#: The beginnings of a spreadsheet's formula, with their wide forms (OWASP, "CSV injection").
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
 
 
@@ -66,7 +66,7 @@ def _line(account_id: str, symbol: str, rows: list[OrderRow]) -> StatementLine:
 
 
 def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
-    """Lots, and their average price to four places; None if one of the prices is not known."""
+    """Lots and their average price to four places; None if a price is not known."""
     filled = [row for row in rows if row.side == side and row.filled_quantity]
     lots = sum(row.filled_quantity for row in filled)
     value = Decimal(0)
@@ -79,7 +79,7 @@ def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
 
 def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
     """Raises `MalformedMessage`."""
-    # Here, not above: only this job writes files.
+    # Imported here, because only this job needs them.
     import csv
     import io
     import zlib
@@ -101,11 +101,11 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
-    # A spreadsheet would run it: an apostrophe makes it text.
+    # An apostrophe makes it text: a spreadsheet would run it.
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-#: Bytes: many times what 40 KiB of packed orders need, and little beside a session in the same container.
+#: Bytes: far more than 40 KiB of packed orders need, and little beside a session in the same container.
 _MEMORY = 128 * 1024 * 1024
 STATEMENT_JOB = JobType(
     name=catalog.STATEMENT.name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
@@ -113,16 +113,16 @@ STATEMENT_JOB = JobType(
 EXPORT_JOB = JobType(name=catalog.EXPORT.name, arguments=ExportOrders, run=export_orders, memory=_MEMORY)
 
 
-#: What a receiver knows the webhook by.
+#: The event of the webhook.
 STATEMENT_EVENT = "statement.daily"
 
 
 def statement_email_job(outlet: MailOutlet) -> JobType:
-    """The type, with the server that takes our mails."""
+    """The type `statement_email`, with the server that sends our mails."""
     mail = email_job(outlet)
 
     def send(arguments: MailStatement, context: JobContext) -> object:
-        made = _statement_of(arguments, context)
+        made = make_statement(arguments, context)
         text = statement_text(made)
         return mail.run(SendEmail(to=arguments.to, subject=f"Statement of {made.day}", text=text), context)
 
@@ -130,11 +130,11 @@ def statement_email_job(outlet: MailOutlet) -> JobType:
 
 
 def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
-    """The type, with the fleet's keys. The body is the statement, as the job `make_statement` returns it."""
+    """The type `statement_webhook`, with the fleet's keys. The body is the result of the job `statement`."""
     post = webhook_job(outlet)
 
     def deliver(arguments: PostStatement, context: JobContext) -> object:
-        body = msgspec.Raw(msgspec.json.encode(_statement_of(arguments, context)))
+        body = msgspec.Raw(msgspec.json.encode(make_statement(arguments, context)))
         delivery = DeliverWebhook(
             url=arguments.url, recipient=arguments.user_id, event=STATEMENT_EVENT, body=body
         )
@@ -143,14 +143,8 @@ def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
     return JobType(name=catalog.STATEMENT_POST.name, arguments=PostStatement, run=deliver)
 
 
-def _statement_of(arguments: MailStatement | PostStatement, context: JobContext) -> Statement:
-    """Raises `MalformedMessage`."""
-    wanted = MakeStatement(user_id=arguments.user_id, day=arguments.day, orders=arguments.orders)
-    return make_statement(wanted, context)
-
-
 def statement_text(made: Statement) -> str:
-    """The statement for a person: a line for each account and symbol."""
+    """The text of a mail: a line for each account and symbol."""
     lines = [f"User {made.user_id}, {made.day}", ""]
     if not made.orders:
         return "\n".join([*lines, "No orders on this day.", ""])

@@ -1,4 +1,4 @@
-"""The job `webhook_job`: one signed POST."""
+"""The job `webhook`: one signed POST."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import webhook_signing as signing
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
 from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
-#: Statuses that may be others later; all from 500 on may, too.
+#: Statuses after which another attempt makes sense, beside all from 500 on.
 _PASSING = frozenset({408, 425, 429})
-#: Seconds: a receiver's `Retry-After` beyond this is not waited for.
+#: Seconds. A longer `Retry-After` of the receiver is ignored.
 _LONGEST_WAIT = 3600.0
 
 
@@ -29,11 +30,10 @@ class WebhookDeferred(RetryLater):
 
 
 def webhook_job(outlet: WebhookOutlet) -> JobType:
-    """The type, with the fleet's keys."""
+    """The type `webhook`, with the fleet's keys."""
 
     def deliver(arguments: DeliverWebhook, context: JobContext) -> WebhookReceipt:
-        # Here, not above: TLS and HTTP cost every runner and child some MiB.
-        from worker_runtime.jobs.protocol import webhook_signing as signing
+        # Imported here: TLS and HTTP would cost every runner and child some MiB.
         from worker_runtime.jobs.types import webhook_client
 
         body = bytes(arguments.body)

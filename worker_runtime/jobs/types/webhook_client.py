@@ -1,7 +1,7 @@
-"""One POST to an address that somebody else wrote down.
+"""Sends one POST to an address that a stranger may have chosen.
 
-The name is resolved once, the address is checked, and the connection goes to that very address: a name that
-points into our own network, now or a moment later, leads nowhere. Redirects are not followed at all.
+The name is resolved once, the address is checked, and the connection goes to that address: a name that points
+into our own network, now or a moment later, leads nowhere. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import RetryLater
 
-#: Addresses that stand for others, which the checks below would not see (RFC 4291, 6052, 8215).
+#: Addresses that stand for others, which the checks below would miss (RFC 4291, 6052, 8215).
 _TRANSLATED = (
     ipaddress.ip_network("64:ff9b::/96"),
     ipaddress.ip_network("64:ff9b:1::/48"),
@@ -45,14 +45,14 @@ class ReceiverUnreachable(RetryLater):
 
 @dataclass(frozen=True, slots=True)
 class WebhookReply:
-    """The status, and the seconds of `Retry-After` if it gave any."""
+    """The status, and the seconds of `Retry-After` if there were any."""
 
     status: int
     retry_after: float | None
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """Goes to one address; `context`: over TLS, for the name in the URL."""
+    """Connects to one address; with `context` over TLS, for the name in the URL."""
 
     def __init__(
         self, host: str, port: int, target: tuple[str, int], context: ssl.SSLContext | None, timeout: float

@@ -33,7 +33,7 @@ def heard(link: socket.socket) -> bytes:
 def listening(server: socket.socket) -> tuple[Doorbell, socket.socket, selectors.BaseSelector]:
     selector = selectors.DefaultSelector()
     client = Valkey(f"redis://127.0.0.1:{server.getsockname()[1]}/0")
-    bell = Doorbell(client, "key", selector, Log("CRITICAL"))
+    bell = Doorbell(client, ("key",), selector, Log("CRITICAL"))
     assert bell.run_due()
     link, _ = server.accept()
     assert link.recv(4096) == LISTENS

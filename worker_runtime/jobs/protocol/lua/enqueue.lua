@@ -34,25 +34,12 @@ local position = sequence(us, meta[1])
 local score = position + delay * 1000 - ARGV[5] * (meta[2] or ARGV[10]) * 1000
 local fields = {'body', ARGV[2], 'name', ARGV[3], 'queue', queue, 'priority', ARGV[5], 'idempotent', ARGV[6],
   'score', score, 'due', now + delay, 'queued_at', now, 'attempt', 0, 'crashes', 0, 'state', 'waiting'}
-if ARGV[7] ~= '' then
-  fields[#fields + 1] = 'unique'
-  fields[#fields + 1] = ARGV[7]
-end
-if ARGV[8] ~= '' then
-  fields[#fields + 1] = 'group'
-  fields[#fields + 1] = ARGV[8]
-end
-if ARGV[11] ~= '' then
-  fields[#fields + 1] = 'on_failed'
-  fields[#fields + 1] = ARGV[11]
-end
-if ARGV[12] ~= '' then
-  fields[#fields + 1] = 'rate'
-  fields[#fields + 1] = ARGV[12]
-end
-if ARGV[13] ~= '' then
-  fields[#fields + 1] = 'digest'
-  fields[#fields + 1] = ARGV[13]
+local optional = {unique = ARGV[7], group = ARGV[8], on_failed = ARGV[11], rate = ARGV[12], digest = ARGV[13]}
+for field, value in pairs(optional) do
+  if value ~= '' then
+    fields[#fields + 1] = field
+    fields[#fields + 1] = value
+  end
 end
 redis.call('HSET', key, unpack(fields))
 if ARGV[8] ~= '' then
