@@ -33,6 +33,8 @@ FIRST = (
     "e2e-versions",
     "tests/chaos/test_orders.py",
     "tests/integration/jobs/runner/test_chaos.py",
+    "tests/unit/model/test_one_owner_safeguards.py",
+    "tests/unit/model/test_one_owner.py",
 )
 
 

@@ -113,3 +113,14 @@ class World(NamedTuple):
     late_claims: int = 0
     #: The latest epoch whose worker has logged in.
     newest_login: int = 0
+
+
+#: The launcher confirms every end; processes are stopped and let go at any point, Valkey loses its data,
+#: a second orchestrator repeats what the first one did.
+CONFIRMED = Rules()
+#: The launcher may lose a host on which the worker runs on, cut off. Nothing there is stopped.
+HOST_LOST = Rules(host_lost=True, freezes=False, late_own=False, replacements=0)
+#: A workflow may be terminated at any point, and a claim of an orchestrator that stood still come late.
+UNKNOWN_WORKERS = Rules(terminations=1, late_claims=1, replacements=0, late_own=False)
+#: For harm that lies behind another one.
+BEHIND = frozenset({TWO_SESSIONS})
