@@ -45,6 +45,7 @@ TITLES = {
     "exchange": "paper exchange",
     "node": "node",
     "orchestrator": "orchestrator",
+    "jobs": "job runner",
     "api": "API",
     "pool": "pool of warm workers",
 }
