@@ -1,4 +1,4 @@
-"""The command `berth`. Each command imports what it needs when it runs: `berth --help` takes 0.1 s."""
+"""The command `berth`. Commands import what they need when they run, so that `berth --help` is quick."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(fleet.maintenance_app, name="maintenance")
 app.add_typer(fleet.hosts_app, name="hosts")
 
-#: Passed on unread: `berth exchange --help` shows the module's own help.
+#: Options are passed on unread: `berth exchange --help` shows the module's own help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 DataFolder = Annotated[
@@ -99,7 +99,7 @@ def down(
 
 
 def _exec(module: str, *words: str) -> NoReturn:
-    """Becomes `python -m module`: one process less, and signals reach it directly."""
+    """Replaces this process by `python -m module`, so that signals reach it directly."""
     os.execv(sys.executable, [sys.executable, "-m", module, *words])  # noqa: S606
 
 
@@ -138,7 +138,7 @@ def node(context: typer.Context) -> None:
 
 @keys_app.command("init")
 def keys_init() -> None:
-    """Make the key files that are missing; an existing one is never replaced.
+    """Make the missing key files; existing ones are never replaced.
 
     Paths: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_ORCHESTRATOR_KEY_FILE.
     """
@@ -154,7 +154,7 @@ def keys_init() -> None:
     for path in made:
         typer.echo(f"made {path}")
     if not made:
-        typer.echo("all key files are there")
+        typer.echo("all key files exist")
 
 
 @keys_app.command("rotate")
@@ -165,8 +165,9 @@ def keys_rotate(
 ) -> None:
     """Make a new master key, rewrap all stored credentials, and say what to do next.
 
-    Safe to interrupt and to run again; while an old key file is kept, it only goes on rewrapping. Without
-    --data: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_MASTER_KEY_RETIRED, BERTH_DATABASE_URL.
+    Safe to interrupt and to repeat; while an old key file is kept, it makes no new key and only rewraps.
+    Without --data it uses BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_MASTER_KEY_RETIRED and
+    BERTH_DATABASE_URL.
     """
     from infra.cli.keys import run_rotation
 

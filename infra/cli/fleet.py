@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 maintenance_app = typer.Typer(
-    help="Look at what cleans up after failures (docs/how-it-works/maintenance.md).", no_args_is_help=True
+    help="The maintenance that cleans up after failures (docs/how-it-works/maintenance.md).",
+    no_args_is_help=True,
 )
 
 
-#: Seconds to wait for a pass: one over 20,000 workers with 2,000 anomalies took 11.
+#: Seconds to wait for a pass; over 20,000 workers with 2,000 anomalies it took 11.
 PASS_PATIENCE = 60.0
 
 
 @api_command(maintenance_app)
 def run(api: OperatorApi, reason: Reason = "requested") -> CommandAnswer:
-    """Look at all workers now, as the schedule does; what the look before has seen, too, is cleaned up."""
+    """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned up."""
     reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
     if not reply.done:
         return CommandAnswer(
@@ -45,7 +46,7 @@ def _show_outcome(done: dict[str, object]) -> None:
 
 @api_command(maintenance_app)
 def status(api: OperatorApi) -> CommandAnswer:
-    """Show the last pass: when, how many workers, what was odd, what was done, and why not."""
+    """Show the last pass: when, how many workers, what it found and did, and what it left alone."""
     found = api.get("/fleet")["maintenance"]
     return CommandAnswer(found, "no pass yet" if found is None else lambda: _show_pass(found))
 
@@ -79,7 +80,7 @@ hosts_app = typer.Typer(help="Hosts of workers (docs/how-to/roll-out.md).", no_a
 
 @hosts_app.callback()
 def _hosts_group() -> None:
-    """Keeps `explain` a command of its own while there is no other."""
+    """Makes `explain` a subcommand although it is the only one."""
 
 
 @api_command(hosts_app)
@@ -87,19 +88,20 @@ def explain(
     api: OperatorApi,
     pool: Pool = "default",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="So many, instead of those that the pool has and wants.")
+        int | None,
+        typer.Option(min=0, help="Number of workers, instead of those that the pool has and wants."),
     ] = None,
-    warm: Annotated[int, typer.Option(min=0, help="Hosts to keep ahead at the least.")] = 1,
-    rate: Annotated[float, typer.Option(min=0, help="Workers a second that must find room.")] = 0.0,
+    warm: Annotated[int, typer.Option(min=0, help="Empty hosts to keep ready, at least.")] = 1,
+    rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
 ) -> CommandAnswer:
-    """How many hosts are wanted for the pool's workers: what the orchestrator would ask of the platform."""
+    """How many hosts the pool's workers need: what the orchestrator would ask of the platform."""
     wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
     shown = explain_hosts(wanted, warm=warm, rate=rate)
     return CommandAnswer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
 
 def workers_of_pool(shown: dict[str, Any]) -> int:
-    """Of a pool: those in use, and the free ones that it has or wants."""
+    """How many workers a pool has in use, and has or wants free."""
     return int(shown["in_use"]) + max(int(shown["wanted"]), int(shown["ready"]) + int(shown["starting"]))
 
 

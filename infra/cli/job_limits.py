@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
 app = typer.Typer(
-    help="Limits of the fleet's job types. They hold from the next claim on; running jobs go on.",
+    help="Limits of the fleet's job types. They apply from the next claim on; running jobs continue.",
     no_args_is_help=True,
 )
 
@@ -22,14 +22,14 @@ Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as 
 
 @api_command(app, "list")
 def list_(api: OperatorApi) -> CommandAnswer:
-    """Every type with its limits, and how many of it run now."""
+    """Show every type with its limits, and how many jobs of it run now."""
     found = api.get("/job-limits")["limits"]
     return CommandAnswer(found, lambda: _show_limits(found))
 
 
 def _check_limits(**given: Any) -> None:
     if all(given[name] is None for name in ("running", "per_node", "per_second", "burst")):
-        raise typer.BadParameter("say --running, --per-node or --per-second; `clear` takes all back")
+        raise typer.BadParameter("say --running, --per-node or --per-second; `clear` removes all")
     if given["burst"] is not None and given["per_second"] is None:
         raise typer.BadParameter("--burst needs --per-second")
 
@@ -39,25 +39,25 @@ def set_(
     api: OperatorApi,
     job_type: Type,
     running: Annotated[
-        int | None, typer.Option(min=0, help="Jobs that run at once, everywhere; 0: none is begun.")
+        int | None, typer.Option(min=0, help="Jobs that run at once, everywhere; 0: none starts.")
     ] = None,
     per_node: Annotated[int | None, typer.Option(min=0, help="Jobs that run at once on one node.")] = None,
     per_second: Annotated[
         float | None, typer.Option(help="Jobs a second for each rate key: a webhook's host, a mail's domain.")
     ] = None,
     burst: Annotated[
-        int | None, typer.Option(min=1, help="How many of them may come at once after a rest.")
+        int | None, typer.Option(min=1, help="How many may start at once after a pause.")
     ] = None,
     reason: Reason = "requested",
 ) -> CommandAnswer:
-    """Set the limits of a type: all of them, so what is left out has none."""
+    """Set all limits of a type: one that is left out is removed."""
     limits = {"running": running, "per_node": per_node, "per_second": per_second, "burst": burst}
     return _put_limits(api, job_type, limits, reason)
 
 
 @api_command(app)
 def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> CommandAnswer:
-    """Take all limits of a type back."""
+    """Remove all limits of a type."""
     return _put_limits(api, job_type, {}, reason)
 
 

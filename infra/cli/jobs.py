@@ -34,7 +34,7 @@ Valkey = Annotated[
     ),
 ]
 User = Annotated[str | None, typer.Option(help="This user's own jobs, instead of the fleet's.")]
-Watch = Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
 Type = Annotated[str, typer.Option("--type", help="Of this type of job.")]
 Code = Annotated[str, typer.Option(help="Failed with this code, such as JOB_TIMEOUT.")]
@@ -135,9 +135,9 @@ def _watch(view: JobView, json: bool) -> None:
 @_job_command(watch=True)
 def info(
     jobs: JobInspector,
-    workers: Annotated[bool, typer.Option("--workers", "-W", help="The runners and what runs, too.")] = False,
+    workers: Annotated[bool, typer.Option("--workers", "-W", help="Runners and running jobs, too.")] = False,
 ) -> JobView:
-    """Everything at a glance: queues, what waits, runs, is delayed, has failed."""
+    """Show everything: queues, and how much waits, runs, is delayed and has failed."""
     from infra.cli import tables
 
     return JobView(jobs.overview, lambda out, board: tables.job_board(out, board, workers=workers))
@@ -145,7 +145,7 @@ def info(
 
 @_job_command(watch=True)
 def queues(jobs: JobInspector) -> JobView:
-    """Queues with work and suspended ones: how many wait, by type."""
+    """Show queues with work and suspended ones: how many jobs wait, by type."""
     from infra.cli import tables
 
     return JobView(lambda: jobs.overview().queues, tables.queue_table)
@@ -153,7 +153,7 @@ def queues(jobs: JobInspector) -> JobView:
 
 @_job_command(watch=True)
 def running(jobs: JobInspector) -> JobView:
-    """What runs: since when, where, and how far it is."""
+    """Show running jobs: since when, where, and how far they are."""
     from infra.cli import tables
 
     return JobView(lambda: jobs.overview().running, tables.running_table)
@@ -161,7 +161,7 @@ def running(jobs: JobInspector) -> JobView:
 
 @_job_command(watch=True)
 def workers(jobs: JobInspector) -> JobView:
-    """The runners: state, queues, jobs in hand, and when they last gave a sign of life."""
+    """Show the runners: state, queues, running jobs, and when they were last seen."""
     from infra.cli import tables
 
     return JobView(lambda: jobs.overview().runners, tables.runner_table)
@@ -173,9 +173,9 @@ def failed(
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
-    limit: Annotated[int, typer.Option(min=1, help="At the most; the newest come first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows; the newest come first.")] = 100,
 ) -> JobView:
-    """The failed queue; `berth jobs show JOB` has the traceback."""
+    """Show the failed jobs; `berth jobs show JOB` has the traceback."""
     from infra.cli import tables
     from infra.jobs.view import matching
 
@@ -185,7 +185,7 @@ def failed(
 
 @_job_command()
 def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
-    """One job: state, progress, how it ended, its traceback and what it wrote."""
+    """Show one job: state, progress, how it ended, its traceback and output."""
     from infra.cli import tables
 
     found = jobs.job(job)
@@ -203,12 +203,12 @@ def _check_requeue(job_ids: list[str] | None, all_: bool, queue: str, type_: str
 def requeue(
     jobs: JobInspector,
     job_ids: Annotated[list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All that have failed.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
 ) -> CommandAnswer:
-    """Put failed jobs back on their queues as if they were new: some, those that fit, or all."""
+    """Put failed jobs back on their queues as if new: those named, those that match, or all."""
     from infra.jobs.view import matching
 
     fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
@@ -224,13 +224,13 @@ def requeue(
 
 @_job_command()
 def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
-    """Cancel a job: at once if it waits; if it runs, its process is ended. A failed one is forgotten."""
+    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is removed."""
     from worker_runtime.jobs.protocol import calls as job_calls
 
     sentences = {
         "cancelled": "cancelled",
-        "asked": "its runner was told to end it",
-        "failed": "it had failed; it is forgotten now",
+        "asked": "its runner was asked to end it",
+        "failed": "it had failed; it is removed now",
         "unknown": "there is no such job, or it has ended",
     }
     reply = jobs.run(job_calls.cancel(job, jobs.tag))
@@ -258,9 +258,9 @@ def _scope(queue: str, runner: str) -> str:
 
 @_job_command(check=_check_scope, json=False)
 def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
-    """Let no further job be taken: none at all, none of a queue, or none by a runner.
+    """Stop taking jobs: everywhere, from one queue, or by one runner.
 
-    It lasts until `resume`, whatever is restarted. Running jobs go on.
+    It lasts until `resume`, even across restarts. Running jobs continue.
     """
     from worker_runtime.jobs.protocol import calls as job_calls
 
@@ -270,7 +270,7 @@ def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Co
 
 @_job_command(check=_check_scope, json=False)
 def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
-    """Take back one `suspend` with the same options."""
+    """Undo a `suspend` that had the same options."""
     from worker_runtime.jobs.protocol import calls as job_calls
 
     changed = jobs.run(job_calls.resume(queue=queue, runner=runner, tag=jobs.tag))
@@ -279,23 +279,25 @@ def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Com
 
 @app.command()
 def worker(
-    queues: Annotated[str, typer.Option(help="Queues it serves, comma separated; all: every one.")] = "all",
+    queues: Annotated[str, typer.Option(help="Queues it serves, comma separated, or all.")] = "all",
     name: Annotated[
         str,
-        typer.Option(help="Lasts across restarts; `suspend --runner` names it.", show_default="the host's"),
+        typer.Option(help="Its name across restarts, for `suspend --runner`.", show_default="the host's"),
     ] = "",
     slots: Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")] = 1,
     recycle: Annotated[
-        int, typer.Option(min=1, help="Jobs that one child process runs; 1: each gets a fresh one.")
+        int, typer.Option(min=1, help="Jobs that one child process runs; 1: a new process for each.")
     ] = 1,
-    lease: Annotated[float, typer.Option(min=1, max=300, help="Seconds until it counts as dead.")] = 5.0,
+    lease: Annotated[
+        float, typer.Option(min=1, max=300, help="Seconds without a renewal until it counts as dead.")
+    ] = 5.0,
     config: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="JSON with more of its configuration, such as webhook and mail; of mode 0600.",
+            help="JSON with the rest of its configuration, such as webhook and mail; mode 0600.",
         ),
     ] = None,
     user: User = None,

@@ -1,4 +1,4 @@
-"""`berth keys rotate`: one run of the rotation, and what to do next."""
+"""`berth keys rotate`: rotates the master key once, and says what to do next."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _next_steps(done: Rotation, *, local: bool) -> list[str]:
             "   Restart the orchestrators with it first, then the API: it still uses the old key.",
         ]
     lines += [
-        "2. Run `berth keys rotate` again: it makes no further key, it rewraps what was stored meanwhile.",
-        "3. When every API process is new and it says that 0 are still under an old key, remove the old",
+        "2. Run `berth keys rotate` again: it makes no other key, and rewraps what was stored meanwhile.",
+        "3. When every API process was restarted and 0 credentials are under an old key, remove the old",
         "   file" + (" and restart." if local else ", and BERTH_MASTER_KEY_RETIRED at the next restart."),
         "   Keep a copy with the database backups made before: they need it.",
     ]

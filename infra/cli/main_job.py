@@ -1,4 +1,4 @@
-"""The main job: one order of a demo user through the REST API, from a user without a worker to a fill."""
+"""The main job: one order of a demo user without a worker, through the REST API to its fill."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ async def _run_with_client(
 ) -> MainJobResult:
     async with httpx.AsyncClient(base_url=api_url, timeout=PATIENCE, trust_env=False) as http:
         try:
-            api_key, user_id = await _user(http, admin_key, demo, known)
-            await _without_worker(http, api_key, user_id)
-            await _credentials(http, api_key, user_id, exchange_admin_url)
-            return await _order(http, api_key, user_id)
+            api_key, user_id = await _ensure_user(http, admin_key, demo, known)
+            await _stop_worker(http, api_key, user_id)
+            await _store_credentials(http, api_key, user_id, exchange_admin_url)
+            return await _place_order(http, api_key, user_id)
         except httpx.HTTPError as error:
             raise MainJobFailed(f"the API did not answer: {type(error).__name__} {error}") from error
 
 
-async def _user(http: httpx.AsyncClient, admin_key: str, kept: Path, known: str) -> tuple[str, str]:
-    """The demo user's key and id. A key is shown only once; without the kept one a new user is made."""
+async def _ensure_user(http: httpx.AsyncClient, admin_key: str, kept: Path, known: str) -> tuple[str, str]:
+    """The demo user's key and id. A key is shown only once: without the kept one a new user is made."""
     if known:
         user_id, _, api_key = known.partition(" ")
         seen = await http.get(f"/v1/users/{user_id}/worker", headers={"X-API-Key": api_key})
@@ -74,8 +74,8 @@ async def _user(http: httpx.AsyncClient, admin_key: str, kept: Path, known: str)
     return str(body["api_key"]), user_id
 
 
-async def _without_worker(http: httpx.AsyncClient, api_key: str, user_id: str) -> None:
-    """Stops the user's worker: after a restart its workflow has found it a new one already."""
+async def _stop_worker(http: httpx.AsyncClient, api_key: str, user_id: str) -> None:
+    """Stops the user's worker: after a restart its workflow has claimed a new one already."""
     path, headers = f"/v1/users/{user_id}/worker", {"X-API-Key": api_key}
     stopped = await http.post(f"{path}/stop", json={"reason": "the demo starts afresh"}, headers=headers)
     if stopped.status_code in (404, 409):  # there is none
@@ -92,8 +92,10 @@ async def _without_worker(http: httpx.AsyncClient, api_key: str, user_id: str) -
         await asyncio.sleep(0.05)
 
 
-async def _credentials(http: httpx.AsyncClient, api_key: str, user_id: str, exchange_admin_url: str) -> None:
-    """New keys at the exchange and in the vault, so that no clear secret has to be kept."""
+async def _store_credentials(
+    http: httpx.AsyncClient, api_key: str, user_id: str, exchange_admin_url: str
+) -> None:
+    """Makes new keys at the exchange and stores them in the vault, so that no clear secret is kept."""
     secret = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
     account = f"{user_id}-account"
     async with ExchangeAdmin(exchange_admin_url) as exchange:
@@ -106,7 +108,7 @@ async def _credentials(http: httpx.AsyncClient, api_key: str, user_id: str, exch
     _checked(stored)
 
 
-async def _order(http: httpx.AsyncClient, api_key: str, user_id: str) -> MainJobResult:
+async def _place_order(http: httpx.AsyncClient, api_key: str, user_id: str) -> MainJobResult:
     order = {
         "client_order_id": f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         "account_id": f"{user_id}-account",

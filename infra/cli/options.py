@@ -34,7 +34,7 @@ KeyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with an operator's API key, mode 0600; needs --url.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Reason = Annotated[str, typer.Option(help="Why; it stands in the audit trail.")]
+Reason = Annotated[str, typer.Option(help="Why; recorded in the audit trail.")]
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]
 
 
@@ -150,7 +150,7 @@ def user_path(user_id: str, rest: str = "") -> str:
 
 
 def pool_path(pool: str, rest: str = "") -> str:
-    """The API's path of a pool; `rest` comes behind its name."""
+    """The API's path of a pool; `rest` follows its name."""
     return f"/pools/{quote(pool, safe='')}{rest}"
 
 
@@ -167,7 +167,7 @@ def watch(
     period: float,
     ended: Callable[[Any], bool] = lambda seen: False,
 ) -> Any:
-    """Shows what `read` returns every `period` seconds until it has `ended`; returns the last."""
+    """Shows what `read` returns, every `period` seconds until that has `ended`; returns the last."""
     while True:
         seen = read()
         show(seen)

@@ -41,23 +41,23 @@ def start(
     batch: Annotated[int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")] = None,
     deadline: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Then users move, quiet or not; usually 8 hours."),
+        typer.Option(min=0, metavar="SECONDS", help="After this users move, quiet or not; usually 8 hours."),
     ] = None,
     quiet: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Without an order, until a user is quiet; usually 300."),
+        typer.Option(
+            min=0, metavar="SECONDS", help="Time without an order that makes a user quiet; usually 300."
+        ),
     ] = None,
     proof: Annotated[
         float | None,
-        typer.Option(
-            min=0, metavar="SECONDS", help="How long it waits for a first user served; usually 120."
-        ),
+        typer.Option(min=0, metavar="SECONDS", help="Wait for a first served user; usually 120."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
     reason: Reason = "requested",
     json: Json = False,
 ) -> CommandAnswer:
-    """Begin one: free workers first, make before break; users when they are quiet. It goes back by itself."""
+    """Start a rollout: first free workers, then users when they are quiet. It rolls back by itself."""
     shown = api.post(
         _rollout_path(pool),
         version=version,
@@ -80,15 +80,15 @@ def rollout_status(
     ] = False,
     json: Json = False,
 ) -> CommandAnswer:
-    """How far the pool's rollout is, or how the last one ended."""
+    """Show how far the pool's rollout is, or how the last one ended."""
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get(_rollout_path(pool)))
 
 
 @api_command(rollout_app)
 def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
-    """Take it back: what the pool had before is put back in the same way."""
+    """Abort the rollout: the pool returns to its earlier version in the same way."""
     reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
-    return CommandAnswer(reply.body, f"the rollout of pool {pool} is taken back")
+    return CommandAnswer(reply.body, f"the rollout of pool {pool} is rolled back")
 
 
 def _rollout_answer(shown: dict[str, Any]) -> CommandAnswer:
@@ -132,7 +132,7 @@ app.add_typer(rollout_app, name="rollout")
 
 @api_command(app)
 def status(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
-    """What the pool has and wants, and how its launches fare."""
+    """Show what the pool has and wants, and how its launches go."""
     return _pool_answer(api.get(pool_path(pool)))
 
 
@@ -144,7 +144,7 @@ def _pool_answer(shown: dict[str, Any]) -> CommandAnswer:
 
 @api_command(app)
 def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
-    """Why the pool wants so many workers, when that changes, and what keeps it from having them."""
+    """Explain how many workers the pool wants and why, when that changes, and what prevents it."""
     from infra.cli import tables
 
     shown = api.get(pool_path(pool))
@@ -169,7 +169,7 @@ def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested"
 
 @api_command(app)
 def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
-    """End a pause or a drain. After failed launches, the next one is tried at once."""
+    """End a pause or a drain. After failed launches, the next launch is tried at once."""
     return CommandAnswer(api.post(pool_path(pool, "/resume"), reason=reason).body, f"pool {pool} is resumed")
 
 
@@ -196,19 +196,19 @@ def set_policy(
     buffer: Annotated[str | None, typer.Option(help="On top: 3, or 20% of the workers in use.")] = None,
     demand_minutes: Annotated[
         float | None,
-        typer.Option(min=0, help="As many as were claimed within the last so many minutes; 0: off."),
+        typer.Option(min=0, help="As many as were claimed in this many last minutes; 0: off."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=0, help="Workers in all; 0: without a limit.")] = None,
     shrink_after: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that there may be too many.")
+        float | None, typer.Option(min=0, help="Seconds before a surplus is stopped.")
     ] = None,
     windows: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON list of windows, in place of all that there are."),
+        typer.Option(metavar="FILE", help="JSON list of windows, which replaces all existing ones."),
     ] = None,
     reason: Reason = "requested",
 ) -> CommandAnswer:
-    """Change the pool's policy at once; what is not named stays. A window in FILE looks like
+    """Change the pool's policy at once; options not given stay. A window in FILE looks like
 
     {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar": "trading",
     "target": 40}

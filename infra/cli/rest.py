@@ -1,4 +1,4 @@
-"""The REST API as the command line uses it: with an operator's key from a file, errors as one sentence."""
+"""The command line's client of the REST API: with an operator's key from a file, errors as one sentence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from infra.vault import key_file
 from infra.vault.key_file import KeyFileMissing
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds to connect, and for an answer beyond what a call itself may wait.
+#: Seconds to connect, and for an answer on top of what a call itself may wait.
 CONNECT, ANSWER = 5.0, 10.0
-#: Seconds without a byte after which a stream counts as lost; the API sends a sign of life every 15 s.
+#: Seconds without a byte after which a stream counts as lost; the API sends a comment every 15 s.
 STREAM_SILENCE = 45.0
 #: Seconds before a lost stream is opened again.
 AGAIN = 1.0
 
 
 class ApiRefused(BerthError):
-    """The API did not do it."""
+    """The API refused the request."""
 
     code = "REFUSED"
 
@@ -37,7 +37,7 @@ class ApiRefused(BerthError):
 
 
 class NoApi(BerthError):
-    """It is not known where the API is, or with which key."""
+    """The API's address or its key is unknown."""
 
     code = "NO_API"
 
@@ -48,7 +48,7 @@ class ApiAddress:
 
     url: str
     key_path: Path
-    #: How a person would start what is missing there.
+    #: What a person should check when no API answers there.
     hint: str = ""
 
     def key(self) -> str:
@@ -65,7 +65,7 @@ class ApiAddress:
 
 
 def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
-    """What the options say, else the running `berth up` of the data folder. Raises `NoApi`."""
+    """The API that the options name, else the running `berth up` of the data folder. Raises `NoApi`."""
     if url is not None and key_path is not None:
         if not url.startswith(("http://", "https://")):
             raise NoApi(f"{url} is no address of an API; it begins with http:// or https://")
@@ -77,33 +77,33 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"
         )
-    return ApiAddress(found, folder.keys / "admin.key", " (is `berth up` well? look at its output)")
+    return ApiAddress(found, folder.keys / "admin.key", " (does `berth up` run well? look at its output)")
 
 
 @dataclass(frozen=True)
 class ApiReply:
-    """A successful answer. `done` is False for 202: the API goes on with it."""
+    """A successful answer. `done` is False for 202: the API goes on working on it."""
 
     done: bool
     body: Any
 
 
 class OperatorApi:
-    """Use it as a context manager. Every method raises `ApiRefused` with a sentence for people."""
+    """A context manager. Every method raises `ApiRefused` with a sentence for people."""
 
-    def __init__(self, find_api: ApiAddress, *, again: float = AGAIN) -> None:
+    def __init__(self, address: ApiAddress, *, again: float = AGAIN) -> None:
         """`again`: seconds before a lost stream is opened again. Raises `NoApi`, `KeyFileExposed`."""
-        self._place = find_api
+        self._address = address
         self._again = again
         try:
             self._http = httpx.Client(
-                base_url=f"{find_api.url}/v1",
-                headers={"X-API-Key": find_api.key()},
+                base_url=f"{address.url}/v1",
+                headers={"X-API-Key": address.key()},
                 timeout=httpx.Timeout(ANSWER, connect=CONNECT),
-                trust_env=False,  # no proxy of the environment gets to see the key
+                trust_env=False,  # no proxy from the environment may see the key
             )
         except httpx.InvalidURL as error:
-            raise NoApi(f"{find_api.url} is no address: {error}") from None
+            raise NoApi(f"{address.url} is no address: {error}") from None
 
     def get(self, path: str, **query: Any) -> Any:
         return self._call("GET", path, query=query).body
@@ -150,10 +150,10 @@ class OperatorApi:
         try:
             return ApiReply(answer.status_code != 202, answer.json())
         except ValueError:
-            raise ApiRefused(f"what answers at {self._place.url} is no API of Berth") from None
+            raise ApiRefused(f"what answers at {self._address.url} is no API of Berth") from None
 
     def events(self, path: str, after: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and data of each event behind the id `after`, for ever; a lost stream is opened again.
+        """Name and data of each event after the id `after`, endlessly; a lost stream is opened again.
 
         Raises `ApiRefused` when it cannot be opened the first time, or is refused later.
         """
@@ -183,20 +183,20 @@ class OperatorApi:
 
     def _unreachable(self, error: httpx.HTTPError) -> ApiRefused:
         if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-            return ApiRefused(f"the API at {self._place.url} did not answer in time")
-        return ApiRefused(f"no API answers at {self._place.url}{self._place.hint}")
+            return ApiRefused(f"the API at {self._address.url} did not answer in time")
+        return ApiRefused(f"no API answers at {self._address.url}{self._address.hint}")
 
     def _check(self, answer: httpx.Response) -> None:
         if answer.is_success:
             return
         if answer.status_code == 401:
-            raise ApiRefused(f"the API does not know the key in {self._place.key_path}", 401)
+            raise ApiRefused(f"the API does not know the key in {self._address.key_path}", 401)
         try:
             problem = answer.json()
             sentence = f"{problem['code']}: {problem.get('detail') or problem['title']}"
             told = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
         except (ValueError, KeyError, TypeError, IndexError):
-            sentence, told = f"{self._place.url} answered {answer.status_code}", []
+            sentence, told = f"{self._address.url} answered {answer.status_code}", []
         raise ApiRefused("; ".join([sentence, *told]), answer.status_code)
 
     def __enter__(self) -> Self:
@@ -209,7 +209,7 @@ class OperatorApi:
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Server-sent events with name, id and JSON data; comments and anything else are passed over."""
+    """Server-sent events with name, id and JSON data; comments and everything else are skipped."""
     found: dict[str, str] = {}
     for line in lines:
         if line:

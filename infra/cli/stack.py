@@ -1,8 +1,6 @@
-"""How a start is shown: a live list on a terminal, plain lines in a pipe.
+"""`berth up` runs the local system until Ctrl-C; `berth down` stops it, or ends what a killed one left.
 
-`berth up`: the local system until Ctrl-C, with the main job if it is wanted.
-
-`berth down`: stops a running `berth up` and waits for its end, or ends what a killed one left.
+A start is shown as a live list on a terminal, as plain lines in a pipe.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ TITLES = {
 
 
 class ProgressView(Protocol):
-    """What `LocalStack` tells goes to `show`, from any thread."""
+    """Shows the progress of `LocalStack`; `show` may be called from any thread."""
 
     def show(self, change: StepProgress) -> None: ...
 
@@ -131,7 +129,7 @@ class LiveList:
         self._live.stop()
 
 
-#: Seconds between two looks at the processes.
+#: Seconds between two checks of the processes.
 WATCH_PERIOD = 0.5
 #: A part that ends more often than this within a minute is not started again.
 MAX_RESTARTS = 5
@@ -144,7 +142,7 @@ class StopRequested(BaseException):
 def run_up(
     data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
 ) -> int:
-    """The exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
+    """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
     console, errors = Console(), Console(stderr=True)
     overrides: dict[str, Any] = {"pool_target": pool, "api_port": port}
     ports = LocalSettings(ui_port=ui_port) if ui_port else LocalSettings()
@@ -182,7 +180,7 @@ def run_up(
             return 1
         finally:
             _ignore_signals()
-            with contextlib.suppress(OSError):  # a closed terminal must not keep us from stopping
+            with contextlib.suppress(OSError):  # a closed terminal must not prevent the stop
                 if up:
                     console.print("stopping", highlight=False)
             stack.stop()
@@ -210,7 +208,7 @@ def _signals() -> Iterator[None]:
 
 
 def _ignore_signals() -> None:
-    """A second Ctrl-C must not cut the stopping short: something would be left behind."""
+    """Ignores a second Ctrl-C: cutting the stop short would leave processes behind."""
 
     def say(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
@@ -221,7 +219,7 @@ def _ignore_signals() -> None:
 
 
 def _watch_servers(stack: LocalStack, console: Console) -> None:
-    """Until a signal. What ends meanwhile is started again; raises when it keeps ending."""
+    """Restarts a server that ends, until a signal. Raises `BerthError` when one keeps ending."""
     restarts: dict[str, list[float]] = {}
     while True:
         time.sleep(WATCH_PERIOD)
@@ -237,7 +235,7 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
         raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
     before.append(now)
     console.print(f"{server.name} has ended; starting it again", highlight=False)
-    server.stop()  # whatever is left of it
+    server.stop()  # ends its remaining processes
     server.start()
 
 
@@ -283,7 +281,7 @@ def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | 
         )
 
 
-#: Seconds; a graceful stop of workers (10 s each, all at once) and servers fits well.
+#: Seconds; enough for a graceful stop of workers (10 s, all at once) and servers.
 STOP_PATIENCE = 60.0
 
 

@@ -20,11 +20,11 @@ User = Annotated[str | None, typer.Option("--user", metavar="USER", help="One us
 Account = Annotated[
     str | None, typer.Option("--account", metavar="ACCOUNT", help="Only this account; needs --user.")
 ]
-Why = Annotated[str, typer.Option("--reason", help="Why; it stands in the audit trail.")]
+Why = Annotated[str, typer.Option("--reason", help="Why; recorded in the audit trail.")]
 
 
 def install(root: typer.Typer) -> None:
-    """Adds the four commands of the switches to `berth` itself."""
+    """Adds the four commands of the trading switches to `berth` itself."""
     for command in (halt, reduce):
         api_command(root, check=_check_target, json=False)(command)
     api_command(root, "open", check=_check_target, json=False)(open_)
@@ -34,7 +34,7 @@ def install(root: typer.Typer) -> None:
 def halt(
     api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
 ) -> CommandAnswer:
-    """Take no new orders, also not those that are queued already. Cancels still pass."""
+    """Take no new orders, nor those already queued. Cancels still pass."""
     return _put_switch(api, "halted", reason, user, account)
 
 
@@ -48,17 +48,17 @@ def reduce(
 def open_(
     api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
 ) -> CommandAnswer:
-    """Take orders again, as far as no other switch is against it."""
+    """Take orders again, unless another switch forbids it."""
     return _put_switch(api, "open", reason, user, account)
 
 
 def switches(
     api: OperatorApi,
     user: Annotated[
-        str | None, typer.Option("--user", metavar="USER", help="Only what holds for him.")
+        str | None, typer.Option("--user", metavar="USER", help="Only what applies to this user.")
     ] = None,
 ) -> CommandAnswer:
-    """Show every switch that was ever set, who set it and why; with --user, what counts for that user."""
+    """Show every switch, who set it and why; with --user, what applies to that user."""
     found = api.get("/switches", user_id=user)
     return CommandAnswer(found, lambda: _show_switches(found))
 
@@ -83,7 +83,7 @@ def _put_switch(
         body["account_id"] = account
     reply = api.put("/switches", body)
     whom = "everybody" if user is None else f"{user} {account}" if account else user
-    warning = "" if reply.done else "Valkey did not answer: workers are told when it does"
+    warning = "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
     return CommandAnswer(reply.body, f"{plain(whom)} is {state}", warning)
 
 
@@ -93,7 +93,7 @@ def _show_switches(found: dict[str, Any]) -> None:
     from infra.cli.tables import clock, console, empty_table, plain
 
     out = console()
-    rows = empty_table(out, "whom", "state", "set by", "at (UTC)", "reason")
+    rows = empty_table(out, "for", "state", "set by", "at (UTC)", "reason")
     colours = {"halted": "red", "reducing": "yellow", "open": "green"}
     for one in found["switches"]:
         whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
@@ -104,7 +104,7 @@ def _show_switches(found: dict[str, Any]) -> None:
     out.print(rows)
     if effective := found.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}
-        out.print("what counts:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))
+        out.print("in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))
 
 
 app = typer.Typer(
@@ -129,17 +129,17 @@ class OrderEnd(StrEnum):
 def attention(
     api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
 ) -> CommandAnswer:
-    """Orders whose outcome nobody but a person can find out, those that wait longest first."""
+    """Orders whose outcome only a person can find out, the longest waiting first."""
     rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE)
     return CommandAnswer(rows, lambda: _show_orders(rows, more=more))
 
 
 @api_command(app)
 def recheck(api: OperatorApi, order: OrderId) -> CommandAnswer:
-    """Have an order looked at again, at once, at the broker."""
+    """Check an order with the broker again, at once."""
     reply = api.post(_order_path(order, "recheck"))
     return CommandAnswer(
-        reply.body, f"order {order} is looked at again; it is on the list until it is settled"
+        reply.body, f"order {order} is checked again; it stays on the list until it is settled"
     )
 
 
@@ -148,11 +148,11 @@ def resolve(
     api: OperatorApi,
     order: OrderId,
     state: Annotated[OrderEnd, typer.Option(help="How it ended.")],
-    reason: Annotated[str, typer.Option(help="How it is known; it stands in the audit trail.")],
+    reason: Annotated[str, typer.Option(help="How it is known; recorded in the audit trail.")],
     filled: Annotated[int, typer.Option(min=0, metavar="LOTS", help="Lots that were filled.")] = 0,
     price: Annotated[str | None, typer.Option(help="Average price of the filled lots.")] = None,
 ) -> CommandAnswer:
-    """Write down how an order ended, after a look at the broker. It is final then."""
+    """Record how an order ended, after a check with the broker. The order is final then."""
     end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
     reply = api.post(_order_path(order, "resolve"), reason=reason, **end)
     return CommandAnswer(reply.body, f"order {order} is {state.value}")
@@ -177,9 +177,9 @@ def differences(
 def close(
     api: OperatorApi,
     number: Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the difference.")],
-    reason: Annotated[str, typer.Option(help="What it was; it stands in the audit trail.")],
+    reason: Annotated[str, typer.Option(help="What it was; recorded in the audit trail.")],
 ) -> CommandAnswer:
-    """Close a difference after a look at the broker: the same one is not told again."""
+    """Close a difference after a check with the broker: it is not reported again."""
     reply = api.post(f"/reconciliations/{number}/resolve", reason=reason)
     return CommandAnswer(reply.body, f"difference {number} is closed")
 

@@ -28,10 +28,10 @@ User = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
 def list_workers(
     api: OperatorApi,
     state: Annotated[str | None, typer.Option(help="Only this state, such as Reconnecting.")] = None,
-    user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids that begin so.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids with this prefix.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
 ) -> CommandAnswer:
-    """Users whose worker runs, or waits to. From an index that is a moment behind."""
+    """List users whose worker runs or waits to. The index is a moment behind."""
     from infra.cli import tables
 
     rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
@@ -40,7 +40,7 @@ def list_workers(
 
 @api_command(app)
 def show(api: OperatorApi, user: User) -> CommandAnswer:
-    """One user's worker: its own mark, and what its workflow says."""
+    """Show one user's worker: its own mark, and what its workflow says."""
     from infra.cli import tables
 
     shown = api.get(user_path(user))
@@ -51,7 +51,7 @@ def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandA
     """What came of a request. A caller who waited and did not see the end gets exit code 1."""
     if reply.done or not wait:
         return CommandAnswer(reply.body, done if reply.done else asked)
-    warning = f"not done within {wait:g} s; it goes on: look with `berth worker show`"
+    warning = f"not done within {wait:g} s; it goes on: see `berth worker show`"
     return CommandAnswer(reply.body, warning=warning, exit_code=1)
 
 
@@ -71,14 +71,14 @@ def start(
 
 @api_command(app)
 def stop(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
-    """Ask the worker to finish the order in hand, close its sessions and end."""
+    """Ask the worker to finish its order, close its sessions and end."""
     reply = api.post(user_path(user, "/stop"), reason=reason)
     return CommandAnswer(reply.body, f"the worker of {user} is asked to stop")
 
 
 @api_command(app)
 def resume(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
-    """Let a parked user (too many crashes) start again."""
+    """Let a user start again who was parked after too many crashes."""
     reply = api.post(user_path(user, "/resume"), reason=reason)
     return CommandAnswer(reply.body, f"{user} may start again, if it was parked")
 
@@ -90,26 +90,26 @@ def reload_credentials(
     wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 20.0,
     reason: Reason = "requested",
 ) -> CommandAnswer:
-    """Have the worker load the stored credentials; if they are refused, it keeps its session."""
+    """Have the worker load the stored credentials; if the broker refuses them, it keeps its session."""
     from infra.cli.tables import plain
 
     reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
     done = f"{user}: {plain(reply.body.get('detail'))}"
-    return _outcome(reply, done, f"the worker of {user} is told to reload", wait=wait)
+    return _outcome(reply, done, f"the worker of {user} is asked to reload", wait=wait)
 
 
 @api_command(app)
 def timeline(
     api: OperatorApi,
     user: User,
-    after: Annotated[int | None, typer.Option(min=0, help="Only changes behind this id.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=_PAGE, help="Most changes of the past.")] = 100,
+    after: Annotated[int | None, typer.Option(min=0, help="Only changes after this id.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=_PAGE, help="Most past changes.")] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then show what comes, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Then show new changes, until Ctrl-C.")
     ] = False,
     json: Json = False,
 ) -> CommandAnswer | None:
-    """The worker's changes of state: the last ones, or those behind an id; oldest first."""
+    """Show the worker's changes of state: the last ones, or those after an id; oldest first."""
     from infra.cli import tables
 
     past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
@@ -134,9 +134,9 @@ def timeline(
 
 @app.command()
 def run() -> None:
-    """Run one user worker; the node starts it, people seldom do.
+    """Run one user worker. Usually the node starts it.
 
-    It reads its launch configuration, one JSON document, from standard input and no BERTH_ setting: what the
-    orchestrator was given for workers (BERTH_MARK_TTL, BERTH_MARK_PERIOD, BERTH_LOG_LEVEL …) stands in there.
+    It reads its launch configuration, one JSON document, from standard input, and no BERTH_ setting. The
+    document holds the orchestrator's settings for workers (BERTH_MARK_TTL, BERTH_MARK_PERIOD, …).
     """
     os.execv(sys.executable, [sys.executable, "-m", "worker_runtime"])  # noqa: S606

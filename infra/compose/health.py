@@ -2,9 +2,9 @@
 
 - `http URL`: answers with 200.
 - `tcp HOST:PORT`, `unix PATH`: accepts a connection.
-- `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process that is alive but polls
-  nothing is not healthy, and only the server knows.
-- `runner NAME`: a job runner of this name on this host has renewed its lease lately.
+- `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process may live and not
+  poll, which only the server knows.
+- `runner NAME`: a job runner of this name on this host has renewed its lease recently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-#: Seconds one check may take; the `timeout` in `compose.yaml` is longer.
+#: Seconds for one check; the `timeout` in `compose.yaml` is longer.
 TIMEOUT = 4.0
 #: Seconds. The server keeps a poller in its list for minutes after its last poll; a long poll takes 60 s.
 POLLER_AGE = 90.0
@@ -29,7 +29,7 @@ def http(url: str) -> bool:
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None:
         raise ValueError("no http URL")
-    # Plain: no proxy that the environment names, and no redirect.
+    # Plain: no proxy from the environment, and no redirect.
     with contextlib.closing(HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT)) as connection:
         connection.request("GET", parts.path or "/")
         return connection.getresponse().status == 200
@@ -49,7 +49,7 @@ def unix(path: str) -> bool:
 
 
 async def is_polling(address: str, namespace: str, queue: str, host: str) -> bool:
-    """Whether a worker of `host` has polled `queue` for workflow tasks lately."""
+    """Whether a worker of `host` has polled `queue` for workflow tasks recently."""
     from temporalio.api.enums.v1 import TaskQueueType
     from temporalio.api.taskqueue.v1 import TaskQueue
     from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
@@ -108,7 +108,7 @@ def runner(name: str) -> bool:
     from infra.settings import Settings
 
     settings = Settings()
-    # It renews three times in a lease; on a busy machine later.
+    # It renews three times in a lease; on a busy machine less often.
     within = 2 * settings.jobs_lease + TIMEOUT
     return is_registered(settings.valkey_url, name, socket.gethostname(), within)
 

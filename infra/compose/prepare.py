@@ -1,7 +1,7 @@
-"""What has to be there before the servers start: `python -m infra.compose.prepare`.
+"""Makes what the servers need before they start: `python -m infra.compose.prepare`.
 
-Key files, the key that signs webhooks, the tables of the database, and an administrator's API key beside the
-private keys. Safe to repeat: existing keys are kept, and a migrated database is left alone.
+These are the key files, the key that signs webhooks, the tables of the database, and an administrator's API
+key beside the private keys. Safe to repeat: existing keys are kept, and a migrated database is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEBHOOK_KEY = 48
 def prepare(settings: Settings) -> None:
     """Raises `BerthError` or OSError."""
     keyring.create_missing_keys(settings)
-    for path in settings.webhook_key_files[:1]:  # the present one; those before it are an operator's
+    for path in settings.webhook_key_files[:1]:  # the current one; the operator keeps earlier ones
         if not path.exists():
             key_file.write_key_file(path, f"{secrets.token_urlsafe(_WEBHOOK_KEY)}\n".encode(), private=True)
     asyncio.run(migrate(settings.database_url))

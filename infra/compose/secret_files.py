@@ -1,10 +1,10 @@
 """Makes the secret files that `compose.yaml` mounts: `python3 infra/compose/secret_files.py`.
 
-Run once before the first `docker compose up`. Existing files are kept, because the databases already know
-the passwords in them. Needs nothing but Python's standard library.
+Run it once before the first `docker compose up`. Existing files are kept, because the databases already have
+their passwords. It needs only Python's standard library.
 
-The folder is 0700 and the files in it are 0644: on the host nobody else gets through the folder, and inside
-a container the service's own user (another number than yours) can read the one file that is mounted.
+The folder is 0700 and its files are 0644: on the host nobody else can enter the folder, and in a container
+the service's user (with another id than yours) can read the one file that is mounted.
 """
 
 from __future__ import annotations

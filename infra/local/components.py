@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from infra.launchers.docker.launcher import DockerLauncher
 
 
-#: Local addresses are never asked through a proxy that the environment names.
+#: Requests to local addresses never use a proxy from the environment.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -45,7 +45,7 @@ def http_ok(url: str, timeout: float = 2.0) -> bool:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Our environment with every `BERTH_` variable replaced by these settings. It holds no secret."""
+    """Our environment, with these settings as its only `BERTH_` variables. It holds no secret."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     return own | {f"BERTH_{name.upper()}": _text(value) for name, value in settings}
 
@@ -59,7 +59,7 @@ def _text(value: Any) -> str:
 
 
 class ChildComponent(Server):
-    """`python -m <module>` with all its settings in the environment."""
+    """A child that runs `python -m <module>` with all its settings in the environment."""
 
     module = ""
 
@@ -68,7 +68,7 @@ class ChildComponent(Server):
         self.settings = settings
 
     def command(self) -> Sequence[str]:
-        # -P: the current folder is not searched, so that a stray `api.py` there is not ours.
+        # -P: a stray `api.py` in the current folder is not imported.
         return [sys.executable, "-P", "-m", self.module]
 
     def environment(self) -> Mapping[str, str]:
@@ -98,7 +98,7 @@ class ExchangeComponent(ChildComponent):
 
 
 class NodeComponent(ChildComponent):
-    """Owns the workers, which outlive it: after a restart it adopts them."""
+    """The node. Its workers outlive it; after a restart it adopts them."""
 
     name = "node"
     module = "infra.node"
@@ -123,7 +123,7 @@ class NodeComponent(ChildComponent):
 
 
 class OrchestratorComponent(ChildComponent):
-    """Says by a file that its workers poll and the pool's workflow runs. Several have different names."""
+    """An orchestrator. It writes a file when it polls and the pool's workflow runs."""
 
     name = "orchestrator"
     module = "activities"
@@ -138,7 +138,7 @@ class OrchestratorComponent(ChildComponent):
 
     @property
     def promised(self) -> int:
-        """Free workers that there will be at the least, once it is ready; 0: nobody knows."""
+        """The least number of free workers there will be, as its ready file says; 0: unknown."""
         try:
             return int(self.ready_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -165,7 +165,7 @@ class JobFleetComponent(ChildComponent):
         return []
 
     def answers(self) -> bool:
-        """Whether it is registered: another one than before it was started."""
+        """Whether a runner is registered that was not there before the start."""
         return bool(self._registered() - self._before)
 
     def prepare(self) -> None:
@@ -181,7 +181,7 @@ class JobFleetComponent(ChildComponent):
 
 
 class ApiComponent(ChildComponent):
-    """Several uvicorn processes on one port."""
+    """The API: several uvicorn processes on one port."""
 
     name = "api"
     module = "api"
@@ -198,12 +198,12 @@ R = TypeVar("R")
 
 
 def fleet_of(folder: Path) -> str:
-    """One folder, one fleet: stacks on the same daemon leave each other's workers alone."""
+    """One fleet a folder, so that stacks on the same daemon leave each other's workers alone."""
     return f"berth-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]}"
 
 
 class WorkerContainers:
-    """Raises `LauncherUnreachable` while the daemon is away."""
+    """The workers of a stack that run in Docker. Raises `LauncherUnreachable` while the daemon is away."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The one folder in which the local system keeps everything: lock, keys, data, logs, process records."""
+"""The data folder of the local system: its lock, keys, data, logs and process records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import IO, Self
 from infra.local import record
 from worker_runtime.protocol.errors import BerthError
 
-#: Grows when a release can no longer read the folder of the one before.
+#: Grows when a release can no longer read an earlier release's folder.
 LAYOUT = 1
-#: Bytes; below this, PostgreSQL and Temporal soon fail in ways that are hard to read.
+#: Bytes. With less, PostgreSQL and Temporal soon fail with unclear messages.
 MIN_FREE = 500 * 1024 * 1024
-#: What a folder of ours may hold before its version file was written.
+#: Files that a folder of ours may hold before its version file is written.
 _EARLY = {"lock", "version", "version.new"}
 
 
@@ -35,7 +35,7 @@ class FolderBusy(FolderUnusable):
 
 
 class DataFolder:
-    """Opened by one process at a time: the lock is the kernel's and ends with its holder."""
+    """One process at a time opens it: the kernel drops the lock with its holder."""
 
     def __init__(self, path: Path, *, min_free: int = MIN_FREE) -> None:
         self.path = path.absolute()
@@ -46,7 +46,7 @@ class DataFolder:
         self._lock: IO[str] | None = None
 
     def open(self) -> Self:
-        """Takes the lock and checks the folder; raises `FolderUnusable` with what to do about it."""
+        """Locks and checks the folder. Raises `FolderUnusable`, which says what to do."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_ours()
@@ -56,7 +56,7 @@ class DataFolder:
             for folder in (self.records, self.logs):
                 folder.mkdir(exist_ok=True)
             self.keys.mkdir(mode=0o700, exist_ok=True)
-            self._api_note.unlink(missing_ok=True)  # of an earlier run, which may have had another port
+            self._api_note.unlink(missing_ok=True)  # an earlier run may have had another port
         except FolderUnusable:
             self.close()
             raise
@@ -69,7 +69,7 @@ class DataFolder:
         return self
 
     def lock(self) -> Self:
-        """Takes only the lock, so that a damaged folder can be cleaned up, too. Raises `FolderBusy`."""
+        """Takes only the lock, to clean up even a damaged folder. Raises `FolderBusy`."""
         self._take_lock()
         return self
 
@@ -113,7 +113,7 @@ class DataFolder:
         self._api_note.write_text(url, encoding="utf-8")
 
     def api_url(self) -> str | None:
-        """Where the API of the `berth up` that has this folder listens; None while none is ready."""
+        """Where the API of this folder's `berth up` listens; None while none is ready."""
         try:
             return self._api_note.read_text(encoding="utf-8") if self.holder() else None
         except OSError:
@@ -154,10 +154,10 @@ class DataFolder:
         if not marker.exists():
             new = self.path / "version.new"
             new.write_text(json.dumps({"layout": LAYOUT}), encoding="utf-8")
-            new.replace(marker)  # whole or not at all, also when killed here
+            new.replace(marker)  # never half written, even when killed here
 
     def end_leftovers(self) -> list[str]:
-        """Ends what an earlier, killed `berth up` left running; returns the names. Never the workers."""
+        """Ends what a killed `berth up` left running, except workers; returns the names."""
         ended = []
         for entry in reversed(record.read_records(self.records)):
             how = signal.SIGINT if entry.name == "postgres" else signal.SIGTERM

@@ -1,7 +1,7 @@
 """`Server`: a child process with a port, which is started, awaited, stopped and killed by its own pid.
 
-Each is asked to end with the process that started it (PDEATHSIG), and leads a session of its own, so that
-Ctrl-C in a terminal reaches only us and we stop it in order.
+The kernel ends it with the process that started it (PDEATHSIG). It leads its own session, so that Ctrl-C in a
+terminal reaches only us, and we stop everything in order.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ HOST = "127.0.0.1"
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
 
-#: Below those that Linux gives to connections, and to servers that ask for any (from 32768): a port of ours
-#: is bound seconds after it was chosen. Each process takes them in turn from a part of its own, so that two
-#: which start servers at the same time do not choose the same ones.
+#: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they are
+#: chosen. Each process takes ports from a part of its own, so that two processes do not choose the same.
 _PORTS = range(12_000, 32_000)
 _PARTS = 50
 _PART = len(_PORTS) // _PARTS
 _turns = itertools.count()
 
-#: PDEATHSIG fires when the *thread* that forked ends, so one thread that lives as long as we do forks all.
+#: PDEATHSIG fires when the *thread* that forked ends, so one thread that never ends forks all children.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
 
@@ -51,7 +50,7 @@ class ServerFailed(BerthError):
 
 
 class PortInUse(ServerFailed):
-    """A port that is needed belongs to another process."""
+    """A needed port belongs to another process."""
 
     code = "PORT_IN_USE"
 
@@ -63,7 +62,7 @@ class StartAborted(ServerFailed):
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that were free a moment ago. Raises `ServerFailed` when there are not so many."""
+    """`count` different TCP ports that were free a moment ago. Raises `ServerFailed` if there are fewer."""
     first = _PORTS.start + os.getpid() % _PARTS * _PART
     found: list[int] = []
     for _ in range(_PART):
@@ -89,7 +88,7 @@ def accepts(port: int, host: str = HOST) -> bool:
 
 
 def listener(port: int) -> str:
-    """Who listens on a port, as far as we may see it: `pid 123 (redis-server)` or `another process`."""
+    """Who listens on a port: `pid 123 (redis-server)`, or `another process` if we may not see it."""
     try:
         for link in psutil.net_connections("tcp"):
             if link.status == psutil.CONN_LISTEN and link.laddr and link.laddr.port == port and link.pid:
@@ -100,7 +99,7 @@ def listener(port: int) -> str:
 
 
 class Server:
-    """One server process; `start()` returns when it answers."""
+    """One server process. `start()` returns when it answers."""
 
     name = "server"
     #: Whether its children live on when it ends (the node's workers do).
@@ -110,13 +109,13 @@ class Server:
         self.directory = directory
         self.port = port or free_port()
         self.log_path = directory / f"{self.name}.log"
-        #: What a person sets to choose another port, for the message when it is in use.
+        #: The setting that chooses another port, for the message when the port is in use.
         self.port_setting = ""
-        #: Where the process is recorded for the next start, if it is to be.
+        #: Folder for the process's record, if it should have one.
         self.records: Path | None = None
         #: Set by the owner to give up waiting for readiness.
         self.abort = Event()
-        #: Seconds after which a start that has not answered is given up.
+        #: Seconds for which a start waits for an answer.
         self.start_timeout = START_TIMEOUT
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -131,7 +130,7 @@ class Server:
         return accepts(self.port)
 
     def ports(self) -> list[tuple[int, str]]:
-        """Each port it listens on, with the setting that chooses it."""
+        """The ports it listens on, each with the setting that chooses it."""
         return [(self.port, self.port_setting)]
 
     def prepare(self) -> None:
@@ -158,7 +157,7 @@ class Server:
         return self
 
     def check_ports(self) -> None:
-        """Raises `PortInUse` with the port, who has it, and the setting that chooses another."""
+        """Raises `PortInUse` with the port, its owner, and the setting that chooses another."""
         for port, setting in self.ports():
             if accepts(port):
                 hint = f"; stop it or choose another port with {setting}" if setting else ""
@@ -210,13 +209,13 @@ class Server:
         return f"{text}\n(whole log: {self.log_path})"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and all that it started, and waits for their end. SIGKILL makes it a crash."""
+        """Stops the server and all processes it started, and waits for their end. SIGKILL: a crash."""
         process = self._process
         if process is None:
             return
         family = self._family(process.pid)
         if process.poll() is None:
-            process.send_signal(signal.SIGCONT)  # a stopped process would never see the next signal
+            process.send_signal(signal.SIGCONT)  # a stopped process would not see the next signal
             process.send_signal(how)
         try:
             process.wait(STOP_TIMEOUT)
@@ -233,11 +232,11 @@ class Server:
             record.forget_record(self.records, self.name)
 
     def _family(self, pid: int) -> list[int]:
-        """Pids of all it started, also of those whose parent has ended or that left its session."""
+        """Pids of all processes it started, even those whose parent has ended or that left its session."""
         if self.keeps_children:
             return []
         family = set(record.session_members(pid))
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended: its session's members are all we can know
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: only its session's members are known
             family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
         return sorted(family - {pid})
 
@@ -245,9 +244,9 @@ class Server:
         self.stop(signal.SIGKILL)
 
     def restart(self, how: signal.Signals = signal.SIGTERM, down: float = 0.0) -> Self:
-        """Stops it and, after `down` seconds, starts it again: on its port, with its data.
+        """Stops it and starts it again after `down` seconds, on its port and with its data.
 
-        Raises `ServerFailed` if it does not come up; then `start()` may be tried again.
+        Raises `ServerFailed` if it does not come up; `start()` may then be tried again.
         """
         self.stop(how)
         if self.abort.wait(down):

@@ -18,7 +18,7 @@ from pathlib import Path
 from infra import processes
 from infra.processes import boot_id
 
-#: Seconds a leftover process gets to end by itself before SIGKILL. PostgreSQL writes a checkpoint.
+#: Seconds that a leftover process gets before SIGKILL. PostgreSQL writes a checkpoint in that time.
 GRACE = 10.0
 
 
@@ -56,13 +56,13 @@ def send_signal(pids: Iterable[int], how: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """One process that leads a session of its own."""
+    """One process that leads its own session."""
 
     name: str
     pid: int
     started: int
     boot: str
-    #: Whether its children outlive it on purpose (the node's workers).
+    #: Whether its children outlive it on purpose, as the node's workers do.
     keeps_children: bool = False
 
     @classmethod
@@ -81,7 +81,7 @@ class ProcessRecord:
         return self.boot == boot_id() and start_ticks(self.pid) == self.started
 
     def living(self) -> list[int]:
-        """The process and what is left of its session; its leader's death does not hide the others."""
+        """The process and the rest of its session, even when the process itself has ended."""
         if self.boot != boot_id():
             return []
         leader = [self.pid] if self.alive() else []
@@ -89,11 +89,11 @@ class ProcessRecord:
             return leader
         now = start_ticks(self.pid)
         if now is not None and now != self.started:
-            return []  # the pid belongs to somebody else by now
+            return []  # another process has the pid now
         return sorted({*leader, *session_members(self.pid, self.started)})
 
     def end(self, how: signal.Signals = signal.SIGTERM, grace: float = GRACE) -> bool:
-        """Ends what is alive of it. Returns whether there was anything to end."""
+        """Ends what is alive of it. Returns whether anything was."""
         alive = self.living()
         if not alive:
             return False

@@ -1,7 +1,7 @@
 """Real Valkey, PostgreSQL and Temporal servers as child processes, from packages of PyPI.
 
-Used by `berth up`, by the benchmarks and by the tests. Every server listens on 127.0.0.1, is asked to end
-with the process that started it, and is stopped by its own pid.
+For `berth up`, the benchmarks and the tests. Every server listens on 127.0.0.1, ends with the process that
+started it, and is stopped by its pid.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PostgresServer(Server):
             self._allow_traversal(self.directory)
             self._allow_traversal(Path(self._binary("postgres")))
         if not (self.data / "PG_VERSION").exists():
-            # A half-made data folder (killed in initdb) has no PG_VERSION worth keeping.
+            # Without PG_VERSION, initdb was killed: the folder is made again.
             shutil.rmtree(self.data, ignore_errors=True)
             making = self.directory / "data.new"
             shutil.rmtree(making, ignore_errors=True)
@@ -164,7 +164,7 @@ class PostgresServer(Server):
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
-        """Ends its connections and removes it; one that is missing is no error."""
+        """Ends a database's connections and removes it; a missing one is no error."""
         connection = ["-h", HOST, "-p", str(self.port), "-U", self.user]
         done = self._run([self._binary("dropdb"), *connection, "--force", "--if-exists", name])
         if done.returncode:
@@ -174,8 +174,8 @@ class PostgresServer(Server):
 class TemporalServer(Server):
     """Temporal's dev server with its web UI.
 
-    The dynamic settings are measured: with the stock ones every hop waits up to 50 ms for the next poll of
-    the transfer queue, and timers run on a grid of a second.
+    Its dynamic settings were measured: with the defaults every hop waits up to 50 ms for the next poll of the
+    transfer queue, and timers have a resolution of a second.
     """
 
     name = "temporal"

@@ -1,4 +1,4 @@
-"""The whole system on 127.0.0.1, in one data folder, as child processes: `berth up`, tests and benchmarks."""
+"""`LocalStack`: the whole system as child processes on 127.0.0.1, for `berth up`, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from infra.vault.rotation import kept_files
 from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol import keys
 
-#: The same as `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
+#: Equal to `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
 DATABASE = "berth"
 #: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
 POOL_TIMEOUT = 60.0
-#: Seconds between two looks at the pool.
-POOL_LOOK = 0.05
+#: Seconds between two checks of the pool.
+POOL_CHECK_PERIOD = 0.05
 
 
 class LocalStack:
-    """Use it as a context manager. Every part can be stopped, killed and started again by itself.
+    """A context manager. Every part can be stopped, killed and started again by itself.
 
-    Without `ports` all ports are free ones. `orchestrators`: how many run beside each other. `overrides` are
-    fields of `Settings`.
+    Without `ports` all ports are free ones. `orchestrators`: how many run at once. `overrides`: fields of
+    `Settings`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LocalStack:
         return self.settings.model_copy(update={"orchestrator_name": name, **overrides})
 
     def add_orchestrator(self, **overrides: Any) -> OrchestratorComponent:
-        """One more, not started yet, with fields of `Settings` of its own; it is stopped with the others."""
+        """Adds one that is not started yet. `overrides`: its own fields of `Settings`."""
         made = OrchestratorComponent(
             self.folder.path, self._orchestrator_settings(len(self.orchestrators) + 1, **overrides)
         )
@@ -128,7 +128,7 @@ class LocalStack:
 
     @property
     def orchestrator(self) -> OrchestratorComponent:
-        """The first one, of which there is always one."""
+        """The first orchestrator."""
         return self.orchestrators[0]
 
     @property
@@ -141,7 +141,7 @@ class LocalStack:
 
     @property
     def admin_key(self) -> str:
-        """An administrator's API key; kept in `<data>/keys/admin.key`."""
+        """An administrator's API key, kept in `<data>/keys/admin.key`."""
         return self._admin_key
 
     # --- start --------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class LocalStack:
         return DATABASE
 
     def _start_node(self) -> str:
-        """Workers that a killed `berth up` left behind are ended: their users get new ones."""
+        """Starts the node, and ends the workers that a killed `berth up` left: their users get new ones."""
         self.node.start()
         left = self.node.stop_all("left by an earlier run")
         if self.containers is not None:
@@ -215,13 +215,13 @@ class LocalStack:
         return f"ended {left} workers of an earlier run" if left else ""
 
     def _wait_pool(self) -> str:
-        # An operator, or a window, may want fewer than the settings.
+        # An operator or a window may ask for fewer than the settings do.
         target = min(self.settings.pool_target, max(one.promised for one in self.orchestrators))
         self.wait_pool(target)
         return f"{target} workers ready"
 
     def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT) -> None:
-        """Until `count` workers are ready for a claim. Raises `ServerFailed` after `timeout` seconds."""
+        """Waits until `count` workers are ready. Raises `ServerFailed` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         shown = -1
         while (ready := len(self.ready_workers())) < count:
@@ -235,11 +235,11 @@ class LocalStack:
                     f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
                     f"look at {self.folder.logs} and {self.node.directory}\n{self.orchestrator.log_tail()}"
                 )
-            if self.orchestrator.abort.wait(POOL_LOOK):
+            if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
                 raise StartAborted("pool: given up")
 
     def ready_workers(self) -> set[str]:
-        """Ids of the free workers of the pool that really run."""
+        """Ids of the pool's free workers that really run."""
         pool = self.settings.pool
         with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0, decode_responses=True) as client:
             named = client.zrange(keys.pool_ready(pool), 0, -1)
@@ -255,16 +255,16 @@ class LocalStack:
     # --- stop ---------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stops everything in the order in which nothing is lost; may be called twice, and at any time.
+        """Stops everything in an order that loses nothing. May be called twice, and at any time.
 
-        First who takes orders and who launches workers, then the workers while their servers still
-        run, so that each finishes its order and removes its mark, then the servers.
+        First the API and the orchestrators, then the workers while their servers still run, so that each
+        finishes its order and removes its mark, then the servers.
         """
         with self._stopping:
             if not self._opened:
                 return
             self._give_up()
-            with contextlib.ExitStack() as order:  # last in, first out, also when one of them fails
+            with contextlib.ExitStack() as order:  # last in, first out, even when one fails
                 order.callback(self._close)
                 order.callback(
                     _together, self.exchange.stop, self.temporal.stop, self.valkey.stop, self.postgres.stop
@@ -302,7 +302,7 @@ class LocalStack:
 
 
 def _together(*actions: Callable[[], None]) -> None:
-    """Runs all actions to their end beside each other; then raises the first error."""
+    """Runs all actions in parallel to their end; then raises the first error."""
     with ThreadPoolExecutor(max_workers=len(actions)) as threads:
         futures = [threads.submit(action) for action in actions]
     for future in futures:
@@ -337,7 +337,7 @@ def local_settings(directory: Path) -> Settings:
 
 
 def end_leftovers(directory: Path) -> list[str]:
-    """Ends all that a killed `berth up` left running, workers too; returns names.
+    """Ends everything that a killed `berth up` left running, also workers; returns names.
 
     Raises `FolderBusy` while a living `berth up` has the folder.
     """

@@ -21,7 +21,7 @@ class StepStatus(StrEnum):
 
 @dataclass(frozen=True)
 class StepProgress:
-    """One change of one step. `seconds` is what it took (when done or failed)."""
+    """One change of one step. `seconds`: how long a done or failed step took."""
 
     step: str
     status: StepStatus
@@ -29,7 +29,7 @@ class StepProgress:
     detail: str = ""
 
 
-#: Called from several threads, with each change.
+#: Called with each change, from several threads.
 OnProgress = Callable[[StepProgress], None]
 
 
@@ -39,7 +39,7 @@ def show_nothing(change: StepProgress) -> None:
 
 @dataclass(frozen=True)
 class StartStep:
-    """`action` blocks until the step is done; what it returns is shown beside it."""
+    """`action` blocks until the step is done; the text it returns is shown beside the step."""
 
     name: str
     action: Callable[[], str]
@@ -47,7 +47,7 @@ class StartStep:
 
 
 def as_berth_error(name: str, error: Exception) -> BerthError:
-    """The same failure in words for a person: a library's error is named with the part it came from."""
+    """The failure in words for a person: a library's error with the part that it came from."""
     if isinstance(error, BerthError):
         return error
     first = str(error).strip().partition("\n")[0]

@@ -73,7 +73,7 @@ def test_keys_init_makes_keys_where_the_settings_say(tmp_path: Path) -> None:
         "BERTH_ORCHESTRATOR_KEY_FILE": str(tmp_path / "keys" / "o.key"),
     }
     assert _berth("keys", "init", **places).stdout.count("made ") == 3
-    assert "all key files are there" in _berth("keys", "init", **places).stdout
+    assert "all key files exist" in _berth("keys", "init", **places).stdout
     (tmp_path / "keys" / "m.key").unlink()
     refused = _berth("keys", "init", **places)
     assert refused.returncode == 1

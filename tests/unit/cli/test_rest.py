@@ -170,7 +170,7 @@ def test_what_was_not_done_in_time_is_exit_1_unless_nobody_waits(fake: FakeApi) 
     fake.answer({"user_id": "alice", "signal": "reload_credentials"}, 202)
     assert fake.run("reload-credentials", "alice", "--wait", "0") == (
         0,
-        "the worker of alice is told to reload\n",
+        "the worker of alice is asked to reload\n",
         "",
     )
     assert [path for _, path, _ in fake.asked] == [

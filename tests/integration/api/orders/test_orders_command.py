@@ -58,7 +58,7 @@ async def test_an_operator_looks_rechecks_and_resolves(
     assert (row["id"], row["known_state"]) == (order["id"], "unknown")
 
     code, out, _ = await berth("recheck", order["id"])
-    assert (code, out.startswith(f"order {order['id']} is looked at again")) == (0, True)
+    assert (code, out.startswith(f"order {order['id']} is checked again")) == (0, True)
     end = ("resolve", order["id"], "--state", "filled", "--reason", "seen in the app")
     code, _, err = await berth(*end)
     assert (code, err.split(":")[1].strip()) == (1, "RESOLUTION_INVALID")

@@ -173,7 +173,7 @@ async def test_the_command_begins_watches_and_takes_back(
         rollout.blind = 1_000_000  # looks that fail: it cannot be done before it is taken back
         assert (await berth("pool", "rollout", "start", POOL, "--version", "3"))[0] == 0
         code, out, _ = await berth("pool", "rollout", "abort", POOL, "--reason", "not today")
-        assert (code, out) == (0, f"the rollout of pool {POOL} is taken back\n")
+        assert (code, out) == (0, f"the rollout of pool {POOL} is rolled back\n")
         rollout.blind = 0
         code, out, _ = await berth("pool", "rollout", "status", POOL, "--watch")
         assert code == 1

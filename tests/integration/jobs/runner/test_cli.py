@@ -137,7 +137,7 @@ def test_waiting_and_running_jobs_are_cancelled(fleet: RunnerFleet, cli: Cli) ->
     fleet.started("running")
     fleet.add("waiting")
     assert cli.json("cancel", "waiting") == {"job_id": "waiting", "became": "cancelled"}
-    assert cli.text("cancel", "running") == "its runner was told to end it\n"
+    assert cli.text("cancel", "running") == "its runner was asked to end it\n"
     assert fleet.result("running").status == JobStatus.CANCELLED
     assert cli.json("show", "running")["state"] == "cancelled"
     cli.text("cancel", "nobody", code=1)
