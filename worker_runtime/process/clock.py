@@ -1,9 +1,7 @@
-"""The clocks of a worker.
+"""The clocks of a worker, and growing waits between attempts.
 
-A lease runs on CLOCK_BOOTTIME: it goes on while the host is suspended, so a host that wakes up finds its
-leases as old as they are (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
-
-Growing waits between attempts, with jitter, so that many workers do not come back at one instant.
+A lease runs on CLOCK_BOOTTIME, which counts while the host is suspended, so that a lease is never younger
+than it seems (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ def seconds_until(deadline_ns: int) -> float:
 
 
 class Backoff:
-    """Waits of `first`, doubled each time up to `longest` seconds, each shortened by up to a half."""
+    """Waits of `first` seconds, doubled each time up to `longest`. Jitter shortens each by up to a half, so
+    that many workers do not come back at one instant."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

@@ -1,7 +1,7 @@
-"""The launch document of a container that cannot be given standard input, as on ECS (ADR 0012).
+"""Reads the launch document of a container that has no standard input, as on ECS (ADR 0012).
 
-It stands encrypted in the environment; the launch key is a file that the host mounts. The task's id is known
-only once the task exists: ECS tells it to the container.
+It is encrypted in the environment; the launch key is a file that the host mounts. ECS tells the container its
+task's id, which is known only when the task exists.
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/task-metadata-endpoint-v4.html
 """
 
@@ -20,9 +20,9 @@ from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunch
 
 #: The base of ECS's metadata for this container.
 METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
-#: Where the key lies unless the task definition says otherwise.
+#: Path of the key unless the task definition names another.
 DEFAULT_KEY_FILE = "/run/berth/launch.key"
-#: Seconds for the task's id in all, and of one try: the endpoint is on the same host, and may start late.
+#: Seconds for the task's id in all, for one try, and between two: the endpoint may start late.
 PATIENCE, TRY, PAUSE = 10.0, 2.0, 0.2
 
 
@@ -58,7 +58,7 @@ def read_task_id(environment: Mapping[str, str], patience: float = PATIENCE) -> 
 
 
 def _fetch_task_metadata(base: str) -> str:
-    """One plain request over a socket: `http.client` would cost each worker 6.5 MB for it (measured)."""
+    """One plain request over a socket: `http.client` would cost each worker 6.5 MB (measured)."""
     url = urlsplit(base)
     with socket.create_connection((url.hostname or "", url.port or 80), timeout=TRY) as link:
         link.sendall(f"GET {url.path}/task HTTP/1.0\r\nHost: {url.hostname}\r\n\r\n".encode())

@@ -1,7 +1,5 @@
-"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`.
-
-A pipe that wakes a selector: from SIGTERM, or from a thread of a broker's SDK.
-"""
+"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`, a wake-up
+pipe."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def forbid_dumps() -> None:
-    """No core file, and no other process of this user may read this one's memory. Forks inherit both."""
+    """Forbids core files and that other processes of this user read this one's memory. Forks inherit both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def die_first() -> None:
-    """When memory runs out, the kernel ends this process and its forks before all others.
+    """Makes the kernel end this process and its forks first when memory runs out. Raises `OSError`.
 
-    Raising the score takes no privilege, but after `forbid_dumps` the file is root's; so for this one line
-    other processes of this user could read the memory. Raises `OSError` where there is no such file to write.
+    After `forbid_dumps` the score's file belongs to root, so for this one line other processes of this user
+    could read the memory.
     """
     _prctl(_PR_SET_DUMPABLE, 1)
     try:
@@ -47,7 +45,7 @@ def die_first() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent ends. To be called first thing after a fork."""
+    """Makes the kernel kill this process when its parent ends. Call it first after a fork."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
@@ -59,7 +57,7 @@ def rename_process(name: str) -> None:
 
 
 class WakePipe:
-    """`set` may be called from any thread and any number of times; one `clear` takes all of them."""
+    """Wakes a selector from a signal or another thread. One `clear` takes back any number of `set`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -77,7 +75,8 @@ class WakePipe:
                 pass
 
     def on_sigterm(self, stop: Callable[[], None]) -> None:
-        """Has SIGTERM call `stop` and wake the selector. It was blocked since the fork: none is missed."""
+        """Makes SIGTERM call `stop` and wake the selector. It was blocked since the fork, so none is
+        missed."""
         signal.signal(signal.SIGTERM, lambda *_: stop())
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

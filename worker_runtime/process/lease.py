@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.shared_state import SharedState
@@ -25,7 +24,7 @@ from worker_runtime.process.shared_state import SharedState
 LEASE_MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
-#: Seconds that a reply may take even when the lease is used up: there may be something left to tell.
+#: Seconds that a reply may take even when the lease is used up, for what is still to be sent.
 _SHORTEST_WAIT = 0.1
 
 
@@ -46,24 +45,24 @@ class Lease:
         return (end - boot_ns()) / SECOND
 
     def wait_limit(self) -> float:
-        """Seconds that the session may wait for Valkey. While a broker session is open that is no longer
-        than the lease is usable: a frozen Valkey must not keep the session from closing it in time."""
+        """Seconds that the session may wait for Valkey. While a broker session is open that is at most the
+        usable lease, so that a frozen Valkey does not keep the session from closing it in time."""
         return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
 
     def usable(self) -> float:
-        """Seconds that a broker call may take from now; zero or less: call nothing."""
-        return (self._shared_state.lease_end() - clock_gettime_ns(CLOCK_BOOTTIME)) / SECOND - LEASE_MARGIN
+        """Seconds that a broker call may take from now. If zero or less, no call may be made."""
+        return (self._shared_state.lease_end() - boot_ns()) / SECOND - LEASE_MARGIN
 
 
-#: Seconds between two looks, at the most.
+#: Longest time between two checks, in seconds.
 PULSE_TICK = 1.0
 
 
 class PulseWatch:
     """Counts the seconds without a sign of life, in this process's own time.
 
-    Own time: when the whole container was paused, both stood still, and that is nobody's fault. So one
-    look counts for two ticks at the most, however long ago the last one was.
+    When the whole container was paused, both processes stood still, and nobody is to blame. So one check
+    counts for at most two ticks, however long ago the last one was.
     """
 
     def __init__(
@@ -77,13 +76,13 @@ class PulseWatch:
         self._still = 0.0
 
     def is_frozen(self) -> bool:
-        """One look. True once for each time that `timeout` seconds have passed without a sign of life."""
+        """Checks once. True once for each time that `timeout` seconds have passed without a sign of life."""
         shared_state, now = self._shared_state, self._clock()
         passed, self._looked_at = min((now - self._looked_at) / SECOND, 2 * PULSE_TICK), now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
         if seen != self._seen:
             self._seen, self._still = seen, 0.0
-        # Counted from the pulse itself and not from the look that found it.
+        # Counted from the pulse itself, not from the check that found it.
         self._still = max(0.0, min(self._still + passed, (now - self._expected()) / SECOND))
         if self._still < self._timeout:
             return False
@@ -96,5 +95,5 @@ class PulseWatch:
         return busy + self._timeout - self._still
 
     def _expected(self) -> int:
-        """When the next sign of life was due, but for the patience (monotonic ns)."""
+        """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC ns)."""
         return max(self._shared_state.pulse, self._shared_state.busy_until)

@@ -1,6 +1,6 @@
-"""Structured log: one JSON line an event on standard error. The standard `logging` is not loaded at all.
+"""The structured log: one JSON line for each event on standard error, without the standard `logging`.
 
-An event has a constant name; what varies stands in fields beside it. Never a secret, never a payload.
+An event has a constant name; what varies is in fields. Never log a secret or a payload.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ class Log:
         self._write("ERROR", event, fields)
 
     def crash(self, event: str, error: BaseException) -> None:
-        """An error that nobody caught: its type and where it came from.
-
-        Not its text: an exception of a broker SDK may quote what it was given.
-        """
+        """Logs an unexpected error: its type and trace, without its text, which may quote what a broker SDK
+        was given."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -71,10 +69,9 @@ class Log:
 
 
 def silence_libraries() -> None:
-    """Points standard output and error at nothing; the log keeps the descriptor that it had.
+    """Points standard output and error at /dev/null; the log keeps its descriptor. Safe to call again.
 
-    For native code that prints what it likes: Shioaji 1.7.9 writes the first characters of an API key to
-    standard error when a connection fails. Safe to call again.
+    Shioaji 1.7.9 writes the first characters of an API key to standard error when a connection fails.
     """
     if _target[0] != 2:
         return

@@ -1,7 +1,7 @@
 """The worker's sign of life in Valkey: its pool entry until it is assigned, then the user's mark.
 
-The supervisor renews it every `mark_period`; the session does so itself where waiting for the supervisor
-would cost time: when it is ready, at the claim, and when it is connected.
+The supervisor renews it every `mark_period`. The session renews it, too, when it is ready, claimed and
+connected, so that nobody has to wait for the supervisor.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ class WorkerMark:
     def renew(self, client: Valkey) -> tuple[str, int]:
         """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
         config, shared_state = self._config, self._shared_state
-        if shared_state.jobs_pid:  # jobs are use, too; without any, their runner goes
+        if shared_state.jobs_pid:  # jobs count as activity; without jobs the runner ends
             shared_state.last_activity_ms = wall_ms()
         user_id = shared_state.user_id
-        session = shared_state.session_number  # before the key: a key that is shown with it is no older one's
+        session = (
+            shared_state.session_number
+        )  # read before the key, so that the key is not an older session's
         public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         sent = boot_ns()
@@ -103,7 +105,7 @@ class WorkerMark:
         return "ok", lease_end_of(sent, config.mark_ttl)
 
     def remove(self, client: Valkey) -> None:
-        """Takes the mark, or the pool entry of a worker that nobody claimed, away."""
+        """Removes the mark, or the pool entry of an unclaimed worker."""
         config, shared_state = self._config, self._shared_state
         if shared_state.assigned:
             user_id = shared_state.user_id

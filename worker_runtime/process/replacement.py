@@ -1,9 +1,7 @@
-"""The end of a worker, raised where it is decided.
+"""How a session ends, and when and why the zygote replaces it.
 
-A session process replaced in place: when that is allowed, and why it was done.
-
-The zygote forks a fresh session for a user's worker whose session died. The fresh one has a key pair of its
-own and no credentials: it waits for the orchestrator to seal them anew.
+The zygote forks a fresh session for a user whose session died. That has a new key pair and no credentials,
+and waits until the orchestrator seals them to its key.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from worker_runtime.protocol.launch import ExitCode
 
 
 class WorkerExit(Exception):
-    """Raised inside the session when its process has to end; not an error by itself."""
+    """Ends the session process with this exit code. Not an error by itself."""
 
     def __init__(self, code: ExitCode, reason: str) -> None:
         super().__init__(reason)
@@ -25,8 +23,7 @@ class WorkerExit(Exception):
         self.reason = reason
 
 
-#: More replacements of a user's session than this within `REPLACEMENT_WINDOW` seconds: another worker
-#: takes over.
+#: After more replacements of a user's session within `REPLACEMENT_WINDOW` seconds another worker takes over.
 MAX_REPLACEMENTS = 3
 REPLACEMENT_WINDOW = 600.0
 
@@ -50,7 +47,7 @@ _KILL_TEXTS = {
 
 
 class CrashCounter:
-    """Counts what happened within the last `window` seconds."""
+    """Counts crashes within the last `window` seconds."""
 
     def __init__(self, limit: int, window: float) -> None:
         self._limit = limit
@@ -58,19 +55,19 @@ class CrashCounter:
         self._at: list[float] = []
 
     def add_and_check(self) -> bool:
-        """Notes one more; true if that makes more than `limit`."""
+        """Adds one; returns whether there are more than `limit`."""
         now = time.monotonic()
         self._at = [*(at for at in self._at if now - at < self._window), now]
         return len(self._at) > self._limit
 
 
 def record_kill(shared_state: SharedState, reason: KillReason) -> None:
-    """The supervisor's note, right before it kills the present session."""
+    """Records why the supervisor kills the present session. Call it right before."""
     shared_state.killed_for = shared_state.session_number * 16 + reason
 
 
 def replacement_reason(shared_state: SharedState) -> str:
-    """Why the present session stands in another one's place."""
+    """Why the present session replaced another one."""
     killed_session, reason = divmod(shared_state.killed_for, 16)
     if killed_session == shared_state.session_number - 1:
         return KillReason(reason).text()

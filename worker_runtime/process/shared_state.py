@@ -1,13 +1,11 @@
-"""The orders that this worker has begun to submit, kept in shared memory (invariant *submit-once*).
-
-A session process that died took its own memory with it. This list is the zygote's: the next session reads
-in it what its predecessors may have sent, and never sends it again.
-
-The shared state: shared memory of a worker's processes, made by the zygote before it forks.
+"""The memory that a worker's processes share. The zygote makes it before it forks.
 
 Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new value and
-never a mixture, and no lock can be held by a process that was killed or stopped. Texts are written once,
-before the number that announces them.
+never a mixture, and a killed process can hold no lock. Texts are written once, before the number that
+announces them.
+
+It also holds the orders that the worker has begun to submit (invariant *submit-once*): the successor of a
+dead session reads there what may have been sent, and never sends it again.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from hashlib import blake2b
 from worker_runtime.process.clock import SECOND
 from worker_runtime.protocol import errors
 
-#: Bytes of a hash; with the list full, two orders share one with a chance of 2^-115.
+#: Bytes of a hash. When the list is full, two orders share one with a chance of 2^-115.
 _HASH_SIZE = 16
 #: Hashes kept. A busy day of one person has some hundreds of orders.
 MAX_SUBMISSIONS = 8192
@@ -31,10 +29,7 @@ _COUNT_SIZE = 8
 
 
 class Submissions:
-    """Hashes of the last `MAX_SUBMISSIONS` order ids. Made before the fork; written by the session alone.
-
-    The memory is touched as it fills: 16 bytes an order, 128 KiB at the most.
-    """
+    """Hashes of the last `MAX_SUBMISSIONS` order ids, written by the session alone; at most 128 KiB."""
 
     def __init__(self, limit: int = MAX_SUBMISSIONS) -> None:
         self._limit = limit
@@ -45,7 +40,7 @@ class Submissions:
         self._order: deque[bytes] = deque()
 
     def add(self, order_id: str) -> None:
-        """To be called before the broker is: from here on the order may have been sent."""
+        """Adds an order. Call it before the broker: from here on the order may have been sent."""
         count = self._count[0]
         start = _COUNT_SIZE + count % self._limit * _HASH_SIZE
         self._memory[start : start + _HASH_SIZE] = _hash_order_id(order_id)
@@ -87,7 +82,7 @@ class SharedStateOverflow(errors.BerthError):
 
 
 class WorkerActivity(IntEnum):
-    """What the worker is doing (requirement W2), as the metadata shows it."""
+    """What the worker is doing, as the metadata shows it."""
 
     PoolIdle = 0
     Claimed = 1
@@ -123,10 +118,6 @@ ERROR_CODES = (
 NO_ERROR = -1
 
 
-#: Slots of the words that are read at once.
-_LEASE_SESSION, _LEASE_SUPERVISOR, _FENCED = 12, 15, 16
-
-
 class _Word:
     """One 8-byte word of the shared state."""
 
@@ -155,11 +146,11 @@ class SharedState:
     claiming = _Word(9)  # session; 1 from the moment it acts on a claim
     epoch = _Word(10)  # session
     broker_open = _Word(11)  # session; 1 while a broker session may be open
-    lease_session = _Word(_LEASE_SESSION)  # session; boot ns, end of the lease by its own renewals
+    lease_session = _Word(12)  # session; boot ns, end of the lease by its own renewals
     pop_number = _Word(13)  # session; outlives it
     session_events = _Word(14)  # session; last sequence it used (even)
-    lease_supervisor = _Word(_LEASE_SUPERVISOR)  # supervisor; boot ns, end of the lease by its renewals
-    fenced = _Word(_FENCED)  # supervisor, session; 1 for good
+    lease_supervisor = _Word(15)  # supervisor; boot ns, end of the lease by its renewals
+    fenced = _Word(16)  # supervisor, session; 1 for good
     supervisor_events = _Word(17)  # supervisor; last sequence it used (odd)
     busy_until = _Word(18)  # session; monotonic ns until which a broker call may keep it from pulsing
     connected = _Word(19)  # session; 1 from the first time that all accounts were connected
@@ -185,14 +176,12 @@ class SharedState:
         self._user_id = ""
 
     def lease_end(self) -> int:
-        """Boot ns: the later of both ends of the lease; 0 once fenced. Asked twenty times an order, so it
-        reads the words themselves."""
-        numbers = self.numbers
-        return 0 if numbers[_FENCED] else max(numbers[_LEASE_SESSION], numbers[_LEASE_SUPERVISOR])
+        """The end of the lease by the latest renewal (CLOCK_BOOTTIME ns); 0 once fenced."""
+        return 0 if self.fenced else max(self.lease_session, self.lease_supervisor)
 
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
-        """Around a broker call that may take `seconds`: so long, a missing pulse says nothing."""
+        """Surrounds a call that may take `seconds`: for that time a missing pulse does not count."""
         self.busy_until = time.monotonic_ns() + int(seconds * SECOND)
         try:
             yield
@@ -201,7 +190,7 @@ class SharedState:
             self.busy_until = 0
 
     def publish_key(self, public_key: bytes) -> None:
-        """Puts up the public key (32 bytes) of the present session."""
+        """Publishes the public key (32 bytes) of the present session."""
         self._memory[_KEY_OFFSET : _KEY_OFFSET + 32] = public_key
         self.key_session = self.session_number
 
@@ -216,7 +205,7 @@ class SharedState:
         )  # a fresh one may have written over it meanwhile
 
     def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
-        """Notes whose worker this is; readers see nothing of it before all of it is there."""
+        """Records whose worker this is. Readers see nothing of it until all of it is there."""
         self._write_text(_USER_OFFSET, user_id)
         self._write_text(_CLAIM_OFFSET, claim_id)
         self.epoch = epoch
@@ -235,13 +224,13 @@ class SharedState:
         return self._read_text(_CLAIM_OFFSET)
 
     def next_session_event(self) -> int:
-        """A sequence for an event of the session: even, and later than any this process has seen."""
+        """A sequence number for an event of the session: even, and later than any seen before."""
         following = max(self.session_events, self.supervisor_events) + 1
         self.session_events = following + following % 2
         return self.session_events
 
     def next_supervisor_event(self) -> int:
-        """A sequence for an event of the supervisor: odd, so that the two never meet without a lock."""
+        """A sequence number for an event of the supervisor: odd, so that the two never collide."""
         following = max(self.session_events, self.supervisor_events) + 1
         self.supervisor_events = following + 1 - following % 2
         return self.supervisor_events

@@ -1,8 +1,7 @@
-"""The supervisor process: mark, lease and pulse.
+"""The supervisor process: it renews the mark and with it the lease, and watches the session's pulse.
 
-It runs no broker code and waits for nothing of the session, so neither a blocking broker call nor a busy
-job can delay a renewal (requirement W4). Its own waits are bounded: a renewal takes at most
-`_CONNECT_TIMEOUT + _TIMEOUT` seconds.
+It runs no broker code and does not wait for the session, so neither a blocking broker call nor a busy job
+delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from worker_runtime.protocol.messages import WorkerEventKind, encode
 
 #: Seconds until a renewal is tried again that failed, or found the owner key missing.
 _RETRY = 1.0
-#: Seconds after which a missing owner key is told again: the first event may have been lost with it.
+#: Seconds after which the event of a missing owner key is repeated: the first may have been lost with the
+#: key.
 _TELL_AGAIN = 30.0
 _CONNECT_TIMEOUT = 0.5
 _TIMEOUT = 1.0
-#: Seconds that the last words may take: nothing is held up any more. The zygote waits a little longer.
+#: Seconds that the last commands may take. The zygote waits a little longer.
 _LAST_TIMEOUT = 3.3
 
 
@@ -49,7 +49,7 @@ class Supervisor:
         self._wake = WakePipe()
         self._stopping = False
         self._next_renewal = 0.0
-        #: Until when nothing more is told of a missing owner key; 0 while it is there.
+        #: When the event of a missing owner key is due again; 0 while the key is there.
         self._owner_told = 0.0
         self._failing = False
         self._unconfirmed_since: float | None = None
@@ -61,7 +61,7 @@ class Supervisor:
         self._shown = (0, 0)
 
     def run(self) -> ExitCode:
-        """Renews until told to end; then takes the mark away. Returns the exit code."""
+        """Renews the mark until SIGTERM, then removes it. Returns the exit code."""
         self._wake.on_sigterm(self._stop)
         while not self._stopping:
             if self._pulse.is_frozen():
@@ -78,7 +78,7 @@ class Supervisor:
         return ExitCode.OK
 
     def finish(self) -> None:
-        """Takes the mark (or the pool entry) away, after the session has ended. Never raises."""
+        """Removes the mark or the pool entry after the session has ended. Never raises."""
         self._client.timeout = _LAST_TIMEOUT
         try:
             if self._shared_state.session_lost:
@@ -93,14 +93,14 @@ class Supervisor:
         return max(0.01, min(PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
 
     def _patience(self) -> float:
-        """Seconds that a wait beside the renewals may take: never past the moment of a kill."""
+        """Seconds that a wait besides the renewals may take: it never delays a kill."""
         return max(0.01, self._lease.left() - KILL_MARGIN) if self._shared_state.broker_open else _TIMEOUT
 
     def _newly_assigned(self) -> bool:
         return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
 
     def _changed(self) -> bool:
-        """A change that is shown within a second, once: whoever looks need not wait for the next renewal."""
+        """Whether the mark shows an older session or condition: it is renewed within a second then."""
         return self._now_shown() != self._shown and not self._failing and bool(self._shared_state.assigned)
 
     def _now_shown(self) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class Supervisor:
     def _renew(self) -> ExitCode:
         self._shown = self._now_shown()
         self._next_renewal = time.monotonic() + self._config.mark_period
-        # Never past the moment at which a session that kept its connections has to be killed.
+        # A renewal never delays the kill of a session that kept its broker sessions.
         if self._shared_state.broker_open:
             self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.left() - KILL_MARGIN))
         try:
@@ -186,9 +186,9 @@ class Supervisor:
             self._kill(KillReason.LEASE)
 
     def _kill_frozen_session(self) -> None:
-        """Kills the session. If it was killed before and none has followed it, the zygote is frozen, too:
-        its end takes all of us with it, which is what a launcher sees. Our renewals alone would keep a
-        worker that serves nobody."""
+        """Kills the session. If it was killed before and none has followed, the zygote is frozen, too: then
+        kills that, which ends the whole worker, so that the launcher sees it. Further renewals would only
+        keep a worker that serves nobody."""
         if self._killed_session != self._shared_state.session_number:
             self._killed_session = self._shared_state.session_number
             self._kill(KillReason.NO_PULSE)

@@ -1,9 +1,9 @@
 """A small synchronous Valkey client on hiredis, for the worker's processes.
 
-redis-py costs an idle worker 50.8 MiB PSS, this client 25.1 (14.9 with ten workers). It never repeats a
-command: a repeated write is a doubled write, so what may be repeated is repeated by its caller, by an id.
-After any failure the connection is dropped, because the next reply on it could belong to an earlier
-command; the next call connects anew.
+With redis-py an idle worker needs 50.8 MiB PSS, with this client 25.1 (14.9 with ten workers). It never
+repeats a command, because a repeated write could be done twice: callers repeat what carries an id. After any
+failure it drops the connection, on which the next reply could belong to an earlier command; the next call
+connects again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BadValkeyAddress(BerthError):
 
 
 class ValkeyAddress:
-    """Where Valkey is: `redis://[user:password@]host:port/db` or `unix://[user:password@]path?db=0`."""
+    """The address of Valkey: `redis://[user:password@]host:port/db` or `unix://[user:password@]path?db=0`."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -77,7 +77,7 @@ class ValkeyAddress:
         self.database = int(database)
 
     def greeting(self) -> list[Command]:
-        """What a new connection says first."""
+        """The first commands of a new connection."""
         commands: list[Command] = []
         if self.password:
             user = (self.username,) if self.username else ()
@@ -99,9 +99,10 @@ class Valkey:
         limit: Callable[[], float] = lambda: math.inf,
         beside: Valkey | None = None,
     ) -> None:
-        """`limit` is asked before each wait: no wait takes longer than it says, whatever the timeouts.
+        """`limit` is called before each wait: no wait takes longer than it says, whatever the timeouts.
 
-        Only a name server may: while the client `beside`, of the same server, is connected, none is asked.
+        Only the resolution of a host name can. `beside`, a client of the same server, saves it while
+        connected.
         """
         self._limit = limit
         self._beside = beside
@@ -109,7 +110,7 @@ class Valkey:
         self._connect_timeout = connect_timeout
         self.timeout = timeout
         self._socket: socket.socket | None = None
-        #: Seconds that sending and receiving may take at present, by socket option.
+        #: Present timeouts in seconds, by socket option.
         self._patiences: dict[int, float] = {}
         self._server: str | None = None
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
@@ -176,9 +177,9 @@ class Valkey:
         self._send(commands)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Waits for one reply; an error reply is returned, not raised."""
+        """Waits for one reply. Returns an error reply instead of raising it."""
         reply = self._parse()
-        if reply is not NOTHING:  # it came with the one before: nothing is waited for
+        if reply is not NOTHING:  # it came together with the one before
             return reply
         wait = min(self.timeout if timeout is None else timeout, self._limit())
         until = time.monotonic() + wait
@@ -189,7 +190,7 @@ class Valkey:
         return reply
 
     def ready(self) -> Any:
-        """One reply if it has arrived, else `NOTHING`; to be called when the descriptor is readable."""
+        """A reply that has arrived, else `NOTHING`. Call it when the descriptor is readable."""
         reply = self._parse()
         if reply is NOTHING:
             self._fill(0.0)
@@ -207,7 +208,7 @@ class Valkey:
         return raise_if_error(self.receive())
 
     def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs one script; sends its source only to a server that does not know it yet."""
+        """Runs one script; sends its source only to a server that does not know it."""
         self.send(*evalsha(script, key_names, args))
         reply = self.receive()
         if is_unknown_script(reply):  # refused before anything ran, so this is no retry
@@ -216,8 +217,8 @@ class Valkey:
         return raise_if_error(reply)
 
     def server(self) -> str:
-        """The run id of the server that this connection leads to: asked once for each connection, because a
-        server that is restarted, or takes another one's place, breaks them all. Raises `ValkeyFailed`."""
+        """The run id of the connected server, asked once for each connection: a server that is restarted or
+        replaced breaks them all. Raises `ValkeyFailed`."""
         self.connect()
         if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
@@ -243,13 +244,13 @@ class Valkey:
             raise ValkeyUnreachable(f"sending: {type(error).__name__}") from None
 
     def _patience(self, option: int, seconds: float) -> None:
-        """How long the kernel waits in one call for room to send, or for something to receive.
+        """Sets how many seconds the kernel waits in one call, to send or to receive.
 
-        Python's own timeouts cost two more system calls for each send and each receipt: 4 of 11 that a job
-        cost its runner. This costs one, when the time is another than before.
+        Python's own timeouts cost two more system calls for each send and receipt (4 of the 11 for a job).
+        This costs one, and only when the timeout changes.
         """
         if self._socket is not None and self._patiences.get(option) != seconds:
-            # Nought would be for ever, which is what a time without a limit means.
+            # 0 means without a limit.
             micros = max(1, math.ceil(seconds * 1_000_000)) if seconds < math.inf else 0
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(micros, 1_000_000)))
             self._patiences[option] = seconds
@@ -284,7 +285,7 @@ class Valkey:
 
 
 def evalsha(script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Command:
-    """The command that runs a script which the server knows."""
+    """The command that runs a script by its hash."""
     return ("EVALSHA", script.sha, len(key_names), *key_names, *args)
 
 

@@ -1,8 +1,8 @@
-"""The zygote: parent of all. It has no event loop, no sockets, no keys, and runs no broker code.
+"""The zygote: the parent of all of a worker's processes. It has no event loop, sockets or keys.
 
-It imports what all of them need, once; forks supervisor and session, and a job runner while the user has
-jobs; reaps them. It runs in one thread
-and takes its signals by `sigtimedwait`, so nothing happens to it between two lines.
+It imports once what its children need, forks supervisor and session, and a job runner while the user has
+jobs, and reaps them. It runs no broker code, has one thread and takes its signals by `sigtimedwait`, so
+nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from worker_runtime.session.session import Session
 
 _STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
-#: Seconds the supervisor gets to take the mark away: one connect and two commands.
+#: Seconds the supervisor gets to remove the mark: one connect and two commands.
 _STOP_TIMEOUT = 4.0
-#: For glibc's resolver, whose default is 5 s twice for each name server: a name server that is down must not
-#: keep a healthy session from pulsing, nor the supervisor from renewing.
+#: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that is down
+#: must not stop the pulse of a healthy session or a renewal.
 _LOOKUPS = "timeout:1 attempts:2"
-#: More ends of one process than this within `_CRASH_WINDOW` seconds are a loop (a user's session is replaced
-#: less often, see `replacement.py`).
+#: More ends of one process within `_CRASH_WINDOW` seconds are a crash loop (a user's session is replaced less
+#: often, see `replacement.py`).
 _MAX_CRASHES = 5
 _CRASH_WINDOW = 60.0
-#: Seconds without a job runner after so many of them have died; what killed them may be over then.
+#: Seconds without a job runner after too many have died. What killed them may be over then.
 _JOBS_PAUSE = 300.0
 
 
 class ForkedProcess:
-    """One of the processes: how to make it, and how often it has died."""
+    """A child process: its main function, its pid and its crashes."""
 
     def __init__(self, name: str, main: Callable[[], ExitCode]) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class ForkedProcess:
 
 
 class Zygote:
-    """Forks, reaps, and decides what the end of a child means."""
+    """Forks and reaps the children, and decides what the end of each means."""
 
     def __init__(self, config: WorkerConfig, load_factory: Callable[[], BrokerFactory], log: Log) -> None:
         self._config = config
@@ -91,17 +91,17 @@ class Zygote:
         return end
 
     def session_main(self) -> ExitCode:
-        """What the session process does."""
+        """Runs in the session process."""
         log = self._log.bind(process="session")
         return Session(self._config, self._shared_state, self._load_factory, log).run()
 
     def supervisor_main(self) -> ExitCode:
-        """What the supervisor process does."""
+        """Runs in the supervisor process."""
         log = self._log.bind(process="supervisor")
         return Supervisor(self._config, self._shared_state, log).run()
 
     def jobs_main(self) -> ExitCode:
-        """What the process of the user's job runner does."""
+        """Runs in the process of the user's job runner."""
         # Here, not above: workers whose users have no jobs do not pay for it.
         from worker_runtime.jobs.user_runner import run_for_user
 
@@ -119,13 +119,13 @@ class Zygote:
         shared_state.session_pid = self._session.pid
 
     def _fork_jobs(self) -> None:
-        """At the supervisor's wish: a job waits, and there is no runner."""
+        """Forks a job runner because the supervisor has asked for it: a job waits."""
         shared_state = self._shared_state
         if self._end is not None or self._jobs.pid or not shared_state.assigned:
             return
         try:
             self._fork(self._jobs)
-        except OSError as error:  # no process or memory left: no reason to end the session; asked again soon
+        except OSError as error:  # no memory or process id left; the supervisor asks again soon
             self._log.error("job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, ""))
             return
         shared_state.jobs_pid = self._jobs.pid
@@ -161,7 +161,7 @@ class Zygote:
             self._stop_session(ExitCode.OK)
 
     def _stop_session(self, end: ExitCode) -> None:
-        """Asks the session to finish the order in hand; it is killed after `shutdown_timeout`."""
+        """Asks the session to finish its order; it is killed after `shutdown_timeout`."""
         if self._end is not None:
             return
         self._end = end
@@ -211,14 +211,14 @@ class Zygote:
         elif shared_state.connected:
             self._replace_session()
         elif shared_state.assigned or shared_state.claiming:
-            self._lose_session()  # nobody waits for a fresh key during a claim: another worker takes over
+            self._lose_session()  # a claim does not wait for a fresh key: another worker takes over
         elif self._session.crashes.add_and_check():
             self._end = ExitCode.CRASH_LOOP
         else:
             self._fork_session()
 
     def _replace_session(self) -> None:
-        """A fresh session for the same user; what its predecessor had in hand is never executed again."""
+        """Forks a fresh session for the same user. Its predecessor's orders are never executed again."""
         if self._replacements.add_and_check():
             self._log.error("session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW)
             self._lose_session()
@@ -250,14 +250,13 @@ class Zygote:
                 self._shared_state.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
 
     def _stop_helpers(self) -> None:
-        """The session is gone: the supervisor takes the mark away, the job runner gives its job back, and
-        both go too."""
+        """Stops the supervisor, which removes the mark, and the job runner, which gives its job back."""
         left = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
         for pid in left:
             os.kill(pid, signal.SIGTERM)
         if self._jobs.pid:
-            # A runner lets its job end after the first signal, and there may have been none. Two different
-            # ones, because the kernel makes one of two equal ones.
+            # After one signal a runner lets its job end, after two it does not. The kernel merges two equal
+            # pending signals, so these differ.
             os.kill(self._jobs.pid, signal.SIGINT)
         until = time.monotonic() + _STOP_TIMEOUT
         while left and time.monotonic() < until:

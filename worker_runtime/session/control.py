@@ -1,4 +1,4 @@
-"""Control messages of an assigned worker: signed by the orchestrator, overtaking orders."""
+"""Handles control messages: the orchestrator signs them, and they overtake orders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ControlHandler:
     ) -> None:
         self._broker_sessions = broker_sessions
         self._recovery = recovery
-        self._prime = load_open_orders
+        self._load_open_orders = load_open_orders
         self._orchestrator_key = Ed25519PublicKey.from_public_bytes(orchestrator_key)
         self._opener = opener
         self._send_buffer = send_buffer
@@ -59,9 +59,9 @@ class ControlHandler:
         self._log = log
 
     def handle(self, item: bytes) -> None:
-        """Carries out one message; what is forged, garbled or meant for another is logged and dropped.
+        """Carries out one message; logs and drops forged, garbled and misdirected ones.
 
-        Raises `WorkerExit` for a `Shutdown`, and when the credentials of a fresh session are of no use.
+        Raises `WorkerExit` for a `Shutdown`, and when new credentials leave no hope of a broker session.
         """
         try:
             message: ControlMessage = decode(verify(item, self._orchestrator_key), ControlMessage)
@@ -86,7 +86,7 @@ class ControlHandler:
         try:
             if not message.accounts:
                 raise UnknownAccount("the user has no broker account")
-            self._prime(message.open_orders)
+            self._load_open_orders(message.open_orders)
             accounts = self._opener.open(changed, claim_id=message.reload_id)
             self._broker_sessions.replace(accounts, RELOAD_TIMEOUT)
         except BerthError as error:
@@ -103,4 +103,4 @@ class ControlHandler:
                 connected_at_ms=0 if failure else wall_ms(),
             )
         )
-        self._recovery.raise_if_hopeless()  # after the answer: it may be this worker's last word
+        self._recovery.raise_if_hopeless()  # after the answer, because it may end this worker

@@ -1,8 +1,8 @@
-"""The order that waits for its broker: back in its queue, with all that came behind it.
+"""Puts an order that has to wait for its broker back into its queue, ahead of all that came after it.
 
-While the broker is away, nothing of an order has been begun. So it is not refused: until its deadline it
-stays in Valkey, where it can be cancelled, halted, and taken on by another worker, and the account's next
-session executes it. Control messages are served meanwhile.
+Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey, where it can be
+cancelled, halted or taken by another worker, and the account's next session executes it. Control messages are
+served meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker_runtime.trading.broker_sessions import BrokerSessions
 
 
 class PostponedOrder:
-    """One user's first order in the queue. While it is `on`, requests are to be left in the queue."""
+    """The user's first order in the queue, if it waits. While it is `on`, requests stay in the queue."""
 
     def __init__(self, queue_reader: RequestQueueReader, broker_sessions: BrokerSessions, log: Log) -> None:
         self._queue_reader = queue_reader
@@ -32,14 +32,14 @@ class PostponedOrder:
         return self._deadline_ns is not None
 
     def hold(self, order: PlaceOrder, item: QueueItem) -> None:
-        """An order that was popped and cannot be begun; `put_back` has to follow before the next pop."""
+        """Postpones a popped order. Call `put_back` before the next pop."""
         self._account_id = order.account_id
         self._deadline_ns = item.deadline_ns
         self._item = item.raw, order.order_id
 
     def put_back(self) -> bytes | None:
-        """Returns it to its queue, if that is still to be done; the item itself if it can only be answered.
-        Raises `ValkeyFailed`; then call again."""
+        """Returns the order to its queue, if that is still due. Returns the raw item if it can only be
+        answered. Raises `ValkeyFailed`; then call again."""
         if self._item is None:
             return None
         item, order_id = self._item
@@ -52,8 +52,8 @@ class PostponedOrder:
         return item if became == "left" else None
 
     def ended(self) -> bool:
-        """True once when the wait is over: a session is there or will not come any more, another account's
-        orders come first, or the order's time is up, so that it is answered."""
+        """True once when the wait is over: there is a session or will be none, orders of another account come
+        first, or the deadline has passed."""
         if self._deadline_ns is None or self.left() > 0:
             return False
         self._deadline_ns = None
@@ -72,7 +72,7 @@ class PostponedOrder:
         return max(0.0, seconds_until(self._deadline_ns))
 
     def close(self) -> None:
-        """Before the session ends."""
+        """Puts the order back before the session ends."""
         try:
             self.put_back()
         except ValkeyFailed as error:

@@ -1,8 +1,8 @@
 """Takes the user's work out of Valkey with `pop.lua`, one item at a time.
 
-Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server then
-returns the same item: no order is lost between the queue and the session. A pop older than the last one
-takes nothing, so one that a broken connection delivers late loses none either.
+Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server returns
+the same item, so no order is lost between the queue and the session. A pop that a broken connection delivers
+late has an older number and takes nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class QueueItem:
     deadline_ns: int
     #: Generation of Valkey, as the owner key holds it.
     generation: str
-    #: Who may trade, as it stood when a request was popped; a switch that is missing says halted.
+    #: Who may trade, at the time of the pop; halted if the switch is missing.
     switch: UserSwitch = HALTED
-    #: The switch is a copy from another server's time: it says nothing, and so the request is to wait.
+    #: The switch is a copy that was told to another server: it says nothing, and the request has to wait.
     switch_is_stale: bool = False
-    #: CLOCK_MONOTONIC ns since which Valkey's server is known: what was queued before may be a copy out of
-    #: another server's time. 0 if nobody has noted it.
+    #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was queued
+    #: before may be a copy of another server's data.
     server_since_ns: int = 0
 
     def seconds_left(self) -> float:
@@ -50,16 +50,13 @@ class RequestQueueReader:
         self._worker_id = worker_id
         self._session = f"{worker_id}:{shared_state.session_number}"
         self._answered = True
-        #: The server whose switch this is known to be.
+        #: Run id of the server to which the switch is known to have been told.
         self._current_server = ""
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Whether the switch was told to the very server that answers now. If not, it may be older than the
-        last one, and requests are to be left in their queue until the watcher has told it anew.
-
-        Raises `ValkeyFailed`.
-        """
+        """Whether the switch was told to the server that answers now. If not, it may be an older one, and
+        requests stay in their queue until the watcher has told it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
             told = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SERVER)
@@ -70,7 +67,7 @@ class RequestQueueReader:
         return True
 
     def _known_since(self, server: str) -> int:
-        """Since when this server is known, on CLOCK_MONOTONIC; now if all that is noted is of another one."""
+        """CLOCK_MONOTONIC ns since which this server is known; now if only another one was noted."""
         noted, at_ms = self._client.execute("HMGET", keys.SERVER_SINCE, "server", "at_ms")
         if noted is None:
             return 0
@@ -81,7 +78,7 @@ class RequestQueueReader:
         return time.monotonic_ns() - (now_ms - int(at_ms)) * NS_PER_MS
 
     def pop(self, *, control_only: bool = False) -> QueueItem:
-        """The next item of work, or the next control message with the requests left where they are.
+        """Pops the next control message or, unless `control_only`, the next request.
 
         Raises `ValkeyFailed`; then call again, for the same item.
         """
@@ -91,7 +88,7 @@ class RequestQueueReader:
             self._answered = False
         user_id = shared_state.user_id
         server = self._client.server()
-        # The remaining time is counted from before the question: the network's share goes against it.
+        # The remaining time counts from before the pop was sent, so that the round trip is part of it.
         asked = time.monotonic_ns()
         kind, raw, remaining_ms, generation, *switch = self._client.run(
             POP,
@@ -123,8 +120,8 @@ class RequestQueueReader:
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:
-        """Returns what the last pop gave, and nobody has begun, to its place in the queue. What became of it,
-        in the words of `put_back.lua`: queued, gone or left. Raises `ValkeyFailed`; then call again."""
+        """Puts the item of the last pop, which nobody has begun, back to its place in the queue. Returns what
+        `put_back.lua` says: queued, gone or left. Raises `ValkeyFailed`; then call again."""
         shared_state = self._shared_state
         user_id = shared_state.user_id
         names = [

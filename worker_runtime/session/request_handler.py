@@ -1,4 +1,4 @@
-"""Reads one request after the other, has it carried out, and answers it: always, and after its events."""
+"""Decodes each request, has it carried out, and always answers it, after its events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestHandler:
         self._send_buffer = send_buffer
         self._shared_state = shared_state
         self._log = log
-        #: What was answered last, until the log has it.
+        #: The last request and its answer, until they are logged.
         self._answered: tuple[Request, Answer] | None = None
 
     def handle(self, item: QueueItem) -> None:
@@ -76,13 +76,13 @@ class RequestHandler:
         self._answered = request, done
 
     def log_answer(self) -> None:
-        """Logs the last answer: after it was sent, because nobody waits for the log."""
+        """Logs the last answer. Call it after the answer was sent, so that nobody waits for the log."""
         if self._answered is not None:
-            self._say(*self._answered)
+            self._log_request(*self._answered)
             self._answered = None
 
     def answer_leftover(self, item: bytes) -> None:
-        """Answers an item that a former worker popped and left; it is never executed again."""
+        """Answers an item that a former worker popped and left. It is never executed again."""
         try:
             frame = parse_frame(item)
             request: Request = decode(frame.payload, Request)
@@ -119,7 +119,7 @@ class RequestHandler:
         outcome, failure = self._changer.change_order(request, item)
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
 
-    def _say(self, request: Request, answer: Answer) -> None:
+    def _log_request(self, request: Request, answer: Answer) -> None:
         code = answer.failure.code if answer.failure else ""
         if isinstance(request, QueryAccount):
             self._log.info("query_answered", account=request.account_id, code=code)
@@ -134,7 +134,7 @@ class _ReplyTo(msgspec.Struct):
 
 
 def _find_reply_channel(payload: bytes) -> str:
-    """Where to announce the answer to a request that cannot be read as a whole; '' if nowhere."""
+    """The reply channel of a request that cannot be decoded as a whole; '' if there is none."""
     try:
         return msgspec.json.decode(payload, type=_ReplyTo).reply_to
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A user's worker at work: control messages first, then requests in order, broker health in between."""
+"""Serves one user: control messages first, then requests in order, and broker health in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from worker_runtime.trading.session_recovery import SessionRecovery
 
 
 class RequestLoop:
-    """Serves one user from the claim on. Driven by the session's loop: `step` when anything happened."""
+    """Serves one user from the claim on. The session's loop calls `step` when anything happened."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RequestLoop:
         self._wake = wake
         self._log = log
         self._lease = Lease(shared_state)
-        #: Of this object: the one that takes the changes.
+        #: The session's thread, which applies the changes.
         self._thread = get_ident()
         self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
         self._queue_reader = RequestQueueReader(client, shared_state, config.worker_id)
@@ -76,14 +76,14 @@ class RequestLoop:
                 self._tracker,
                 worker_id=config.worker_id,
                 shared_state=shared_state,
-                tell=send_buffer.add_event,
+                add_event=send_buffer.add_event,
                 log=log,
             ).reconcile,
             log=log,
         )
         self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)
         self._recovery = SessionRecovery(
-            self.broker_sessions, shared_state=shared_state, tell=send_buffer.add_worker_event, log=log
+            self.broker_sessions, shared_state=shared_state, add_event=send_buffer.add_worker_event, log=log
         )
         broker_calls = BrokerCalls(
             self.broker_sessions,
@@ -122,14 +122,14 @@ class RequestLoop:
         )
         self._retry = Backoff(0.05, 2.0)
         self._may_have_work = True
-        #: Until the next look whether Valkey's switch is its own; due at once while it is.
+        #: Until the next check whether the switch was told to this server of Valkey.
         self._switch_check = Backoff(0.05, 1.0)
         self._switch_is_current = True
         self._leftovers_due = True
         self._parked = False
 
     def load_open_orders(self, open_orders: Sequence[PlaceOrder]) -> None:
-        """Takes note of the user's orders that are not final, before the broker is asked for them."""
+        """Loads the user's orders that are not final, before the broker's list is read."""
         self._tracker.load_open_orders(open_orders)
         self._unknown_outcomes.load_open_orders(open_orders)
 
@@ -140,7 +140,7 @@ class RequestLoop:
         self.broker_sessions.connect_all(timeout)
 
     def queue_changed(self) -> None:
-        """There may be something to pop."""
+        """Says that there may be something to pop."""
         self._may_have_work = True
 
     def step(self) -> None:
@@ -180,7 +180,7 @@ class RequestLoop:
         return min(wait for wait in waits if wait is not None)
 
     def close(self) -> None:
-        """Closes the broker sessions and notes what they told last."""
+        """Closes the broker sessions and applies their last reports."""
         self._postponed.close()
         self.broker_sessions.close_all()
         self._apply_order_changes()
@@ -204,21 +204,21 @@ class RequestLoop:
             self._retry.failed()
 
     def _check_switch_server(self) -> None:
-        bound = self._queue_reader.is_switch_current()
-        if bound:
+        current = self._queue_reader.is_switch_current()
+        if current:
             self._switch_check.reset()
         else:
             self._switch_check.failed()
-        if bound != self._switch_is_current:
-            self._log.warning("switch_is_back" if bound else "switch_of_another_server")
-        self._switch_is_current = bound
+        if current != self._switch_is_current:
+            self._log.warning("switch_is_back" if current else "switch_of_another_server")
+        self._switch_is_current = current
 
     def _handle(self, item: QueueItem) -> bool:
-        """Deals with one item; false if there is nothing more for now."""
+        """Handles one item; returns whether to pop again."""
         if item.kind == "control":
             waiting = not self.broker_sessions.loaded
             self._control.handle(item.raw)
-            # Once more before the first request: a late pop of our predecessor may have come through since.
+            # Again before the first request: a late pop of the predecessor may have arrived since.
             self._leftovers_due = waiting and self.broker_sessions.loaded
         elif item.kind == "request":
             self._shared_state.last_activity_ms = wall_ms()
@@ -236,10 +236,10 @@ class RequestLoop:
             self._shared_state.fenced = 1
             self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "at pop")
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
-        elif item.kind == "no_owner":  # the orchestrator restores it; the supervisor has told
+        elif item.kind == "no_owner":  # the orchestrator restores it; the supervisor has sent an event
             self._retry.failed()
             return False
-        elif item.kind == "stale":  # not to be expected of the newest pop; the next number is newer
+        elif item.kind == "stale":  # should not happen to the newest pop; the next number is newer
             self._log.warning("stale_pop")
         else:
             self._may_have_work = False
@@ -247,15 +247,15 @@ class RequestLoop:
         return True
 
     def _answer_leftovers(self) -> None:
-        """Answers what a former worker, or the session before this one, left in the processing list: it is
-        never executed again."""
+        """Answers what a former worker or session left in the processing list, which is never executed
+        again."""
         for item in self._queue_reader.read_leftovers():
             self._request_handler.answer_leftover(item)
         self._send_buffer.flush()
         self._leftovers_due = False
 
     def _check_lease(self) -> bool:
-        """Whether the lease lets this session act; if not, its broker sessions are closed."""
+        """Whether the lease lets this session act; closes its broker sessions if not."""
         if self._shared_state.fenced:
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
         if self._lease.usable() > 0:
@@ -273,9 +273,9 @@ class RequestLoop:
         self.health.parked()
 
     def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
-        """Called by the broker's adapter, from any thread."""
+        """Called by a broker's adapter, from any thread."""
         self._changes.append((key, change))
-        if get_ident() != self._thread:  # this one comes to them by itself, before it waits
+        if get_ident() != self._thread:  # which applies them anyway before it waits
             self._wake()
 
     def _apply_order_changes(self) -> None:

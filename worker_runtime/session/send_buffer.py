@@ -1,7 +1,7 @@
-"""What the session has to tell: events and answers, in order, kept until Valkey has taken them.
+"""Keeps the session's events and answers, in order, until Valkey has taken them.
 
-Everything in it may be sent twice: events are recognised by their ids, `answer.lua` is safe to repeat. So
-a lost reply costs a repeat and never an answer.
+Everything may be sent twice: events are recognised by their ids, and `answer.lua` is safe to repeat. So a
+lost reply never loses an answer.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from worker_runtime.protocol.messages import Answer, ClaimReply, Event, WorkerEv
 from worker_runtime.protocol.scripts import ANSWER
 from worker_runtime.protocol.switches import HALTED, switch_of
 
-#: Entries. Without Valkey no order is taken, so only late fills gather here; each has about 400 bytes.
+#: Entries. Without Valkey no order is taken, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000
-#: Seconds a journal entry stays: whoever asks whether an order may have been submitted asks within a day.
+#: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been submitted.
 JOURNAL_TTL = 2 * 86_400
-#: Commands in one go.
+#: Commands in one pipeline.
 _BATCH = 64
 
 
 class SendBuffer:
-    """Sends what was put into it. Not for use by several threads."""
+    """Buffers commands for Valkey and sends them. Not for use by several threads."""
 
     def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._client = client
@@ -48,11 +48,11 @@ class SendBuffer:
         self._log = log
         self._waiting: deque[Command] = deque()
         self._backoff = Backoff(0.05, 2.0)
-        #: The last entry of `add_journal_entry` is in Valkey, and it is ours.
+        #: Whether the last journal entry is in Valkey and was written by this session.
         self.journaled = False
-        #: There may be more to pop. False, as the last answer said: the doorbell rings for whatever comes.
+        #: Whether there may be more to pop. If the last answer said no, the doorbell rings for what comes.
         self.more_to_pop = True
-        #: What `read_switch` last read, and whether that was a copy from another server's time.
+        #: What `read_switch` last read, and whether that was told to another server.
         self.switch = HALTED
         self.switch_is_stale = False
 
@@ -67,15 +67,17 @@ class SendBuffer:
         self._put("XADD", keys.EVENTS, "*", "e", encode(event))
 
     def add_journal_entry(self, order_id: str) -> None:
-        """Notes that an order is about to be submitted. Nothing may be submitted before `flush` has said true
-        and `journaled` is: an order without an entry certainly never left, in the same generation, and one
-        that has an entry of somebody else may have left before."""
+        """Notes that an order is about to be submitted. Submit it only when `flush` has returned true and
+        `journaled` is set.
+
+        An order without an entry certainly never left, in the same generation; one with an entry of another
+        session may have left before."""
         self.journaled = False
         key = keys.journal(self._shared_state.user_id, order_id)
         self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
 
     def add_worker_event(self, kind: WorkerEventKind, detail: str = "") -> None:
-        """A change in this worker's life, once it belongs to a user."""
+        """Adds an event in this worker's life, unless it belongs to nobody yet."""
         state = self._shared_state
         if state.assigned:
             self._log.info("worker_changed", kind=kind.value, detail=detail)
@@ -83,19 +85,20 @@ class SendBuffer:
             self.add_event(new_worker_event(self._config, state, sequence, kind, detail))
 
     def add_answer(self, item: bytes, answer: Answer, channel: str) -> None:
-        """The answer to a popped item, which ends its processing."""
+        """Adds the answer to a popped item, which ends its processing."""
         user_id = self._shared_state.user_id
         self.more_to_pop = True
         names = keys.answering(user_id, answer.request_id)
         self._put(*evalsha(ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]))
 
     def read_switch(self) -> None:
-        """Reads who may trade, with whatever else is sent; `switch` has it once `flush` has said true."""
+        """Reads who may trade, together with the next flush; `switch` has it when `flush` has returned
+        true."""
         self.switch, self.switch_is_stale = HALTED, False
         self._put("HGETALL", keys.switch(self._shared_state.user_id))
 
     def discard_item(self, item: bytes) -> None:
-        """Ends the processing of an item that nobody can be answered about."""
+        """Ends the processing of an item that names nobody to answer."""
         self.more_to_pop = True
         self._put("LREM", keys.processing(self._shared_state.user_id), 1, item)
 
@@ -106,8 +109,8 @@ class SendBuffer:
         self.flush()
 
     def flush(self, *, attempts: int = 2) -> bool:
-        """Sends all that waits; true if nothing is left. A broken connection is replaced once, unless
-        there is one attempt only."""
+        """Sends everything; returns whether nothing is left. Tries `attempts` times over broken
+        connections."""
         for attempt in range(1, attempts + 1):
             try:
                 while self._waiting:
@@ -124,7 +127,7 @@ class SendBuffer:
         return False
 
     def flush_if_due(self) -> None:
-        """One attempt, if the last failure is long enough ago."""
+        """Tries once, if the last failure is long enough ago."""
         if self._waiting and self._backoff.due():
             self.flush(attempts=1)
 
@@ -143,7 +146,7 @@ class SendBuffer:
                 raise ValkeyRefused(str(reply).split(" ", 1)[0])
             if command[0] == "EVALSHA":
                 self.more_to_pop = bool(reply[1])
-            elif command[0] == "SET":  # answered with what stood there before; our own after a lost reply
+            elif command[0] == "SET":  # the reply is the earlier entry: our own, if the first reply was lost
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
                 self.switch, self.switch_is_stale = switch_of(reply, self._client.server())

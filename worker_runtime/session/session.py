@@ -1,8 +1,7 @@
-"""The session process: one key pair, one user's broker sessions. It comes to the user by a claim, or stands
-in the place of a session that died.
+"""The session process: one key pair and one user's broker sessions.
 
-A single-threaded loop around a selector. It pulses in the shared state in each round, at least once a second,
-and before each wait for Valkey; around a broker call it says there how long the call may take.
+It runs a single-threaded loop around a selector. It writes its pulse into the shared state in each round, at
+least once a second, and before each wait for Valkey; around a broker call it writes how long that may take.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from worker_runtime.brokers.port import BrokerFactory
-from worker_runtime.process.clock import Backoff
+from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.doorbell import Doorbell
 from worker_runtime.process.kernel import WakePipe
 from worker_runtime.process.lease import Lease
@@ -30,8 +29,8 @@ from worker_runtime.session.request_loop import RequestLoop
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.account_session import CredentialOpener
 
-#: Seconds that the last words (events, answers) may take at the end.
-_LAST_WORDS = 2.0
+#: Seconds that sending the last events and answers may take at the end.
+_LAST_FLUSH = 2.0
 
 
 class Session:
@@ -50,7 +49,7 @@ class Session:
         self._factory: BrokerFactory | None = None
         self._log = log
         self._stopping = False
-        #: In the pool. A fresh session of an assigned worker has no business there.
+        #: Whether the pool knows of this worker. An assigned worker is not announced again.
         self._announced = bool(shared_state.assigned)
         self._selector = selectors.DefaultSelector()
         self._wake = WakePipe()
@@ -78,7 +77,7 @@ class Session:
         self._doorbell: Doorbell | None = None
 
     def run(self) -> ExitCode:
-        """Works until told to end; returns the exit code."""
+        """Runs the loop until SIGTERM or `WorkerExit`; returns the exit code."""
         self._wake.on_sigterm(self._stop)
         try:
             while not self._stopping:
@@ -126,7 +125,7 @@ class Session:
                 self._wake.clear()
 
     def _announce(self) -> None:
-        """Says that this worker is ready, so that nobody waits for the supervisor's next renewal."""
+        """Announces this worker as ready, without waiting for the supervisor's next renewal."""
         if not self._announcing.due():
             return
         try:
@@ -136,8 +135,8 @@ class Session:
             self._announcing.failed()
             return
         self._announced = True
-        self._load_brokers()  # while nobody waits: importing our adapters costs a claim 2 to 4 ms otherwise
-        took = time.time_ns() // 1_000_000 - self._shared_state.launched_at_ms
+        self._load_brokers()  # now, while nobody waits: importing the adapters takes 2 to 4 ms
+        took = wall_ms() - self._shared_state.launched_at_ms
         self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
 
     def _open_request_loop(self) -> RequestLoop:
@@ -165,7 +164,8 @@ class Session:
         return Valkey(self._config.valkey_url, limit=self._may_wait)
 
     def _may_wait(self) -> float:
-        """Asked before each wait for Valkey, so several of them in a row are no missing pulse."""
+        """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row do not
+        look like a frozen session."""
         self._shared_state.pulse = time.monotonic_ns()
         return self._lease.wait_limit()
 
@@ -174,16 +174,16 @@ class Session:
 
     def _close(self, end: WorkerExit) -> None:
         self._log.info("session_ending", code=int(end.code), reason=end.reason)
-        replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on: nothing has closed
+        replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on with another session
         if not replaced:
             self._shared_state.state = WorkerActivity.Draining
         if self._inbox_handler.request_loop is not None:
             self._inbox_handler.request_loop.close()
         if not replaced:
             self._send_buffer.add_worker_event(WorkerEventKind.CLOSED, end.reason)
-        until = time.monotonic() + _LAST_WORDS
+        until = time.monotonic() + _LAST_FLUSH
         while not self._send_buffer.flush() and time.monotonic() < until:
             self._shared_state.pulse = time.monotonic_ns()
             time.sleep(min(0.1, self._send_buffer.left() or 0.0))
         if len(self._send_buffer):
-            self._log.error("last_words_lost", count=len(self._send_buffer))
+            self._log.error("last_messages_lost", count=len(self._send_buffer))

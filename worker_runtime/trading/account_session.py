@@ -1,6 +1,6 @@
-"""One account's place among the user's broker connections.
+"""One account of the user: its credentials, its broker session, and why it has none.
 
-Opens sealed credentials: the one place where a user's secrets become readable (invariant *sealed*).
+`CredentialOpener` is the one place where a user's secrets become readable (invariant *sealed*).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker_runtime.protocol.errors import (
 from worker_runtime.protocol.messages import Credentials, SealedAccount, decode
 from worker_runtime.protocol.sealing import unseal
 
-#: Errors of a login that say nothing against this process: it is tried again, however long that takes.
+#: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
 #: Seconds between two tries: at most about 100 an hour, of the 1,000 logins that a person has in a day.
 _FIRST_WAIT = 2.0
@@ -36,7 +36,7 @@ _LONGEST_WAIT = 60.0
 #: Seconds between two tries to list the orders of a live session.
 _FIRST_LISTING_WAIT = 0.2
 _LONGEST_LISTING_WAIT = 5.0
-#: Seconds between two tries to get a ping's budget.
+#: Seconds between two tries to get room for a ping.
 _FIRST_PING_WAIT = 0.5
 _LONGEST_PING_WAIT = 5.0
 
@@ -56,25 +56,25 @@ class OpenedAccount:
 
 
 class AccountSession:
-    """With a live broker session, or without one and the reason for that."""
+    """An account with a live broker session, or without one and the reason for that."""
 
     def __init__(self, account: OpenedAccount) -> None:
         self.account = account
         self.broker: Broker | None = None
         self.used_at = time.monotonic()
-        #: A call ended without a clear answer: ping before the next use.
+        #: Whether a call ended without a clear answer, so that it is pinged before its next use.
         self.suspect = False
-        #: The broker refused these credentials: trying again could get the person banned.
+        #: Set when the broker refused these credentials: trying again could get the person banned.
         self.refused: LoginRejected | None = None
-        #: What the last try to log in failed with.
+        #: The error of the last login.
         self.error: BerthError | None = None
-        #: Tries in a row that failed with something else than a broker that cannot be reached.
+        #: Logins in a row that failed although the broker could be reached.
         self.failures = 0
         #: Whether this process has had a session of this account.
         self.was_open = False
         #: Why there is no session.
         self.lost_because = ""
-        #: The broker's orders were taken in since the login: requests may be executed.
+        #: Whether the broker's orders were listed since the login, so that requests may be executed.
         self.listed = False
         #: Code of the error with which the last listing failed.
         self.listing_error = ""
@@ -89,12 +89,12 @@ class AccountSession:
 
     @property
     def away(self) -> bool:
-        """The broker cannot be reached, or takes no further login for now."""
+        """Whether the broker cannot be reached or takes no further login for now."""
         return isinstance(self.error, _BROKER_AWAY)
 
     @property
     def limited(self) -> bool:
-        """A login before its time would only count against the limit again."""
+        """Whether another login now would only count against the limit again."""
         return isinstance(self.error, LoginLimited) and not self._backoff.due()
 
     def wait(self) -> float:
@@ -102,7 +102,7 @@ class AccountSession:
         return self._backoff.left()
 
     def ping_wait(self) -> float:
-        """Seconds until it may be pinged, after a try for which there was no budget."""
+        """Seconds until the next ping, after a try for which there was no room."""
         return self._pinging.left()
 
     def pinged(self) -> None:
@@ -124,11 +124,11 @@ class AccountSession:
         self._listing.failed()
 
     def failing_for(self) -> float:
-        """Seconds since the first of the tries in a row that the broker did not answer, or not sensibly."""
+        """Seconds since the first of the logins in a row that the broker did not answer, or not sensibly."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     def lost(self, reason: str) -> Broker | None:
-        """There is no session from now on; returns the one there was, for its end. Tries count anew."""
+        """Marks the session as lost and returns it, so that the caller can close it. Tries count anew."""
         broker, self.broker = self.broker, None
         self.suspect = False
         self.error = None
@@ -138,7 +138,7 @@ class AccountSession:
         return broker
 
     def opened(self, broker: Broker) -> None:
-        """A login succeeded."""
+        """Records a successful login."""
         self.broker = broker
         self.listed = False
         self._listing.reset()
@@ -150,7 +150,7 @@ class AccountSession:
         self._backoff.reset()
 
     def failed(self, error: BerthError) -> None:
-        """A login failed."""
+        """Records a failed login."""
         self.error = error
         if isinstance(error, LoginRejected):
             self.refused = error
@@ -160,13 +160,13 @@ class AccountSession:
             self.failures += 1
         unreachable = isinstance(error, BrokerUnreachable) and not isinstance(error, BrokerMaintenance)
         if self.away and not unreachable:
-            self._failing_since = None  # a limit, maintenance, our own lease: no fault of this process
+            self._failing_since = None  # a limit, maintenance or our own lease is no fault of this process
         elif self._failing_since is None:
             self._failing_since = time.monotonic()
 
 
 class CredentialOpener:
-    """Holds the session's private key."""
+    """Opens sealed credentials with the session's private key."""
 
     def __init__(self, private_key: X25519PrivateKey, shared_state: SharedState, worker_id: str) -> None:
         self._private_key = private_key

@@ -1,6 +1,6 @@
-"""Calls of the broker on behalf of a request: allowed until when, and what their failures mean.
+"""Makes the broker calls of a request: how long they may take, and what their failures mean.
 
-Lease and deadline are checked in this thread right before the call (invariant *one-owner*).
+Lease and deadline are checked in this thread right before each call (invariant *one-owner*).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from worker_runtime.trading.rate_limiter import CallKind, RateLimiter
 
 #: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).
 _NOT_DONE = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
-#: Those that say nothing against the session: another login would only make it worse.
+#: Those that do not cast doubt on the session: another login would only make it worse.
 _KEEP_SESSION = (OrderRejected, RateLimited)
 
-#: Seconds.
+#: Seconds between two checks of the switch.
 _PAUSE = 0.1
 
 T = TypeVar("T")
 
 
 class BrokerCalls:
-    """One user's way to the brokers."""
+    """Calls the brokers of one user."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BrokerCalls:
         self._log = log
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
-        """A live session of the account; raises if there is none until the request's deadline. Nothing has
+        """A live session of the account. Raises if there is none until the request's deadline; no order has
         been sent then."""
         self.call_timeout(item)
         return self._broker_sessions.ensure_session(
@@ -78,7 +78,7 @@ class BrokerCalls:
         return self._broker_sessions.key_of(account_id)
 
     def call_timeout(self, item: QueueItem) -> float:
-        """Seconds that a broker call may take now; raises if it must not be made."""
+        """Seconds that a broker call may take now. Raises `Fenced`, `LeaseLost` or `DeadlineExceeded`."""
         if self._shared_state.fenced:
             raise Fenced
         lease = self._lease.usable()
@@ -95,14 +95,14 @@ class BrokerCalls:
         return self._rate_limiter.grant_is_fresh()
 
     def pause(self, item: QueueItem) -> None:
-        """A moment until a look is worth another one; raises if no call may be made any more."""
+        """Sleeps a moment before another check. Raises as `call_timeout` does."""
         wait = min(_PAUSE, self.call_timeout(item))
         with self._shared_state.busy(wait):
             time.sleep(wait)
 
     def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
-        """Waits until the person's budget has room for a call; raises `RateLimited` if it has none in time,
-        `Uncounted` if nobody knows, and whatever forbids the call meanwhile."""
+        """Waits for room within the broker's limits. Raises `RateLimited` if there is none in time,
+        `CountUnavailable` if Valkey cannot count, and whatever forbids the call meanwhile."""
 
         def wait_limit() -> float:
             self.call_timeout(item)
@@ -111,9 +111,9 @@ class BrokerCalls:
         self._rate_limiter.spend(self._broker_sessions.account_of(account_id), what, wait_limit)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Makes a call that changes something at the broker, once, with the seconds that it may take.
+        """Makes a call that changes something at the broker, once; `call` takes its timeout in seconds.
 
-        Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` says that it had none.
+        Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` means that it had none.
         """
         timeout = self.call_timeout(item)
         try:
@@ -123,7 +123,7 @@ class BrokerCalls:
             if not isinstance(error, _KEEP_SESSION):
                 self._broker_sessions.invalidate(account_id, error.code)
             raise
-        except Exception as error:  # timeout, lost connection, a fault in the adapter: nobody knows
+        except Exception as error:  # a timeout, a lost connection, a fault in the adapter
             self._broker_sessions.mark_suspect(account_id)
             if isinstance(error, OutcomeUnknown):
                 raise
@@ -132,7 +132,7 @@ class BrokerCalls:
             raise OutcomeUnknown(f"the call ended with {type(error).__name__}") from None
 
     def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Makes a call that changes nothing; raises the broker's error."""
+        """Makes a call that changes nothing, after the wait for room. Raises the broker's error."""
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
         try:

@@ -65,7 +65,7 @@ class BrokerSessions:
 
     @property
     def loaded(self) -> bool:
-        """Whether there are credentials: a fresh session has none until the orchestrator sends them."""
+        """Whether there are credentials. A fresh session has none until the orchestrator sends them."""
         return bool(self._account_sessions)
 
     def is_ready(self, account_id: str) -> bool:
@@ -80,15 +80,16 @@ class BrokerSessions:
         )
 
     def is_refused(self, account_id: str) -> bool:
-        """Whether the broker refused this account's login: it is not tried again."""
+        """Whether the broker refused this account's login, which is then not tried again."""
         session = self._account_sessions.get(account_id)
         return session is not None and session.refused is not None
 
     def account_sessions(self) -> Collection[AccountSession]:
+        """One for each account, connected or not."""
         return self._account_sessions.values()
 
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
-        """Takes over the accounts of a claim, unconnected."""
+        """Sets the accounts of a claim, unconnected."""
         self._account_sessions = {account.key.account_id: AccountSession(account) for account in accounts}
 
     def versions(self) -> dict[str, int]:
@@ -96,8 +97,8 @@ class BrokerSessions:
         return {name: session.account.version for name, session in self._account_sessions.items()}
 
     def connect_all(self, timeout: float) -> None:
-        """Logs in wherever there is no session yet; the first error ends the attempt. A listing that fails
-        does not: it is tried again before the first request."""
+        """Logs in to every account without a session; raises the first error. A failed listing is tried again
+        before the first request."""
         until = time.monotonic() + timeout
         for session in self._account_sessions.values():
             if session.broker is None:
@@ -107,10 +108,10 @@ class BrokerSessions:
     def ensure_session(
         self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
     ) -> Broker:
-        """A live session of this account, rebuilt first if need be, with its orders listed if `listed`.
+        """A live session of this account, rebuilt if necessary, with its orders listed if `listed`.
 
-        Waits up to `timeout` for room within the broker's limits; a login takes `at_most` then. Raises
-        `UnknownAccount`, `LeaseLost`, `RateLimited`, or the login's error: nothing has been sent then.
+        Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a login.
+        Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or the login's error; no order has been sent then.
         """
         session = self._account_sessions.get(account_id)
         if session is None:
@@ -129,7 +130,7 @@ class BrokerSessions:
         return session.broker
 
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Another try to list the orders of a live session; returns what it failed with."""
+        """Tries again to list the orders of a live session; returns the error, if it failed."""
         error = self._list(session, timeout)
         self._health.update(self.account_sessions(), session.name)
         return error
@@ -141,21 +142,21 @@ class BrokerSessions:
         return self._account_sessions[account_id].account.key
 
     def renew_leases(self) -> None:
-        """Renews the leases of the person's connections, when due."""
+        """Renews the leases of the person's broker connections when due."""
         self._rate_limiter.renew_connections(
             [session.account for session in self.account_sessions() if session.broker is not None]
         )
 
     def mark_suspect(self, account_id: str) -> None:
-        """Marks a session whose last call had no clear answer: it is pinged before it is used again."""
+        """Marks a session whose last call had no clear answer. It is pinged before its next use."""
         self._account_sessions[account_id].suspect = True
 
     def invalidate(self, account_id: str, reason: str) -> None:
-        """Closes a session that the broker has ended: the next need rebuilds it (requirement C2)."""
+        """Closes a session that the broker has ended. The next call that needs it rebuilds it."""
         self._drop(self._account_sessions[account_id], reason)
 
     def drop_if_ended(self, session: AccountSession) -> None:
-        """Drops a session of which its adapter knows already that it has ended."""
+        """Drops a session that has ended, as its adapter knows."""
         if session.broker is not None and not session.broker.alive():
             self._drop(session, "the broker ended the session")
 
@@ -171,15 +172,15 @@ class BrokerSessions:
         try:
             with self._shared_state.busy(limit):
                 session.broker.ping(limit)
-        except Exception as error:  # whatever it is: the session is not to be trusted
+        except Exception as error:  # whatever it is, the session cannot be trusted
             self._drop(session, type(error).__name__)
             return
         session.suspect = False
         session.used_at = time.monotonic()
 
     def rebuild(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
-        """One login of at most `at_most` seconds, after the wait for its budget. Raises its error, or at once
-        the last one where another try would do harm."""
+        """Logs in once, in at most `at_most` seconds after the wait for room within the limits. Raises the
+        login's error, or the last one at once where another try would do harm."""
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
@@ -201,19 +202,19 @@ class BrokerSessions:
         return WorkerActivity.Active if whole else WorkerActivity.Reconnecting
 
     def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:
-        """New credentials: each is proven by a login before the old session is closed.
+        """Takes new credentials: each logs in before the old session is closed.
 
-        Only accounts whose version changed are touched, and those without a session. After an error the old
-        session of that account stays as it was; the first error is raised when all have been tried.
+        Tries accounts whose version changed and those without a session. An account whose login fails keeps
+        its old session; the first error is raised when all have been tried.
 
-        To a fresh session all accounts are new, and the worker goes on with those that it can have: an error
-        is raised if it is a passing one (it is tried again), or if there is no session at all.
+        To a fresh session all accounts are new, and the worker goes on with those that connect. Then it
+        raises an error only if that is retryable or if no account connected.
         """
         until = time.monotonic() + timeout
         errors: list[BerthError] = []
         tried: set[str] = set()
         fresh = not self._account_sessions
-        if fresh:  # whatever becomes of the logins, these are its accounts
+        if fresh:  # these are its accounts, even if the logins fail
             self.load(accounts)
             accounts = ()
         for account in accounts:
@@ -230,17 +231,17 @@ class BrokerSessions:
                     errors.append(error)
         self._health.update(self.account_sessions(), "new credentials")
         if fresh:
-            passing = [error for error in errors if error.retryable]
+            retryable = [error for error in errors if error.retryable]
             some = any(session.broker for session in self.account_sessions())
-            errors = passing or ([] if some else errors)
+            errors = retryable or ([] if some else errors)
         if errors:
             raise errors[0]
 
     def close_all(self) -> None:
         """Closes every session; the shared state says so when none is left open.
 
-        All at once: a broker that does not answer costs a second, and the lease's margin is the same for
-        one account and for ten.
+        Closes all at once: a broker that does not answer costs a second, and the lease's margin does not grow
+        with the number of accounts.
         """
         closing: list[Thread] = []
         closed: list[OpenedAccount] = []
@@ -266,7 +267,7 @@ class BrokerSessions:
         except LoginRejected:
             raise
         except BerthError as error:
-            if old is not None and old.broker is None:  # nothing to keep: the newer ones are tried again
+            if old is not None and old.broker is None:  # nothing to keep: the new credentials are tried again
                 new.failed(error)
                 self._account_sessions[name] = new
             raise
@@ -288,7 +289,7 @@ class BrokerSessions:
             raise LoginLimited("no time was left to connect after the wait for the budget")
         key = account.key
         broker: Broker | None = None
-        self._shared_state.broker_open = 1  # before the attempt: it may succeed on the broker's side alone
+        self._shared_state.broker_open = 1  # before the attempt, which may succeed at the broker alone
         try:
             with self._shared_state.busy(limit):
                 broker = self._load_factory()(key, self._client, lambda change: self._on_order(key, change))
@@ -296,16 +297,15 @@ class BrokerSessions:
         except BerthError:
             self._end(broker, account)
             raise
-        except Exception as error:  # an adapter's surprise must not end the session
+        except Exception as error:  # an adapter's fault must not end the session
             self._end(broker, account)
             self._log.crash("login_crashed", error)
             raise BrokerError(f"the adapter failed with {type(error).__name__}") from None
         return broker
 
     def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
-        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed; raises
-        `BrokerUnreachable` then, `RateLimited` at once if there is no room in time: another question would
-        only make it worse."""
+        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed. Raises
+        `BrokerUnreachable` after that, and `RateLimited` at once if there is no room in time."""
         last_try = min(until, time.monotonic() + at_most)
         while session.broker is not None and not session.listed:
             left = last_try - time.monotonic()
@@ -324,8 +324,8 @@ class BrokerSessions:
                 raise error
 
     def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """One listing; what it fails with is kept, logged and returned. Only a ping says that a session is
-        dead."""
+        """Lists the orders once; keeps, logs and returns the error if that fails. Only a ping can tell that a
+        session is dead."""
         if session.broker is None or min(timeout, self._lease.usable()) <= 0:
             return None
         until = time.monotonic() + timeout
@@ -336,12 +336,12 @@ class BrokerSessions:
             session.listing_failed(error.code)
             return error
         limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
-        if limit <= 0:  # the budget took it all
+        if limit <= 0:  # the wait for room took all of it
             return None
         try:
             with self._shared_state.busy(limit):
                 self._reconcile(session.account.key, session.broker, limit)
-        except Exception as error:  # an adapter's surprise must not end the session
+        except Exception as error:  # an adapter's fault must not end the session
             code = error.code if isinstance(error, BerthError) else type(error).__name__
             self._log.warning("listing_failed", account=session.name, code=code)
             session.listing_failed(code)
@@ -358,7 +358,8 @@ class BrokerSessions:
             self._health.update(self.account_sessions())
 
     def _patience(self, seconds: float) -> WaitLimit:
-        """How long a call may wait for its budget, from now on, as long as the lease is being renewed."""
+        """Seconds that a call may wait for room, out of `seconds` from now; 0 when the lease is not
+        renewed."""
         until = time.monotonic() + seconds
         return lambda: until - time.monotonic() if self._lease.usable() > 0 else 0.0
 
@@ -371,5 +372,5 @@ class BrokerSessions:
             return
         try:
             broker.close()
-        except Exception as error:  # the port forbids it; the other sessions must be closed all the same
+        except Exception as error:  # the port forbids it, but the other sessions must be closed anyway
             self._log.crash("close_crashed", error)

@@ -1,7 +1,7 @@
-"""How the whole worker is, told once at each change, and shown in the metadata.
+"""Sends one event at each change of the whole worker's health, which the metadata shows, too.
 
-A user has one worker and perhaps several accounts. The workflow wants to know of the worker; which account it
-was stands in the detail.
+A user has one worker and perhaps several accounts. The workflow needs the worker's health; the event's detail
+names the account.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from worker_runtime.trading.account_session import AccountSession
 
 
 class HealthMonitor:
-    """Looks at all connections after each change of one, and tells what that means for the worker."""
+    """Checks all broker sessions after each change of one and reports what it means for the worker."""
 
-    def __init__(self, shared_state: SharedState, tell: Callable[[WorkerEventKind, str], None]) -> None:
+    def __init__(self, shared_state: SharedState, add_event: Callable[[WorkerEventKind, str], None]) -> None:
         self._shared_state = shared_state
-        self._tell = tell
+        self._add_event = add_event
         self._show(HealthCondition.NEW)
         shared_state.accounts = shared_state.accounts_connected = 0
 
     def update(self, sessions: Collection[AccountSession], detail: str = "") -> None:
-        """Tells the change that follows from how the connections stand. `detail` goes with CONNECTED."""
+        """Reports the worker's health if it has changed. `detail` goes with CONNECTED."""
         missing = [session for session in sessions if session.broker is None]
         waiting = [session for session in missing if session.refused is None]
         unlisted = [session for session in sessions if session.broker is not None and not session.listed]
         self._shared_state.accounts = len(sessions)
         self._shared_state.accounts_connected = len(sessions) - len(missing)
         some = len(missing) < len(sessions)
-        # Beside others that are well, one that never was (in this process) is tried again like one away.
+        # While others are connected, an account that never was (in this process) is tried again like one
+        # away.
         away = [
             session
             for session in waiting
@@ -50,7 +51,7 @@ class HealthMonitor:
             self._well(detail, refused=bool(refused))
 
     def parked(self) -> None:
-        """All broker sessions were closed, because the lease is about to end."""
+        """Reports that all broker sessions were closed because the lease is about to end."""
         self._shared_state.accounts_connected = 0
         code = errors.LeaseLost.code
         if self._condition is HealthCondition.NEW:
@@ -62,21 +63,21 @@ class HealthMonitor:
         return HealthCondition(self._shared_state.condition)
 
     def _well(self, detail: str, *, refused: bool) -> None:
-        told = self._condition is HealthCondition.WELL
+        same = self._condition is HealthCondition.WELL
         self._show(HealthCondition.WELL, errors.LoginRejected.code if refused else "")
-        if not told:
-            self._tell(WorkerEventKind.CONNECTED, detail)
+        if not same:
+            self._add_event(WorkerEventKind.CONNECTED, detail)
 
     def _reconnecting(self, detail: str) -> None:
         if self._condition is HealthCondition.WELL:
             self._show(HealthCondition.RECONNECTING)
-            self._tell(WorkerEventKind.RECONNECTING, detail)
+            self._add_event(WorkerEventKind.RECONNECTING, detail)
 
     def _degraded(self, detail: str, code: str) -> None:
-        told = self._condition is HealthCondition.DEGRADED
+        same = self._condition is HealthCondition.DEGRADED
         self._show(HealthCondition.DEGRADED, code)
-        if not told:
-            self._tell(WorkerEventKind.DEGRADED, detail)
+        if not same:
+            self._add_event(WorkerEventKind.DEGRADED, detail)
 
     def _show(self, condition: HealthCondition, code: str = "") -> None:
         self._shared_state.trouble = (

@@ -1,6 +1,6 @@
-"""Cancels and changes of working orders: at most one call, and an answer in any case.
+"""Cancels and changes working orders: at most one call, and always an answer.
 
-What becomes of the order follows from the broker's events and lists; the answer says what the call did.
+The answer says what the call did; the order's further life follows from the broker's events and lists.
 """
 
 from __future__ import annotations
@@ -26,27 +26,25 @@ class OrderChanger:
     def change_order(
         self, request: CancelOrder | ReplaceOrder, item: QueueItem
     ) -> tuple[OrderOutcome | None, Failure | None]:
-        """The order after the call, or what is known of it, with the failure of the call."""
+        """Returns the order after the call, or what is known of it, and the call's failure."""
         try:
-            told = self._change(request, item)
+            changed = self._change(request, item)
         except BerthError as error:
             known = self._tracker.known_outcome(request.order_id)
             return known[0] if known else None, Failure.of(error)
         key = self._broker_calls.key_of(request.account_id)
-        self._tracker.apply_change(key, OrderChanged(event_id="", order=told))
-        return order_outcome_of(request.order_id, told), None
+        self._tracker.apply_change(key, OrderChanged(event_id="", order=changed))
+        return order_outcome_of(request.order_id, changed), None
 
     def _change(self, request: CancelOrder | ReplaceOrder, item: QueueItem) -> ExchangeOrder:
-        # With another generation Valkey has lost data, and the first copy of this may have been executed. An
-        # order can be taken back twice without harm.
+        # Under another generation Valkey has lost data, and a first copy of this change may have been
+        # executed. Cancelling twice does no harm.
         if isinstance(request, ReplaceOrder) and request.generation != item.generation:
             raise OutcomeUnknown("the change was queued under another generation of Valkey")
         broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
         order_id = self._broker_order_id(request, broker, item)
-        looks = broker.queries_before_change(order_id)
-        self._broker_calls.spend_budget(
-            request.account_id, CallKind.QUERY_AND_CHANGE if looks else CallKind.ORDER, item
-        )
+        kind = CallKind.QUERY_AND_CHANGE if broker.queries_before_change(order_id) else CallKind.ORDER
+        self._broker_calls.spend_budget(request.account_id, kind, item)
 
         def call(timeout: float) -> ExchangeOrder:
             if isinstance(request, CancelOrder):
@@ -56,7 +54,7 @@ class OrderChanger:
         return self._broker_calls.call_once(request.account_id, item, call)
 
     def _broker_order_id(self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem) -> str:
-        """The broker's id of the order, from its list if nobody knows it; raises `OrderRejected`."""
+        """The broker's id of the order, from its list if it is not known. Raises `OrderRejected`."""
         known = request.broker_order_id or self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known

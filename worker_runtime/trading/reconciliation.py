@@ -1,9 +1,8 @@
-"""After each login: what the broker lists is taken into the tracker, and the rest is told (requirement O5).
+"""Reads an account at the broker: after each login, and when a caller asks for it.
 
-The tracker knows our orders that are not final, also those of former sessions. What it missed of them becomes
-events. What it cannot match, and the positions, go to the orchestrator, which has all our books.
-
-What the broker knows of one account now, for whoever asks; our own orders learn from it, too.
+The order tracker knows our orders that are not final, also those of former sessions: what it missed of them
+becomes events. After a login, the orders that it cannot match and the positions go to the orchestrator, which
+has all our books.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class AccountReconciler:
         *,
         worker_id: str,
         shared_state: SharedState,
-        tell: Callable[[AccountReported], None],
+        add_event: Callable[[AccountReported], None],
         log: Log,
     ) -> None:
         self._tracker = tracker
         self._worker_id = worker_id
         self._shared_state = shared_state
-        self._tell = tell
+        self._add_event = add_event
         self._log = log
 
     def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> None:
-        """One listing within `timeout` seconds. Raises the broker's error if the orders cannot be had;
-        without the positions the report is not complete."""
+        """Lists the account once within `timeout` seconds and reports it. Raises the broker's error if the
+        orders cannot be listed; without the positions the report is not complete."""
         until = time.monotonic() + timeout
         taken_at = wall_ms()
         listing = broker.orders(timeout)
@@ -71,7 +70,7 @@ class AccountReconciler:
             positions=positions,
         )
         self._log.info("account_listed", account=key.account_id, unmatched=len(unmatched))
-        self._tell(
+        self._add_event(
             AccountReported(
                 worker_id=self._worker_id,
                 user_id=self._shared_state.user_id,
@@ -84,7 +83,7 @@ class AccountReconciler:
 
 
 def build_report(account_id: str, listing: Listing | None, **seen: Any) -> AccountReport:
-    """What is told of an account, with what the broker says of its list of orders; None: it was not asked."""
+    """A report of an account. `listing` is None if the orders were not asked for."""
     if listing is None or listing.behind is None:
         return AccountReport(account_id=account_id, absence_certain=False, **seen)
     return AccountReport(
@@ -98,7 +97,7 @@ def build_report(account_id: str, listing: Listing | None, **seen: Any) -> Accou
 
 
 def newest_within(orders: list[ExchangeOrder], limit: int = MAX_ORDER_BYTES) -> list[ExchangeOrder]:
-    """As many of the last ones as have `limit` bytes together."""
+    """The last orders that fit into `limit` bytes."""
     kept: list[ExchangeOrder] = []
     for order in reversed(orders):
         limit -= len(encode(order))
@@ -116,7 +115,7 @@ class AccountReader:
         self._tracker = tracker
 
     def read_account(self, query: QueryAccount, item: QueueItem) -> AccountReport:
-        """Raises a `BerthError` if any part of it cannot be had."""
+        """Reads what the query asks for; our own orders learn from it, too. Raises a `BerthError`."""
         broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
         taken_at = wall_ms()
         query_broker = self._broker_calls.query

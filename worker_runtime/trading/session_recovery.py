@@ -1,10 +1,10 @@
-"""Keeps the broker sessions alive while nobody waits for them, and decides when that is hopeless.
+"""Keeps idle broker sessions alive, and decides when that is hopeless.
 
-- The broker cannot be reached, or takes no further login for now: tried again for ever, the worker stays.
-- The login fails otherwise, three times: this process's SDK does not come back, so a fresh process is
-  asked for. The same if the broker seems away for five minutes: Shioaji is known to fail so in a process
-  whose reconnect has failed, while a fresh one logs in at once (Sinotrade/Shioaji #221).
-- A fresh process fails in the same way: the worker ends, and says why.
+- The broker cannot be reached or takes no further login for now: the worker tries again for ever.
+- The login fails otherwise, three times, or the broker seems away for five minutes: the session process is
+  replaced. In a process whose reconnect failed Shioaji may never come back, while a fresh one logs in at once
+  (Sinotrade/Shioaji #221).
+- A fresh process fails in the same way: the worker ends with the reason.
 - A refused login is never tried again.
 """
 
@@ -24,39 +24,39 @@ from worker_runtime.trading.broker_sessions import LISTING_TIMEOUT, PING_TIMEOUT
 
 #: Failed logins in a row after which this process is given up.
 MAX_LOGIN_FAILURES = 3
-#: Seconds of failing logins after which a process that had a session is given up; its successor is not.
+#: Seconds of failing logins after which a process that had a session is given up. Its successor is not.
 AWAY_LIMIT = 300.0
-#: Seconds one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown allows (10 s).
+#: Seconds that one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown allows (10 s).
 _REBUILD_TIMEOUT = 8.0
 
 
 class SessionRecovery:
-    """Health checks and rebuilds of one user's connections."""
+    """Checks and rebuilds one user's broker sessions."""
 
     def __init__(
         self,
         broker_sessions: BrokerSessions,
         *,
         shared_state: SharedState,
-        tell: Callable[[WorkerEventKind, str], None],
+        add_event: Callable[[WorkerEventKind, str], None],
         log: Log,
         away_limit: float = AWAY_LIMIT,
     ) -> None:
         self._broker_sessions = broker_sessions
         self._shared_state = shared_state
-        self._tell = tell
+        self._add_event = add_event
         self._log = log
         self._away_limit = away_limit
 
     def run_due(self, period: float) -> None:
-        """Pings sessions that were idle for `period` seconds, rebuilds dead ones. One account a call, so
-        that an order waits for one ping at the most. Raises `WorkerExit` when all of it is in vain."""
+        """Pings a session that was idle for `period` seconds, or rebuilds a dead one. Handles one account a
+        call, so that an order waits for one ping at most. Raises `WorkerExit` when there is no hope."""
         self.raise_if_hopeless()
         now = time.monotonic()
         for session in self._broker_sessions.account_sessions():
             self._broker_sessions.drop_if_ended(
                 session
-            )  # all first: what ended together is told as one change
+            )  # all first, so that sessions that ended together make one event
         for session in self._broker_sessions.account_sessions():
             if session.broker is None:
                 if session.refused is None and session.wait() <= 0:
@@ -90,7 +90,7 @@ class SessionRecovery:
         return min(waits, default=None)
 
     def raise_if_hopeless(self) -> None:
-        """Raises `WorkerExit` if this process will have no broker session any more."""
+        """Raises `WorkerExit` if this process cannot get its broker sessions back."""
         sessions = self._broker_sessions.account_sessions()
         missing = [session for session in sessions if session.broker is None]
         if not missing:
@@ -105,7 +105,7 @@ class SessionRecovery:
             self._fail(_reason(lost[0]))
 
     def _spent(self, session: AccountSession) -> bool:
-        """Whether further tries of this process make no sense. One that never had a session is fresh: it
+        """Whether further tries of this process make no sense. A fresh process, which never had a session,
         either logs in at once or not at all."""
         if session.refused is not None:
             return False
@@ -114,7 +114,7 @@ class SessionRecovery:
         return session.failures >= MAX_LOGIN_FAILURES or session.failing_for() > self._away_limit
 
     def _fail(self, reason: str) -> None:
-        self._tell(WorkerEventKind.FAILED, reason)
+        self._add_event(WorkerEventKind.FAILED, reason)
         raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
     def _ping(self, session: AccountSession) -> None:
@@ -126,7 +126,7 @@ class SessionRecovery:
             session.pinged()
 
     def _recover(self, session: AccountSession) -> None:
-        """Rebuilds without anyone waiting for it: an unreachable broker is logged and tried again (W6)."""
+        """Rebuilds a session while nobody waits for it. A failure is logged and tried again."""
         self._shared_state.state = WorkerActivity.Reconnecting
         try:
             self._broker_sessions.rebuild(session, _REBUILD_TIMEOUT)

@@ -81,7 +81,7 @@ class MarketConnections:
         self.recovery = SessionRecovery(
             self.broker_sessions,
             shared_state=self.shared_state,
-            tell=self._tell,
+            add_event=self._tell,
             log=Log("ERROR"),
             away_limit=away_limit,
         )
