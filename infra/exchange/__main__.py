@@ -36,7 +36,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """What `python -m infra.exchange` takes."""
+    """The options of `python -m infra.exchange`."""
 
     host: str
     port: int
@@ -50,7 +50,7 @@ class ExchangeOptions:
 
 
 class _AdminServer(uvicorn.Server):
-    """Leaves signals alone: uvicorn would raise them again and end the process before it has cleaned up."""
+    """Ignores signals: uvicorn would raise them again and end the process before it has cleaned up."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ async def serve_exchange(options: ExchangeOptions) -> None:
     """Runs until SIGTERM or SIGINT. Raises `LedgerInUse`, or OSError if a port is taken."""
     ledger = ExchangeLedger(options.ledger)
     try:
-        # Bound here, because uvicorn ends the process by itself when it cannot bind.
+        # Bound here, because uvicorn ends the process if it cannot bind.
         with socket.create_server((options.host, options.admin_port), backlog=128) as admin_socket:
             await _serve_bound(options, ledger, admin_socket)
     finally:
@@ -90,9 +90,9 @@ async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_s
     )
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, setattr, admin, "should_exit", True)
-    links: set[ExchangeConnection] = set()
+    connections: set[ExchangeConnection] = set()
     sessions = await loop.create_server(
-        lambda: ExchangeConnection(exchange, links), options.host, options.port
+        lambda: ExchangeConnection(exchange, connections), options.host, options.port
     )
     _log.info(
         "exchange.started", port=options.port, admin_port=options.admin_port, ledger=str(options.ledger)
@@ -101,8 +101,8 @@ async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_s
         await admin.serve(sockets=[admin_socket])
     finally:
         sessions.close()
-        for link in list(links):
-            link.end("the exchange is shutting down", abrupt=False)
+        for connection in list(connections):
+            connection.end("the exchange is shutting down", abrupt=False)
         _log.info("exchange.stopped")
 
 
@@ -131,17 +131,17 @@ def _options(settings: Settings) -> ExchangeOptions:
         help="seconds until a token expires",
     )
     parser.add_argument(
-        "--walk-ms", type=int, default=0, help="prices move by themselves this often; 0: they stand still"
+        "--walk-ms", type=int, default=0, help="milliseconds between price moves; 0: prices stand still"
     )
     parser.add_argument("--walk-step", type=float, default=PriceWalk().step, help="largest move, as a share")
     parser.add_argument(
-        "--day-closes", type=time.fromisoformat, help="HH:MM in Taipei, when orders that rest expire"
+        "--day-closes", type=time.fromisoformat, help="HH:MM in Taipei, when resting orders expire"
     )
     parser.add_argument(
         "--day-begins",
         type=time.fromisoformat,
         default=settings.exchange_day_begins,
-        help="HH:MM in Taipei, when the lists of orders begin anew",
+        help="HH:MM in Taipei, when the lists of orders start empty",
     )
     given = parser.parse_args()
     try:

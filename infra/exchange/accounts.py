@@ -1,4 +1,4 @@
-"""Accounts: their keys, their person, and how the exchange treats them."""
+"""The exchange's accounts: their keys, their person and their behaviour."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeAccount:
+    """One account; only a hash of its keys is stored."""
+
     key_hash: bytes
     person_id: str
     behaviour: Behaviour
@@ -39,10 +41,10 @@ class ExchangeAccounts:
         #: Accounts with ordered faults.
         self._faulty: set[str] = set()
         for name in self._accounts:
-            self._note_faults(name)
+            self._index_faults(name)
 
     def register(self, registration: AccountRegistration) -> None:
-        """Adds an account, or replaces its keys; its behaviour stays. Only a hash of the keys is kept."""
+        """Adds an account, or replaces its keys; its behaviour stays."""
         known = self._accounts.get(registration.account)
         account = ExchangeAccount(
             key_hash=_key_hash(registration.account, registration.api_key, registration.secret_key),
@@ -52,7 +54,7 @@ class ExchangeAccounts:
         self._save(registration.account, account)
 
     def check_login(self, request: Login) -> str:
-        """The person id behind a good login; raises `LoginRejected`."""
+        """Returns the person id of a valid login; raises `LoginRejected`."""
         account = self._accounts.get(request.account)
         offered = _key_hash(request.account, request.api_key, request.secret_key)
         if account is None or not hmac.compare_digest(account.key_hash, offered):
@@ -82,27 +84,24 @@ class ExchangeAccounts:
         self.schedule.set(name, plan)
 
     def login_latency(self, name: str) -> float:
-        """Seconds; nothing for an account that does not exist."""
+        """Seconds; 0 for an account that does not exist."""
         known = self._accounts.get(name)
         return known.behaviour.login_latency_ms / 1000 if known else 0.0
 
-    def strikes(self, name: str, point: FaultPoint) -> bool:
-        """Whether a fault strikes here and now.
-
-        Ordered faults come first, and this uses up one of their times; then the plan's random ones.
-        """
+    def fault_hits(self, name: str, point: FaultPoint) -> bool:
+        """Whether a fault hits now. An ordered fault comes first and is used up; then the random plan."""
         if name not in self._faulty and not self.schedule.active:
-            return False  # asked eight times an order, so the usual answer comes first
+            return False  # called eight times per order, so the usual case comes first
         known = self._accounts.get(name)
         if known is None:
             return False
         if not known.behaviour.faults.get(point, 0):
-            if not self.schedule.strikes(name, point):
+            if not self.schedule.fault_hits(name, point):
                 return False
             _log.info("exchange.fault", account=name, point=point.value, random=True)
             return True
         _log.info("exchange.fault", account=name, point=point.value)
-        if (left := known.behaviour.struck(point)) is not known.behaviour:
+        if (left := known.behaviour.after_fault(point)) is not known.behaviour:
             self.set_behaviour(name, left)
         return True
 
@@ -117,9 +116,9 @@ class ExchangeAccounts:
             name, account.key_hash, account.person_id, account.behaviour.model_dump_json()
         )
         self._accounts[name] = account
-        self._note_faults(name)
+        self._index_faults(name)
 
-    def _note_faults(self, name: str) -> None:
+    def _index_faults(self, name: str) -> None:
         if self._accounts[name].behaviour.faults:
             self._faulty.add(name)
         else:
@@ -127,7 +126,7 @@ class ExchangeAccounts:
 
 
 def _key_hash(account: str, api_key: str, secret_key: str) -> bytes:
-    """Keys are random and long, so a plain hash is enough; the parts cannot be shifted into each other."""
+    """Hashes the keys: random and long, so a plain hash is enough. Length prefixes separate the parts."""
     digest = blake2b(digest_size=32)
     for part in (account, api_key, secret_key):
         data = part.encode("utf-8", "surrogatepass")

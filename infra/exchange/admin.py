@@ -1,4 +1,4 @@
-"""The admin HTTP API: what tests, the CLI and benchmarks use to set the stage and to read the ledger.
+"""The admin HTTP API, by which tests, the CLI and benchmarks set up the exchange and read its ledger.
 
 It has no authentication and must listen on a private address.
 """
@@ -42,7 +42,7 @@ class SymbolPrice(_AdminModel):
 
 
 class ManualFillRequest(_AdminModel):
-    """Both may be left out: all of the rest, at the market's price."""
+    """By default all of the rest at the market's price."""
 
     quantity: int | None = Field(default=None, ge=1)
     price: Decimal | None = Field(default=None, gt=0, le=10_000_000, allow_inf_nan=False)
@@ -54,7 +54,7 @@ class ExchangeCancelRequest(_AdminModel):
 
 class EndSessionsRequest(_AdminModel):
     reason: str = "ended by the exchange"
-    #: Without a word to the client, as when a line is cut.
+    #: Breaks the connections without a message to the clients.
     abrupt: bool = False
 
 
@@ -67,14 +67,14 @@ class ExpiredOrders(_AdminModel):
 
 
 class LiftBanRequest(_AdminModel):
-    """Who is forgiven."""
+    """The person or address whose ban is lifted."""
 
     owner_kind: LimitOwnerKind
     owner: str = Field(max_length=64)
 
 
 def create_admin(exchange: PaperExchange) -> FastAPI:
-    """The app; its handlers run in the exchange's own loop, so that they see and change it directly."""
+    """Creates the app; its handlers run in the exchange's loop and use it directly."""
     app = FastAPI(title="Berth paper exchange: admin", version="1")
 
     @app.exception_handler(BerthError)
@@ -107,12 +107,12 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
         return exchange.accounts.fault_plan(account)
 
     @app.put("/fault-plan", status_code=204)
-    async def set_fault_plan_of_everyone(plan: FaultPlan) -> None:
+    async def set_fault_plan_of_all(plan: FaultPlan) -> None:
         """For all accounts that have no plan of their own."""
         exchange.accounts.set_fault_plan(ALL_ACCOUNTS, plan)
 
     @app.get("/fault-plan")
-    async def get_fault_plan_of_everyone() -> FaultPlan:
+    async def get_fault_plan_of_all() -> FaultPlan:
         return exchange.accounts.fault_plan(ALL_ACCOUNTS)
 
     @app.put("/limits", status_code=204)
@@ -144,13 +144,13 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
         return exchange.sessions.maintenance.windows
 
     @app.delete("/maintenance", status_code=204)
-    async def call_off_maintenance() -> None:
-        """Ends the window that is open and forgets those to come."""
-        exchange.sessions.maintenance.call_off()
+    async def cancel_maintenance() -> None:
+        """Ends the open window and cancels those to come."""
+        exchange.sessions.maintenance.cancel_all()
 
     @app.post("/day/close")
     async def close_day() -> ExpiredOrders:
-        """Ends the trading day: all orders that rest expire."""
+        """Ends the trading day: all resting orders expire."""
         return ExpiredOrders(orders=exchange.close_day())
 
     @app.put("/market/walk", status_code=204)
@@ -179,7 +179,7 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
 
     @app.get("/ledger")
     async def read_ledger(account: str | None = None, after: str = "") -> list[LedgerOrder]:
-        """Orders with fills, oldest first; `after`: only those behind this broker order id."""
+        """Orders with fills, oldest first; `after`: only those after this broker order id."""
         return exchange.ledger.orders(account, after=after)
 
     @app.get("/sessions")

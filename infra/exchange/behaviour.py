@@ -1,15 +1,12 @@
-"""The named points at which the exchange misbehaves on purpose.
+"""How the exchange treats an account: its behaviour, its ordered faults and its plan of random faults.
 
-A fault is one member here and one `strikes(…)` at the place in `exchange.py` or `link.py` where it happens.
-Faults combine: `lost_ack` with `lost_event` leaves the client without any word of an order that was taken.
+A fault is one `FaultPoint` and one `fault_hits(…)` at the place in `exchange.py`, `sessions.py` or
+`connection.py` where it happens. Faults combine: with `lost_ack` and `lost_event` a client hears nothing of
+an order that was taken.
 
-How the exchange treats one account: one frozen struct, set by an admin call.
-
-Random faults that can be repeated: a seed and a rate for each fault point.
-
-Whether a fault strikes depends on the seed, the account, the fault point and how often this account has come
-to this point since the plan was set; not on time, nor on what other accounts do. A restart of the exchange
-begins another, equally repeatable stretch of the same plan.
+Random faults are repeatable: whether one hits depends on the plan's seed, the account, the fault point and
+how often the account reached that point since the plan was set, not on time or other accounts. A restart of
+the exchange begins another repeatable part of the same plan.
 """
 
 from __future__ import annotations
@@ -24,6 +21,8 @@ from infra.exchange.ledger import ExchangeLedger
 
 
 class FaultPoint(StrEnum):
+    """The points at which the exchange can misbehave."""
+
     #: The connection breaks when an order arrives; the order is not taken.
     LOST_REQUEST = "lost_request"
     #: The order is taken; its answer is never sent.
@@ -38,9 +37,9 @@ class FaultPoint(StrEnum):
     LOST_CHANGE_ACK = "lost_change_ack"
     #: A cancel or replacement is done; then the connection breaks, before the answer.
     DROP_IN_CHANGE = "drop_in_change"
-    #: A question for orders, positions or money is never answered.
+    #: A query for orders, positions or the balance is never answered.
     LOST_QUERY = "lost_query"
-    #: The connection breaks at a question for orders, positions or money.
+    #: The connection breaks at a query for orders, positions or the balance.
     DROP_IN_QUERY = "drop_in_query"
     #: Each fill is reported twice: another event, the same fill id.
     DUPLICATE_FILL = "duplicate_fill"
@@ -56,18 +55,18 @@ class FaultPoint(StrEnum):
     LOST_LOGIN = "lost_login"
 
 
-#: How often a fault strikes when it shall strike until it is taken away.
+#: The count of a fault that hits until it is removed.
 ALWAYS = -1
 
 
 class FillMode(StrEnum):
     """When an order that can be filled is filled."""
 
-    #: In the same moment; the answer already has the fills.
+    #: At once; the answer already has the fills.
     IMMEDIATE = "immediate"
     #: `fill_delay_ms` after it was taken.
     DELAYED = "delayed"
-    #: Nobody ever takes the other side: orders rest, IOC and FOK are cancelled.
+    #: Never: orders rest, IOC and FOK orders are cancelled.
     NEVER = "never"
     #: `lots_per_fill` lots every `fill_delay_ms`, until all are filled; market orders, too.
     GRADUAL = "gradual"
@@ -83,9 +82,9 @@ class Behaviour(BaseModel):
     fill: FillMode = FillMode.IMMEDIATE
     fill_delay_ms: int = Field(default=100, ge=0, description="For `delayed` and `gradual`.")
     lots_per_fill: int = Field(default=1, ge=1, description="For `gradual`.")
-    #: Lots that one order finds on the other side at once; None: without limit.
+    #: Lots that one order can fill at once; None: without limit.
     liquidity: int | None = Field(default=None, ge=0)
-    #: An order is in the ledger before this time starts; only what the client sees is late.
+    #: An order is in the ledger before this time begins; only its answer is late.
     latency_ms: int = Field(default=0, ge=0, description="Between taking an order and every answer to it.")
     login_latency_ms: int = Field(default=0, ge=0)
     reject_next: int = Field(default=0, ge=0, description="The next n orders are rejected.")
@@ -96,24 +95,24 @@ class Behaviour(BaseModel):
     event_gap_ms: int = Field(default=2000, ge=0, description="How long events are lost at `event_gap`.")
     #: Order events have an empty tag, as those of Shioaji's futures have.
     events_without_tag: bool = False
-    #: Lists of orders, positions and money show what was there so long ago.
+    #: Lists of orders, positions and the balance show the state of this long ago.
     listing_lag_ms: int = Field(default=0, ge=0)
     #: Lists leave out the orders of other sessions, as Shioaji's simulation does (its issue #218).
     lists_own_session_only: bool = False
     #: A list of orders does not say how complete it is.
     listing_untold: bool = False
-    #: Of sessions that begin from now on; None: as the exchange's limits say.
+    #: Life of new sessions; None: as the exchange's limits say.
     session_life_ms: int | None = Field(default=None, ge=1)
-    #: Fault point → how many more times it strikes; -1: until it is taken away.
+    #: How many more times each fault hits; -1: until it is removed.
     faults: dict[FaultPoint, int] = Field(default_factory=dict)
 
     def without_one_rejection(self) -> Behaviour:
         return self.model_copy(update={"reject_next": self.reject_next - 1})
 
-    def struck(self, point: FaultPoint) -> Behaviour:
-        """What is left after the fault has struck once."""
+    def after_fault(self, point: FaultPoint) -> Behaviour:
+        """The behaviour after the fault has hit once."""
         left = self.faults.get(point, 0)
-        if left <= 0:  # ALWAYS never wears off
+        if left <= 0:  # ALWAYS is never used up
             return self
         faults = {**self.faults, point: left - 1}
         return self.model_copy(update={"faults": {p: n for p, n in faults.items() if n}})
@@ -126,7 +125,7 @@ _DRAW_SPACE = 2**64
 
 
 class FaultPlan(BaseModel):
-    """`rates`: fault point → share of the calls at which it strikes, 0 to 1."""
+    """Random faults: `rates` is the share of calls at which each fault point hits, 0 to 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -136,29 +135,29 @@ class FaultPlan(BaseModel):
 
 class _StoredFaultPlan(BaseModel):
     plan: FaultPlan
-    #: Which start of the exchange it was set in.
+    #: The number of the exchange's start in which it was set.
     start: int
 
 
-def seeded_draw(*of: object) -> float:
-    """A number from 0 up to 1 that looks random and is always the same for the same arguments."""
-    text = "\x1f".join(map(str, of)).encode()
+def seeded_draw(*seed: object) -> float:
+    """Returns a pseudo-random number from 0 up to 1, always the same for the same arguments."""
+    text = "\x1f".join(map(str, seed)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest()) / _DRAW_SPACE
 
 
 class FaultSchedule:
-    """The plans in force; they outlive a restart."""
+    """The plans of random faults; they survive a restart."""
 
     def __init__(self, ledger: ExchangeLedger) -> None:
         self._ledger = ledger
         kept = ledger.settings_like(_FAULT_PLAN_SETTING)
         self._plans = {name: _StoredFaultPlan.model_validate_json(value) for name, value in kept.items()}
         self._visits: dict[tuple[str, FaultPoint], int] = {}
-        #: Whether any plan can strike at all.
+        #: Whether any plan has rates.
         self.active = any(kept.plan.rates for kept in self._plans.values())
 
     def set(self, scope: str, plan: FaultPlan) -> None:
-        """Sets the plan of one account, or of `ALL_ACCOUNTS`; its counts begin at the beginning."""
+        """Sets the plan of one account, or of `ALL_ACCOUNTS`; its counts start at 0."""
         kept = _StoredFaultPlan(plan=plan, start=self._ledger.start)
         self._ledger.save_setting(_FAULT_PLAN_SETTING + scope, kept.model_dump_json())
         self._plans[scope] = kept
@@ -170,12 +169,12 @@ class FaultSchedule:
         kept = self._plans.get(scope)
         return kept.plan if kept else FaultPlan()
 
-    def strikes(self, account: str, point: FaultPoint) -> bool:
-        """Whether the plan lets a fault strike at this visit of the account to this point."""
+    def fault_hits(self, account: str, point: FaultPoint) -> bool:
+        """Whether the plan's fault hits at this visit of the account to this point."""
         kept = self._plans.get(account) or self._plans.get(ALL_ACCOUNTS)
         if kept is None or not (rate := kept.plan.rates.get(point, 0.0)):
             return False
         visit = self._visits.get((account, point), 0)
         self._visits[account, point] = visit + 1
-        stretch = self._ledger.start - kept.start
-        return seeded_draw(kept.plan.seed, stretch, account, point.value, visit) < rate
+        starts = self._ledger.start - kept.start
+        return seeded_draw(kept.plan.seed, starts, account, point.value, visit) < rate

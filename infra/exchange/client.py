@@ -1,7 +1,4 @@
-"""A client of the exchange's admin API, for tests, the CLI and benchmarks.
-
-The exchange as a child process, for the local stack, benchmarks and tests.
-"""
+"""A client of the exchange's admin API, and the exchange as a child process."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class ExchangeAdmin:
         await self._call("POST", "/accounts", json=body)
 
     async def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
-        """Replaces the whole behaviour: `Behaviour()` is back to normal."""
+        """Replaces the whole behaviour; `Behaviour()` is the normal one."""
         await self._call("PUT", f"/accounts/{account}/behaviour", json=behaviour.model_dump(mode="json"))
 
     async def behaviour(self, account: str) -> Behaviour:
@@ -132,13 +129,13 @@ class ExchangeAdmin:
         return ExchangeLimits.model_validate(await self._call("GET", "/limits"))
 
     async def set_limits(self, limits: ExchangeLimits) -> None:
-        """Replaces all limits: `ExchangeLimits()` are the real broker's."""
+        """Replaces all limits; `ExchangeLimits()` are the real broker's."""
         await self._call("PUT", "/limits", json=limits.model_dump(mode="json"))
 
     async def incidents(
         self, kind: IncidentKind | None = None, owner: str | None = None, since_ms: int | None = None
     ) -> list[Incident]:
-        """Refused calls, bans and suspensions, oldest first; `kind` BANNED: only the bans, and so on."""
+        """Returns incidents, oldest first, of one kind or all."""
         given = _given(kind=kind, owner=owner, since_ms=None if since_ms is None else str(since_ms))
         return _INCIDENTS.validate_python(await self._call("GET", "/incidents", params=given))
 
@@ -150,7 +147,7 @@ class ExchangeAdmin:
         await self._call("POST", "/maintenance", json=window.model_dump(mode="json"))
 
     async def begin_maintenance(self, seconds: float, *, ends_sessions: bool = True) -> None:
-        """At once, for so long."""
+        """Begins a window at once that lasts `seconds`."""
         now = time.time_ns() // 1_000_000
         end = now + int(seconds * 1000)
         await self.announce_maintenance(
@@ -158,7 +155,7 @@ class ExchangeAdmin:
         )
 
     async def end_maintenance(self) -> None:
-        """Also forgets the windows to come."""
+        """Ends the open window and cancels those to come."""
         await self._call("DELETE", "/maintenance")
 
     async def close_day(self) -> int:
@@ -166,7 +163,7 @@ class ExchangeAdmin:
         return int((await self._call("POST", "/day/close"))["orders"])
 
     async def set_walk(self, walk: PriceWalk) -> None:
-        """Lets prices move by themselves; `PriceWalk()` makes them stand still."""
+        """Begins a random walk of prices; `PriceWalk()` stops it."""
         await self._call("PUT", "/market/walk", json=walk.model_dump(mode="json"))
 
     async def health(self) -> ExchangeHealth:
@@ -192,7 +189,7 @@ def _given(**params: str | bool | None) -> dict[str, str | bool]:
 
 
 class ExchangeServer(Server):
-    """A paper exchange of its own; `stop(SIGKILL)` makes it a crash, `start()` starts it again."""
+    """A paper exchange in a child process. `stop(SIGKILL)` crashes it, `start()` starts it again."""
 
     name = "exchange"
 

@@ -1,4 +1,4 @@
-"""One TCP connection to the exchange: lines in, lines out. Nothing a client sends can end the server."""
+"""A client's TCP connection to the exchange. It speaks lines of JSON, and no input can end the server."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from worker_runtime.protocol.exchange import (
 )
 from worker_runtime.protocol.messages import OrderState, decode, encode
 
-#: Bytes. A request has about 300; more without a line end is no client of ours.
+#: Most bytes of a line. A request has about 300.
 MAX_LINE = 64 * 1024
-#: Bytes. A client that does not read its answers is cut off there.
+#: Most unsent bytes: a client that does not read its answers is cut off.
 MAX_UNSENT = 1024 * 1024
 #: Seconds a connection may take for its login.
 LOGIN_TIMEOUT = 10.0
-#: Why a session was closed, where nobody logged out.
+#: Reasons of sessions that ended without a logout.
 HUNG_UP = "the client hung up"
 CONNECTION_LOST = "the connection was lost"
 
@@ -45,26 +45,26 @@ _log = structlog.get_logger()
 
 
 class _NumberedLine(msgspec.Struct):
-    """As much of a malformed request as an error reply needs."""
+    """The part of a malformed request that an error reply needs."""
 
     id: int = 0
 
 
 class ExchangeConnection(asyncio.Protocol):
-    """A client's connection; it is a session from a good login on."""
+    """A client's connection, which has a session after its login."""
 
-    def __init__(self, exchange: PaperExchange, links: set[ExchangeConnection]) -> None:
+    def __init__(self, exchange: PaperExchange, connections: set[ExchangeConnection]) -> None:
         self._exchange = exchange
-        self._links = links
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._session: LedgerSession | None = None
         self._address = ""
         self._buffer = bytearray()
-        #: What is said about the requests in hand: sent in one go, because each one costs a system call here
-        #: and another wake-up there.
-        self._said: list[bytes] | None = None
-        self._said_bytes = 0
+        #: Replies to the requests in hand, sent together: each write costs a system call here and a wake-up
+        #: in the client.
+        self._pending: list[bytes] | None = None
+        self._pending_bytes = 0
         self._login_timer: asyncio.TimerHandle | None = None
 
     # --- asyncio.Protocol -----------------------------------------------------------------------------
@@ -74,23 +74,23 @@ class ExchangeConnection(asyncio.Protocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         self._address = str(peer[0]) if peer else ""
-        self._links.add(self)
-        self._login_timer = self._loop.call_later(LOGIN_TIMEOUT, self._no_login)
+        self._connections.add(self)
+        self._login_timer = self._loop.call_later(LOGIN_TIMEOUT, self._refuse_late_login)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._links.discard(self)
+        self._connections.discard(self)
         self._log_out(CONNECTION_LOST if exc else HUNG_UP)
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        self._said = []
+        self._pending = []
         try:
-            self._take_in(data)
+            self._read_lines(data)
         finally:
-            self._say()
-            self._said = None
+            self._flush()
+            self._pending = None
 
-    def _take_in(self, data: bytes) -> None:
+    def _read_lines(self, data: bytes) -> None:
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = rest
@@ -115,7 +115,7 @@ class ExchangeConnection(asyncio.Protocol):
         self._send(event)
 
     def end(self, reason: str, *, abrupt: bool) -> None:
-        """The exchange ends this session; `abrupt` means without a word, as when a line is cut."""
+        """Ends the session; `abrupt` breaks the connection without a message."""
         if abrupt:
             self._cut()
         else:
@@ -124,7 +124,7 @@ class ExchangeConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self._log_out("the exchange closed the connection")
-        self._say()
+        self._flush()
         if self._transport is not None:
             self._transport.close()
 
@@ -141,7 +141,7 @@ class ExchangeConnection(asyncio.Protocol):
         except BerthError as error:
             self._answer(ExchangeReply(id=request.id, error=error.code, detail=error.detail))
         except Exception:
-            # The boundary of one request: whatever it was, the other sessions go on.
+            # The boundary of one request: the other sessions must go on.
             _log.exception("exchange.request_failed", request=type(request).__name__)
             self._answer(ExchangeReply(id=request.id, error=BerthError.code, detail="the exchange failed"))
 
@@ -160,7 +160,7 @@ class ExchangeConnection(asyncio.Protocol):
             case GetBalance() | ListOrders() | ListPositions():
                 self._query(session, request)
             case ExchangePing():
-                if not self._exchange.accounts.strikes(session.account, FaultPoint.LOST_PONG):
+                if not self._exchange.accounts.fault_hits(session.account, FaultPoint.LOST_PONG):
                     self._answer(ExchangeReply(id=request.id))
             case Logout():
                 self._log_out("logged out")
@@ -170,7 +170,7 @@ class ExchangeConnection(asyncio.Protocol):
     def _log_in(self, request: Login) -> None:
         if self._session is not None:
             raise MalformedMessage("this connection is logged in already")
-        if self._exchange.accounts.strikes(request.account, FaultPoint.LOST_LOGIN):
+        if self._exchange.accounts.fault_hits(request.account, FaultPoint.LOST_LOGIN):
             return
         self._after(
             self._exchange.accounts.login_latency(request.account), lambda: self._finish_login(request)
@@ -195,49 +195,49 @@ class ExchangeConnection(asyncio.Protocol):
 
     def _place(self, session: LedgerSession, request: Place) -> None:
         exchange, account = self._exchange, session.account
-        if exchange.accounts.strikes(account, FaultPoint.LOST_REQUEST):
+        if exchange.accounts.fault_hits(account, FaultPoint.LOST_REQUEST):
             self._cut()
             return
         exchange.sessions.admit(session, ExchangeCallKind.ORDER)
         behaviour = exchange.accounts.behaviour(account)
         taken = exchange.place(session, request)
-        if exchange.accounts.strikes(account, FaultPoint.DROP_BEFORE_ACK):
+        if exchange.accounts.fault_hits(account, FaultPoint.DROP_BEFORE_ACK):
             self._cut()
-            exchange.tape.publish(account, taken.events)
+            exchange.event_feed.publish(account, taken.events)
             return
         reply = _reply_to_place(request.id, taken.sent)
-        lost = exchange.accounts.strikes(account, FaultPoint.LOST_ACK)
+        lost = exchange.accounts.fault_hits(account, FaultPoint.LOST_ACK)
         late = 0.0
-        if not lost and exchange.accounts.strikes(account, FaultPoint.LATE_ACK):
+        if not lost and exchange.accounts.fault_hits(account, FaultPoint.LATE_ACK):
             late = behaviour.late_ack_ms / 1000
 
-        def tell() -> None:
+        def report() -> None:
             if not lost:
                 self._after(late, lambda: self._answer(reply))
-            exchange.tape.publish(account, taken.events)
+            exchange.event_feed.publish(account, taken.events)
 
-        self._after(behaviour.latency_ms / 1000, tell)
+        self._after(behaviour.latency_ms / 1000, report)
 
     def _change(self, session: LedgerSession, request: Cancel | Replace) -> None:
-        strikes, account = self._exchange.accounts.strikes, session.account
-        if strikes(account, FaultPoint.LOST_CHANGE):
+        fault_hits, account = self._exchange.accounts.fault_hits, session.account
+        if fault_hits(account, FaultPoint.LOST_CHANGE):
             return
         self._exchange.sessions.admit(session, ExchangeCallKind.ORDER)
         if isinstance(request, Cancel):
             order = self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
         else:
             order = self._exchange.replace(account, request)
-        if strikes(account, FaultPoint.DROP_IN_CHANGE):
+        if fault_hits(account, FaultPoint.DROP_IN_CHANGE):
             self._cut()
-        elif not strikes(account, FaultPoint.LOST_CHANGE_ACK):
+        elif not fault_hits(account, FaultPoint.LOST_CHANGE_ACK):
             self._answer(ExchangeReply(id=request.id, order=order.as_sent()))
 
     def _query(self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions) -> None:
         exchange, account = self._exchange, session.account
-        if exchange.accounts.strikes(account, FaultPoint.DROP_IN_QUERY):
+        if exchange.accounts.fault_hits(account, FaultPoint.DROP_IN_QUERY):
             self._cut()
             return
-        if exchange.accounts.strikes(account, FaultPoint.LOST_QUERY):
+        if exchange.accounts.fault_hits(account, FaultPoint.LOST_QUERY):
             return
         exchange.sessions.admit(session, ExchangeCallKind.QUERY)
         match request:
@@ -252,14 +252,14 @@ class ExchangeConnection(asyncio.Protocol):
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _after(self, seconds: float, what: Callable[[], None]) -> None:
-        """At once when there is no delay: a timer would cost a turn of the loop."""
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls at once without a delay, since a timer would cost a turn of the loop."""
         if seconds > 0:
-            self._loop.call_later(seconds, what)
+            self._loop.call_later(seconds, call)
         else:
-            what()
+            call()
 
-    def _no_login(self) -> None:
+    def _refuse_late_login(self) -> None:
         self._answer(
             ExchangeReply(id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT:.0f} s")
         )
@@ -275,7 +275,7 @@ class ExchangeConnection(asyncio.Protocol):
 
     def _cut(self) -> None:
         self._log_out("the line was cut")
-        self._say()
+        self._flush()
         if self._transport is not None:
             self._transport.abort()
 
@@ -285,20 +285,20 @@ class ExchangeConnection(asyncio.Protocol):
     def _send(self, message: ExchangeReply | OrderChanged | SessionEnded) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self._said is not None:
+        if self._pending is not None:
             line = encode(message)
-            self._said.append(line)
-            self._said_bytes += len(line)
-            if self._said_bytes > MAX_LINE:
-                self._say()
+            self._pending.append(line)
+            self._pending_bytes += len(line)
+            if self._pending_bytes > MAX_LINE:
+                self._flush()
         else:
             self._write(encode(message) + b"\n")
 
-    def _say(self) -> None:
-        """Sends what was gathered; before the connection is closed or cut, too."""
-        if self._said:
-            lines, self._said = self._said, []
-            self._said_bytes = 0
+    def _flush(self) -> None:
+        """Sends the pending replies."""
+        if self._pending:
+            lines, self._pending = self._pending, []
+            self._pending_bytes = 0
             self._write(b"\n".join([*lines, b""]))
 
     def _write(self, data: bytes) -> None:

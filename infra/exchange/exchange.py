@@ -1,6 +1,6 @@
-"""The exchange itself: accounts, logins, orders and what becomes of them. No sockets, one thread.
+"""The exchange itself, without sockets and in one thread: its orders, market, sessions and accounts.
 
-Every change is in the ledger before anybody hears of it.
+Every change is in the ledger before a client sees it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from worker_runtime.protocol.exchange import (
 from worker_runtime.protocol.messages import OrderState
 
 _log = structlog.get_logger()
-#: Orders are filled some time after they were taken.
+#: In these modes orders are filled by a timer.
 _ON_TIMER = frozenset({FillMode.DELAYED, FillMode.GRADUAL})
 
 
 class TakenOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that the exchange took, and what it has to tell about it: in the answer, and after it."""
+    """An order that the exchange took, with its answer and the events that follow it."""
 
     order: LedgerOrder
     sent: ExchangeOrder
     events: tuple[OrderChanged, ...]
 
 
-#: Calls something later: seconds, what. `loop.call_later` in the server.
+#: Calls a function after some seconds; `loop.call_later` in the server.
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
@@ -65,11 +65,11 @@ def _now_ms() -> int:
 
 
 class PaperExchange:
-    """All state; `ledger` is its durable half. The caller closes the ledger.
+    """All state of the exchange; `ledger` is its durable part, which the caller closes.
 
     `limits` and `walk` hold unless an admin call has set others. At `day_closes` (time of day in Taipei)
-    orders that rest expire; None: only when an admin call closes the day. At `day_begins` the lists of
-    orders begin anew. `now` gives Unix milliseconds.
+    resting orders expire; with None only an admin call closes the day. At `day_begins` the lists of orders
+    start empty. `now` returns Unix milliseconds.
     """
 
     def __init__(
@@ -88,43 +88,43 @@ class PaperExchange:
         self.accounts = ExchangeAccounts(ledger)
         self.sessions = ExchangeSessions(ledger, self.accounts, later, now, limits or ExchangeLimits())
         self.market = ExchangeMarket(ledger, later, self._price_moved, seed=seed, walk=walk or PriceWalk())
-        self.tape = OrderEventFeed(self.accounts, self.sessions.deliver, later, now)
+        self.event_feed = OrderEventFeed(self.accounts, self.sessions.deliver, later, now)
         self._later = later
         self._now = now
         self._day_begins = day_begins
         self._seed = seed
-        #: Orders so far of each account of which a share is rejected.
-        self._tried: dict[str, int] = {}
-        #: Which timer of a resting order is the one that counts.
+        #: Orders per account so far, for random rejections.
+        self._order_counts: dict[str, int] = {}
+        #: The valid timer of each resting order.
         self._timers: dict[str, int] = {}
         self._timer_numbers = count()
-        self._book = RestingOrders(ledger.resting_orders())
+        self._resting = RestingOrders(ledger.resting_orders())
         if day_closes is not None:
-            # The exchange may have been down at the time itself.
+            # The exchange may have been down at that time.
             self.close_day(before_ms=last_close_ms(now(), day_closes))
             self._wait_for_close(day_closes)
-        for order in self._book.all():
+        for order in self._resting.all():
             self._rematch(order)
 
     # --- market and behaviour (admin) -----------------------------------------------------------------
 
     def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
-        """Raises `UnknownAccount`. Orders that rest meet the new behaviour at once."""
+        """Applies a behaviour, also to resting orders. Raises `UnknownAccount`."""
         self.accounts.set_behaviour(account, behaviour)
-        for order in self._book.of_account(account):
+        for order in self._resting.of_account(account):
             self._timers.pop(order.broker_order_id, None)
             self._rematch(order)
 
     def close_day(self, before_ms: int | None = None) -> int:
-        """The end of the trading day: what rests (from before that time) expires; returns how many."""
-        ending = [o for o in self._book.all() if before_ms is None or o.received_ms < before_ms]
+        """Ends the trading day: resting orders (from before that time) expire; returns how many."""
+        ending = [o for o in self._resting.all() if before_ms is None or o.received_ms < before_ms]
         for order in ending:
             self._apply(order, MatchResult(state=OrderState.EXPIRED, reason="the trading day ended"), None)
         _log.info("exchange.day_closed", expired=len(ending))
         return len(ending)
 
     def fill_by_hand(self, broker_order_id: str, quantity: int | None, price: Decimal | None) -> LedgerOrder:
-        """Fills a resting order (all of it by default); raises `OrderRejected` if that cannot be."""
+        """Fills a resting order, all of it by default; raises `OrderRejected` if that is impossible."""
         order = self._resting_order(broker_order_id)
         quantity = order.remaining if quantity is None else quantity
         if not 1 <= quantity <= order.remaining:
@@ -141,9 +141,9 @@ class PaperExchange:
         return self._apply(order, MatchResult(state=OrderState.CANCELLED, reason=reason), None)
 
     def replace(self, account: str, request: Replace) -> LedgerOrder:
-        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that cannot be.
+        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that is impossible.
 
-        As at TAIFEX and TWSE the quantity can only fall. What is reduced to its fills is cancelled.
+        As at TAIFEX and TWSE the quantity can only fall. An order reduced to its fills is cancelled.
         """
         order = self._resting_order(request.broker_order_id)
         if order.account != account:
@@ -166,10 +166,10 @@ class PaperExchange:
     # --- orders ---------------------------------------------------------------------------------------
 
     def place(self, session: LedgerSession, request: Place) -> TakenOrder:
-        """Takes one order: once this returns it is in the ledger, whoever is killed next.
+        """Takes an order and writes it to the ledger.
 
-        Raises `OrderRejected` for what is no order at all (nothing is written). An order that this
-        account's behaviour rejects is in the ledger with state rejected.
+        Raises `OrderRejected` for invalid terms, without writing anything. An order that the account's
+        behaviour rejects is written with the state rejected.
         """
         terms = OrderTerms(
             symbol=request.symbol,
@@ -207,23 +207,23 @@ class PaperExchange:
         with self.ledger.transaction():
             self.ledger.insert_order(order)
         if not order.final:
-            self._book.put(order)
+            self._resting.put(order)
             if behaviour.fill in _ON_TIMER:
                 self._settle_later(order.broker_order_id, behaviour)
-        # A plain acceptance is told by the answer alone.
+        # The answer alone reports a plain acceptance.
         sent = order.as_sent()
-        events = () if order.state is OrderState.SUBMITTED else self.tape.events_of(sent, sent.fills)
+        events = () if order.state is OrderState.SUBMITTED else self.event_feed.events_of(sent, sent.fills)
         return TakenOrder(order=order, sent=sent, events=events)
 
     def orders(self, account: str) -> list[LedgerOrder]:
-        """The account's orders of this trading day, and older ones that still rest."""
+        """Returns the account's orders of this trading day, and older ones that still rest."""
         today = self.ledger.orders(account, since_ms=self._today_ms())
         known = {order.broker_order_id for order in today}
-        older = [o for o in self._book.of_account(account) if o.broker_order_id not in known]
+        older = [o for o in self._resting.of_account(account) if o.broker_order_id not in known]
         return [*older, *today]
 
     def listing(self, session: LedgerSession) -> tuple[list[LedgerOrder], Coverage | None]:
-        """What a session is shown of `orders`, and what it is told of what that leaves out."""
+        """Returns the orders that a session is shown, and how complete that list is."""
         behaviour, now = self.accounts.behaviour(session.account), self._now()
         orders = self._as_shown(session.account, self.orders(session.account))
         own_only = behaviour.lists_own_session_only
@@ -241,7 +241,7 @@ class PaperExchange:
         return net_positions(self._as_shown(account, self.ledger.orders(account)))
 
     def balance(self, account: str) -> Balance:
-        """What the account's fills left of its first money; what its resting purchases need is not free."""
+        """Returns the account's cash after its fills; resting purchases reduce what is available."""
         return account_balance(self._as_shown(account, self.ledger.orders(account)))
 
     # --- inside ---------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class PaperExchange:
         if behaviour.reject_next:
             self.accounts.set_behaviour(account, behaviour.without_one_rejection())
             return MatchResult(state=OrderState.REJECTED, reason=behaviour.reject_reason)
-        if behaviour.reject_rate and self._luck(account) < behaviour.reject_rate:
+        if behaviour.reject_rate and self._reject_draw(account) < behaviour.reject_rate:
             return MatchResult(state=OrderState.REJECTED, reason=behaviour.reject_reason)
         match behaviour.fill:
             case FillMode.IMMEDIATE:
@@ -263,10 +263,10 @@ class PaperExchange:
             case FillMode.DELAYED | FillMode.GRADUAL | FillMode.MANUAL:
                 return MatchResult(state=OrderState.SUBMITTED)
 
-    def _luck(self, account: str) -> float:
-        """The same for the same seed and the same number of orders of this account."""
-        tried = self._tried[account] = self._tried.get(account, 0) + 1
-        return seeded_draw(self._seed, self.ledger.start, account, "reject", tried)
+    def _reject_draw(self, account: str) -> float:
+        """A number from 0 up to 1 that depends on the seed and the number of the account's order."""
+        number = self._order_counts[account] = self._order_counts.get(account, 0) + 1
+        return seeded_draw(self._seed, self.ledger.start, account, "reject", number)
 
     def _as_shown(self, account: str, orders: list[LedgerOrder]) -> list[LedgerOrder]:
         lag = self.accounts.behaviour(account).listing_lag_ms
@@ -276,7 +276,7 @@ class PaperExchange:
         return [old for order in orders if (old := order_as_of(order, then)) is not None]
 
     def _price_moved(self, symbol: str) -> None:
-        for order in self._book.of_symbol(symbol):
+        for order in self._resting.of_symbol(symbol):
             self._rematch(order)
 
     def _wait_for_close(self, day_closes: time) -> None:
@@ -288,26 +288,26 @@ class PaperExchange:
         self._later((next_close_ms(now, day_closes) - now) / 1000, close)
 
     def _rematch(self, order: LedgerOrder) -> None:
-        """Looks at a resting order again, after the market or the behaviour changed."""
+        """Matches a resting order again after the market or the behaviour changed."""
         behaviour = self.accounts.behaviour(order.account)
         if behaviour.fill is FillMode.IMMEDIATE:
             self._settle(order.broker_order_id)
         elif behaviour.fill in _ON_TIMER and order.broker_order_id not in self._timers:
-            # A timer that runs is left alone: a market that moves all the time would put it off for ever.
+            # A running timer stays: a market that moves all the time would postpone it for ever.
             self._settle_later(order.broker_order_id, behaviour)
 
     def _settle_later(self, broker_order_id: str, behaviour: Behaviour) -> None:
         timer = self._timers[broker_order_id] = next(self._timer_numbers)
 
-        def go() -> None:
+        def settle() -> None:
             if self._timers.get(broker_order_id) == timer:
                 del self._timers[broker_order_id]
                 self._settle(broker_order_id)
 
-        self._later(behaviour.fill_delay_ms / 1000, go)
+        self._later(behaviour.fill_delay_ms / 1000, settle)
 
     def _settle(self, broker_order_id: str) -> None:
-        order = self._book.get(broker_order_id)
+        order = self._resting.get(broker_order_id)
         if order is None:
             return
         behaviour = self.accounts.behaviour(order.account)
@@ -345,16 +345,16 @@ class PaperExchange:
         with self.ledger.transaction():
             self.ledger.update_order(changed, new)
         if changed.final:
-            self._book.remove(order)
+            self._resting.remove(order)
             self._timers.pop(order.broker_order_id, None)
         else:
-            self._book.put(changed)
+            self._resting.put(changed)
         fills = [fill.as_sent() for fill in new]
-        self.tape.publish(order.account, self.tape.events_of(changed.as_sent(), fills))
+        self.event_feed.publish(order.account, self.event_feed.events_of(changed.as_sent(), fills))
         return changed
 
     def _resting_order(self, broker_order_id: str) -> LedgerOrder:
-        if (order := self._book.get(broker_order_id)) is None:
+        if (order := self._resting.get(broker_order_id)) is None:
             raise OrderRejected(f"no open order {broker_order_id}")
         return order
 

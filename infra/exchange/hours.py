@@ -1,4 +1,4 @@
-"""Trading days and maintenance windows. The trading day is Taipei's; times are Unix milliseconds."""
+"""The exchange's trading days (in Taipei) and maintenance windows. Times are Unix milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = structlog.get_logger()
 
 
 class ExchangeMaintenance(BaseModel):
-    """A time in which logins, orders and queries are refused; pings are answered."""
+    """A window in which logins, orders and queries are refused, and pings are answered."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,31 +31,30 @@ _WINDOWS = TypeAdapter(tuple[ExchangeMaintenance, ...])
 
 
 def day_begins_ms(at_ms: int, begins: time = time()) -> int:
-    """The begin of the day, midnight in Taipei unless it `begins` at another time of day, of this moment."""
+    """Returns the begin of this moment's day, which begins at the time of day `begins` in Taipei."""
     return last_close_ms(at_ms, begins)
 
 
 def time_half_a_day_away(at_ms: int) -> time:
-    """The time of day in Taipei that is farthest from this moment: a day that begins then begins neither
-    shortly before nor in the next hours."""
+    """Returns the time of day in Taipei 12 hours from this moment, so that no day begins soon."""
     at = datetime.fromtimestamp(at_ms / 1000, TAIPEI) + timedelta(hours=12)
     return at.time().replace(second=0, microsecond=0)
 
 
 def last_close_ms(at_ms: int, close: time) -> int:
-    """The last time of day `close` (Taipei's) that is not after this moment."""
+    """Returns the last `close` (time of day in Taipei) that is not after this moment."""
     at = datetime.fromtimestamp(at_ms / 1000, TAIPEI)
     closed = datetime.combine(at.date(), close, TAIPEI)
     return int((closed if closed <= at else closed - timedelta(days=1)).timestamp() * 1000)
 
 
 def next_close_ms(at_ms: int, close: time) -> int:
-    """The first time of day `close` (Taipei's) after this moment. Taipei has no daylight saving time."""
+    """Returns the first `close` after this moment. Taipei has no daylight saving time."""
     return last_close_ms(at_ms, close) + 24 * 3600 * 1000
 
 
 class MaintenancePlan:
-    """The windows that were announced; `begins` is called when one that ends the sessions begins."""
+    """The announced windows. Calls `begins` when a window that ends the sessions begins."""
 
     def __init__(
         self,
@@ -74,12 +73,12 @@ class MaintenancePlan:
                 self._wait_for(window)
 
     def announce(self, window: ExchangeMaintenance) -> None:
-        """It begins at its time, or now if that has passed."""
+        """Adds a window; it begins at its time, or now if that has passed."""
         self._save((*(one for one in self.windows if one.end_ms > self._now()), window))
         self._wait_for(window)
 
-    def call_off(self) -> None:
-        """Ends the window that is open and forgets those to come."""
+    def cancel_all(self) -> None:
+        """Ends the open window and cancels those to come."""
         self._save(())
 
     def check(self) -> None:

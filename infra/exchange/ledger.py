@@ -1,11 +1,10 @@
 """The durable ledger: accounts, prices, sessions, orders and fills in one SQLite file.
 
-WAL with synchronous=NORMAL: a commit is a write to the WAL file without an fsync. The kernel keeps what
-was written when the process is killed, so `kill -9` loses nothing that was committed; only a crash of the
-whole machine may lose the last commits, and a paper exchange need not survive that. A commit costs about
-30 µs this way and about 1 ms with an fsync, so it may run in the event loop.
+With WAL and synchronous=NORMAL a commit writes to the WAL file without an fsync. A `kill -9` loses nothing,
+since the kernel keeps the writes; a crash of the machine may lose the last commits, which a paper exchange
+need not survive. A commit takes about 30 µs (1 ms with an fsync), so it may run in the event loop.
 
-A process lock is not needed: SQLite's own lock in exclusive mode refuses a second exchange on the file.
+SQLite's exclusive lock refuses a second exchange on the same file.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CREATE TABLE IF NOT EXISTS prices (symbol TEXT PRIMARY KEY, price TEXT NOT NULL)
 CREATE TABLE IF NOT EXISTS sessions (
     number INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, account TEXT NOT NULL,
     person_id TEXT NOT NULL, client TEXT NOT NULL, opened_ms INTEGER NOT NULL,
-    closed_ms INTEGER, close_reason TEXT
+    closed_ms INTEGER, close_reason TEXT, address TEXT NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS sessions_account ON sessions (account);
 CREATE INDEX IF NOT EXISTS sessions_open ON sessions (number) WHERE closed_ms IS NULL;
@@ -57,10 +56,6 @@ CREATE TABLE IF NOT EXISTS incidents (
     owner TEXT NOT NULL, account TEXT NOT NULL, cause TEXT NOT NULL, detail TEXT NOT NULL, until_ms INTEGER
 ) STRICT;
 CREATE INDEX IF NOT EXISTS incidents_owner ON incidents (owner, at_ms);
-"""
-#: Ledgers of earlier releases lack it.
-_ADDRESS = "ALTER TABLE sessions ADD COLUMN address TEXT NOT NULL DEFAULT ''"
-_INDICES = """
 CREATE INDEX IF NOT EXISTS sessions_person ON sessions (person_id, opened_ms);
 CREATE INDEX IF NOT EXISTS sessions_address ON sessions (address, opened_ms);
 """
@@ -78,7 +73,7 @@ _INSERT_ORDER = (
 
 
 class LedgerInUse(BerthError):
-    """The ledger file belongs to another exchange that runs."""
+    """Another running exchange uses the ledger file."""
 
     code = "LEDGER_IN_USE"
 
@@ -90,7 +85,7 @@ class LedgerDamaged(BerthError):
 
 
 class _LedgerTransaction:
-    """Commits at its end, unless an error ends it."""
+    """Commits at its end, or rolls back after an error."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -107,16 +102,13 @@ class ExchangeLedger:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Autocommit mode: transactions are begun by hand, in `transaction` alone.
+        # Autocommit: only `transaction` begins transactions.
         self._db = sqlite3.connect(path, isolation_level=None, cached_statements=64, timeout=0.2)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
-            if "address" not in {row[1] for row in self._db.execute("PRAGMA table_info (sessions)")}:
-                self._db.execute(_ADDRESS)
-            self._db.executescript(_INDICES)
         except sqlite3.OperationalError as error:
             self._db.close()
             if "locked" in str(error):
@@ -128,7 +120,7 @@ class ExchangeLedger:
         self._next_order = self._count("orders")
         self._next_session = self._count("sessions")
         self._next_fill = int(self._db.execute("SELECT count(*) FROM fills").fetchone()[0])
-        #: Which time this ledger was opened, from 1.
+        #: How often this ledger was opened, this time included.
         self.start = int(self.setting(_START) or 0) + 1
         self.save_setting(_START, str(self.start))
 
@@ -139,7 +131,7 @@ class ExchangeLedger:
         self._db.close()
 
     def transaction(self) -> _LedgerTransaction:
-        """All or nothing; nothing else may run in between, since it shares the connection."""
+        """A transaction. Nothing else may run inside it, since all share the connection."""
         return _LedgerTransaction(self._db)
 
     # --- ids: in order, and never used again after a restart -------------------------------------------
@@ -199,7 +191,7 @@ class ExchangeLedger:
         )
 
     def close_all_sessions(self, at_ms: int, reason: str) -> None:
-        """What a killed exchange left open cannot be open any more."""
+        """Closes the sessions that a killed exchange left open."""
         self._db.execute(
             "UPDATE sessions SET closed_ms = ?, close_reason = ? WHERE closed_ms IS NULL", (at_ms, reason)
         )
@@ -215,7 +207,7 @@ class ExchangeLedger:
         return [LedgerSession.model_validate(dict(zip(names, row, strict=True))) for row in rows]
 
     def count_sessions(self, owner_kind: LimitOwnerKind, owner: str, since_ms: int) -> int:
-        """Logins of a person, or through an address, since then."""
+        """Counts the logins of a person or from an address since then."""
         column = "person_id" if owner_kind is LimitOwnerKind.PERSON else "address"
         query = f"SELECT count(*) FROM sessions WHERE {column} = ? AND opened_ms >= ?"  # noqa: S608
         return int(self._db.execute(query, (owner, since_ms)).fetchone()[0])
@@ -234,7 +226,7 @@ class ExchangeLedger:
     def incidents(
         self, *, kind: IncidentKind | None = None, owner: str | None = None, since_ms: int = 0
     ) -> list[Incident]:
-        """Refusals, bans, suspensions and what lifted them, oldest first."""
+        """Returns incidents, oldest first."""
         rows = self._db.execute(
             f"SELECT {_INCIDENT_COLUMNS} FROM incidents WHERE (:kind IS NULL OR kind = :kind)"  # noqa: S608
             " AND (:owner IS NULL OR owner = :owner) AND at_ms >= :since ORDER BY number",
@@ -244,11 +236,11 @@ class ExchangeLedger:
         return [Incident.model_validate(dict(zip(names, row, strict=True))) for row in rows]
 
     def setting(self, name: str) -> str | None:
-        """What an admin call has set for the whole exchange (JSON)."""
+        """Returns a setting of the whole exchange (JSON)."""
         return self.settings_like(name).get("")
 
     def settings_like(self, prefix: str) -> dict[str, str]:
-        """Settings whose names begin with `prefix`, by the rest of the name."""
+        """Returns settings whose names begin with `prefix`, by the rest of the name."""
         rows = self._db.execute(
             "SELECT name, value FROM settings WHERE substr(name, 1, ?) = ?", (len(prefix), prefix)
         )
@@ -294,7 +286,7 @@ class ExchangeLedger:
             )
 
     def orders(self, account: str | None = None, *, since_ms: int = 0, after: str = "") -> list[LedgerOrder]:
-        """Orders with their fills, oldest first; `after` is the last broker order id already read."""
+        """Returns orders with their fills, oldest first, after the broker order id `after`."""
         where = (
             "(:account IS NULL OR account = :account) AND received_ms >= :since AND broker_order_id > :after"
         )

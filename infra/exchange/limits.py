@@ -1,10 +1,9 @@
-"""The broker's limits, and what it does to those who exceed them: bans, then suspension.
+"""The broker's limits, and its bans and suspensions of those who exceed them.
 
 The defaults are those of Shioaji's documentation ("limit"): 5 connections a person, 1,000 logins a day, 250
-orders in 10 s (changes and cancels count), 25 account queries in 5 s. Who exceeds one is banned for a minute,
-in which logins are refused, too; whoever does so again and again is suspended, together with the address
-used, until the broker is asked to lift it. A ban and a suspension outlive the exchange's process, in the
-ledger; the windows of the last seconds do not.
+orders in 10 s (changes and cancels count), 25 account queries in 5 s. Exceeding one bans a person for a
+minute, for logins too. Repeated bans suspend the person and the address used until the broker lifts it. The
+ledger keeps bans and suspensions across a restart, but not the calls of the last seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _log = structlog.get_logger()
 
 
 class ExchangeCallKind(StrEnum):
-    """What is counted."""
+    """The kinds of calls that are counted."""
 
     LOGIN = "logins"
     #: Place, replace, cancel.
@@ -36,7 +35,7 @@ class ExchangeCallKind(StrEnum):
 
 
 class ExchangeLimits(BaseModel):
-    """All numbers; those of an address are off (None), because the broker publishes none."""
+    """The numbers of all limits. Those of an address are off (None), since the broker publishes none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,12 +49,12 @@ class ExchangeLimits(BaseModel):
     address_orders: int | None = Field(default=None, ge=0)
     address_queries: int | None = Field(default=None, ge=0)
     ban_s: float = Field(default=60.0, gt=0)
-    #: So many bans in one day end in a suspension. The broker's number is not published.
+    #: Bans in one day that lead to a suspension. The broker's number is not published.
     suspend_after: int = Field(default=3, ge=1)
     #: Seconds; a session ends after it, as Shioaji's tokens do after a day.
     session_life_s: float = Field(default=86_400.0, gt=0)
 
-    def of(self, owner: LimitOwnerKind, call: ExchangeCallKind) -> int | None:
+    def for_owner(self, owner: LimitOwnerKind, call: ExchangeCallKind) -> int | None:
         if owner is LimitOwnerKind.PERSON:
             return {
                 ExchangeCallKind.LOGIN: self.logins_per_day,
@@ -70,16 +69,16 @@ class ExchangeLimits(BaseModel):
 
 
 class CallQuota:
-    """So many calls in a span of seconds, for each owner of one kind."""
+    """A limit of calls in a span of seconds, for each owner of one kind."""
 
     def __init__(self, limit: int | None, span: float) -> None:
         self.limit = limit
         self.span = span
-        #: Owner → when its last calls were, in Unix milliseconds.
+        #: Times of each owner's last calls, in Unix milliseconds.
         self._calls: dict[str, deque[int]] = {}
 
-    def take(self, owner: str, now_ms: int) -> bool:
-        """Whether one more call is within the limit; counts it if it is."""
+    def count_call(self, owner: str, now_ms: int) -> bool:
+        """Counts a call if it is within the limit; False if it is not."""
         if self.limit is None:
             return True
         if (calls := self._calls.get(owner)) is None:
@@ -104,9 +103,9 @@ class LimitOwner(NamedTuple):
 
 
 class ExchangeLimiter:
-    """Counts calls, bans and suspends. `now` gives Unix milliseconds.
+    """Counts calls, bans and suspends. `now` returns Unix milliseconds.
 
-    `suspended` is called with each newly suspended owner, so that its sessions can be ended.
+    Calls `suspended` with each newly suspended owner, so that its sessions can be ended.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class ExchangeLimiter:
     ) -> None:
         self._ledger = ledger
         self._now = now
-        self._tell_suspended = suspended
+        self._on_suspended = suspended
         self.limits = limits
         #: Unix milliseconds at which a ban ends.
         self._bans: dict[LimitOwner, int] = {}
@@ -130,38 +129,38 @@ class ExchangeLimiter:
             elif incident.kind is IncidentKind.SUSPENDED:
                 self._suspended.add(owner)
             elif incident.kind is IncidentKind.LIFTED:
-                self._forgive(owner)
+                self._clear(owner)
 
     def admit_login(self, person: str, address: str, account: str) -> None:
-        """Counts nothing: the ledger's sessions are the count. Raises `LoginLimited` or `LoginRejected`."""
+        """Checks a login against the ledger's sessions. Raises `LoginLimited` or `LoginRejected`."""
         for owner in _owners(person, address):
-            self._check_standing(owner, ExchangeCallKind.LOGIN, account)
+            self._check_ban(owner, ExchangeCallKind.LOGIN, account)
         begins = day_begins_ms(self._now())
         for owner in _owners(person, address):
-            limit = self.limits.of(owner.kind, ExchangeCallKind.LOGIN)
+            limit = self.limits.for_owner(owner.kind, ExchangeCallKind.LOGIN)
             if limit is not None and self._ledger.count_sessions(owner.kind, owner.name, begins) >= limit:
                 self._ban(owner, ExchangeCallKind.LOGIN, account, address, f"{limit} logins a day")
 
     def admit(self, call: ExchangeCallKind, person: str, address: str, account: str) -> None:
-        """Counts one order or query. Raises `RateLimited`; the call must not be executed then."""
+        """Counts an order or query. Raises `RateLimited` if it must not be executed."""
         if self._bans or self._suspended:
             for owner in _owners(person, address):
-                self._check_standing(owner, call, account)
+                self._check_ban(owner, call, account)
         now = self._now()
         of_person, of_address = self._quotas[call]
-        if not of_person.take(person, now):
+        if not of_person.count_call(person, now):
             self._exceeded(LimitOwner(LimitOwnerKind.PERSON, person), call, account, address, of_person)
-        if not of_address.take(address, now):
+        if not of_address.count_call(address, now):
             self._exceeded(LimitOwner(LimitOwnerKind.ADDRESS, address), call, account, address, of_address)
 
     def refuse(self, owner: LimitOwner, cause: str, account: str, detail: str) -> None:
-        """Writes down that a call was refused."""
-        self._note(IncidentKind.REFUSED, owner, cause, account, detail)
+        """Records a refused call."""
+        self._record(IncidentKind.REFUSED, owner, cause, account, detail)
 
     def lift(self, owner: LimitOwner) -> None:
-        """An operator of the broker forgives: ban and suspension end, and earlier bans count no more."""
-        self._forgive(owner)
-        self._note(IncidentKind.LIFTED, owner, "operator", "", "lifted by an operator of the exchange")
+        """Lifts ban and suspension; earlier bans do not count any more."""
+        self._clear(owner)
+        self._record(IncidentKind.LIFTED, owner, "operator", "", "lifted by an operator of the exchange")
 
     @property
     def limits(self) -> ExchangeLimits:
@@ -169,12 +168,12 @@ class ExchangeLimiter:
 
     @limits.setter
     def limits(self, limits: ExchangeLimits) -> None:
-        """New windows begin empty."""
+        """Sets the limits; all counts start at 0."""
         self._limits = limits
         self._quotas = {
             call: (
-                CallQuota(limits.of(LimitOwnerKind.PERSON, call), span),
-                CallQuota(limits.of(LimitOwnerKind.ADDRESS, call), span),
+                CallQuota(limits.for_owner(LimitOwnerKind.PERSON, call), span),
+                CallQuota(limits.for_owner(LimitOwnerKind.ADDRESS, call), span),
             )
             for call, span in (
                 (ExchangeCallKind.ORDER, limits.orders_window_s),
@@ -184,7 +183,7 @@ class ExchangeLimiter:
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _check_standing(self, owner: LimitOwner, call: ExchangeCallKind, account: str) -> None:
+    def _check_ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str) -> None:
         """Raises if the owner is suspended or banned."""
         error: BerthError
         if owner in self._suspended:
@@ -196,7 +195,7 @@ class ExchangeLimiter:
         else:
             self._bans.pop(owner, None)
             return
-        self._note(IncidentKind.REFUSED, owner, call.value, account, detail)
+        self._record(IncidentKind.REFUSED, owner, call.value, account, detail)
         raise error
 
     def _exceeded(
@@ -205,16 +204,16 @@ class ExchangeLimiter:
         self._ban(owner, call, account, address, f"{quota.limit} {call.value} in {quota.span:g} s")
 
     def _ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, what: str) -> None:
-        """Refuses the call that was too much, and bans; always raises."""
+        """Bans the owner; always raises, since the call is refused."""
         until = self._now() + int(self.limits.ban_s * 1000)
         self._bans[owner] = until
-        self._note(IncidentKind.BANNED, owner, call.value, account, f"more than {what}", until)
+        self._record(IncidentKind.BANNED, owner, call.value, account, f"more than {what}", until)
         if self._bans_today(owner) >= self.limits.suspend_after:
-            # The fact that makes one user dangerous for all behind the same address.
+            # The address is suspended, too: one user can lock out all behind it.
             for suspended in dict.fromkeys((owner, LimitOwner(LimitOwnerKind.ADDRESS, address))):
                 self._suspended.add(suspended)
-                self._note(IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again")
-                self._tell_suspended(suspended)
+                self._record(IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again")
+                self._on_suspended(suspended)
         detail = f"more than {what}: banned for {self.limits.ban_s:g} s"
         raise LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
 
@@ -227,13 +226,13 @@ class ExchangeLimiter:
                     count = 0
         return count
 
-    def _forgive(self, owner: LimitOwner) -> None:
+    def _clear(self, owner: LimitOwner) -> None:
         self._bans.pop(owner, None)
         self._suspended.discard(owner)
         for of_person, of_address in self._quotas.values():
             (of_person if owner.kind is LimitOwnerKind.PERSON else of_address).forget(owner.name)
 
-    def _note(
+    def _record(
         self,
         kind: IncidentKind,
         owner: LimitOwner,

@@ -1,4 +1,4 @@
-"""Prices: one a symbol. They stand still until someone sets them, or a seeded walk moves them."""
+"""The market: one price per symbol, which changes by an admin call or a seeded random walk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infra.exchange.ledger import ExchangeLedger
 
 _WALK_SETTING = "walk"
 _TICK = 0.01
-#: A limit order may have no higher price.
+#: The highest price of a limit order.
 _HIGHEST = 10_000_000.0
-#: A price stays this near the one at which its walk began: Taiwan's daily limit is 10 %.
+#: A walk keeps within this share of its first price: Taiwan's daily limit is 10 %.
 _REACH = 0.1
 
 
 class PriceWalk(BaseModel):
-    """How prices move by themselves: all that anyone has asked for, each by at most `step` at a time."""
+    """A random walk of all known prices, each by at most `step` at a time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +32,7 @@ class PriceWalk(BaseModel):
 
 
 class ExchangeMarket:
-    """`moved` is called after the price of a symbol has changed. The ledger keeps prices and the walk."""
+    """Prices and their walk, kept in the ledger. Calls `moved` after a symbol's price has changed."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ExchangeMarket:
         self.walk = PriceWalk.model_validate_json(kept) if kept else walk
         self._steps = 0
         self._round = 0
-        self._wait()
+        self._schedule_step()
 
     def price(self, symbol: str) -> Decimal:
         if symbol not in self._prices:
@@ -61,40 +61,40 @@ class ExchangeMarket:
         return self._prices[symbol]
 
     def set_price(self, symbol: str, price: Decimal) -> None:
-        """Moves the market by hand; a walk goes on from there."""
+        """Sets a price; a walk continues from there."""
         self._anchors.pop(symbol, None)
         self._ledger.save_prices({symbol: price})
         self._prices[symbol] = price
         self._moved(symbol)
 
     def set_walk(self, walk: PriceWalk) -> None:
-        """A new walk begins at today's prices; the same seed and prices give the same moves."""
+        """Begins a walk at the present prices; the same seed and prices give the same moves."""
         self._ledger.save_setting(_WALK_SETTING, walk.model_dump_json())
         self.walk = walk
         self._anchors.clear()
         self._steps = 0
         self._round += 1
-        self._wait()
+        self._schedule_step()
 
-    def _wait(self) -> None:
+    def _schedule_step(self) -> None:
         if not self.walk.every_ms:
             return
         current = self._round
 
-        def go() -> None:
+        def step() -> None:
             if current == self._round:  # else another walk was set meanwhile
                 self._step()
-                self._wait()
+                self._schedule_step()
 
-        self._later(self.walk.every_ms / 1000, go)
+        self._later(self.walk.every_ms / 1000, step)
 
     def _step(self) -> None:
         self._steps += 1
         moved = {}
         for symbol, price in ((symbol, float(price)) for symbol, price in self._prices.items()):
             anchor = self._anchors.setdefault(symbol, price)
-            luck = seeded_draw(self.walk.seed, self._ledger.start, symbol, self._steps)
-            wanted = price * (1 + (2 * luck - 1) * self.walk.step)
+            draw = seeded_draw(self.walk.seed, self._ledger.start, symbol, self._steps)
+            wanted = price * (1 + (2 * draw - 1) * self.walk.step)
             kept = min(max(wanted, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
             moved[symbol] = Decimal(f"{max(kept, _TICK):.2f}")
         moved = {symbol: price for symbol, price in moved.items() if price != self._prices[symbol]}

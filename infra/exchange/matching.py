@@ -1,9 +1,7 @@
-"""When and at which price an order is filled: pure functions, without clock, ids or I/O.
+"""Matching: when and at which price an order is filled, as pure functions, and the resting orders.
 
-The market has one price a symbol. Whoever crosses it trades at the market's price, as in continuous
-trading where the resting side sets the price.
-
-The orders that rest, found by id, account or symbol: a price moves often, and few orders are in it.
+The market has one price per symbol. An order that crosses it trades at the market's price, as in continuous
+trading, where the resting side sets the price.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import msgspec
 from infra.exchange.records import LedgerOrder
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
-#: Lots; above it an order is refused as a slip of the finger.
+#: Lots; a larger order is refused as a typing error.
 MAX_QUANTITY = 1_000_000
 #: Characters: all that Shioaji's `custom_field` holds.
 MAX_TAG = 6
@@ -41,7 +39,7 @@ class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to the open rest of an order now. `quantity` is what is filled, in lots."""
+    """What happens to the open rest of an order now. `quantity` is the filled lots."""
 
     state: OrderState
     quantity: int = 0
@@ -49,12 +47,12 @@ class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_price(symbol: str, seed: int) -> Decimal:
-    """A symbol's price before anyone sets it: between 10.00 and 999.99, the same for the same seed."""
+    """Returns a symbol's first price: between 10.00 and 999.99, always the same for the same seed."""
     return Decimal(1000 + crc32(f"{seed}:{symbol}".encode()) % 99_000) / 100
 
 
 def refusal(terms: OrderTerms) -> str | None:
-    """Why the exchange refuses such an order at all; None if it does not."""
+    """Returns why the terms are invalid, or None."""
     if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
         return "unknown symbol"
     if not 1 <= terms.quantity <= MAX_QUANTITY:
@@ -86,10 +84,10 @@ def crosses(terms: OrderTerms, market: Decimal) -> bool:
 
 
 def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidity: int | None) -> MatchResult:
-    """What becomes of an order with `filled` lots done, on a market with `liquidity` lots (None: any).
+    """Matches an order of which `filled` lots are filled, with at most `liquidity` lots (None: any).
 
-    `market` None means that nobody is on the other side. Market orders never rest: what finds no other
-    side at once is cancelled, as exchanges do.
+    With `market` None nothing can be filled. Market orders never rest: the unfilled part is cancelled, as at
+    real exchanges.
     """
     rest = terms.quantity - filled
     available = rest if liquidity is None else min(rest, liquidity)
@@ -108,7 +106,7 @@ def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidit
 
 
 class RestingOrders:
-    """What is not final. Orders are frozen: `put` replaces the one with the same id, in its old place."""
+    """The orders that are not final, by id, account and symbol. `put` replaces an order in its old place."""
 
     def __init__(self, orders: Iterable[LedgerOrder]) -> None:
         self._orders: dict[str, LedgerOrder] = {}
@@ -134,7 +132,7 @@ class RestingOrders:
         return self._orders.get(broker_order_id)
 
     def all(self) -> list[LedgerOrder]:
-        """Oldest first, as the others are."""
+        """Oldest first, like `of_account` and `of_symbol`."""
         return list(self._orders.values())
 
     def of_account(self, account: str) -> list[LedgerOrder]:

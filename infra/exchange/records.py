@@ -1,8 +1,6 @@
-"""What the exchange keeps, as its admin API shows it. Times are Unix milliseconds, quantities are lots.
+"""The ledger's records as the admin API shows them, and what is computed from them: positions and balance.
 
-Orders as they were a while ago: what a broker shows whose listings lag behind its events.
-
-Positions and money, computed from the fills: the ledger is the only truth.
+Times are Unix milliseconds, quantities are lots.
 """
 
 from __future__ import annotations
@@ -25,11 +23,13 @@ from worker_runtime.protocol.messages import (
 
 
 class LedgerRecord(BaseModel):
+    """Base of all records."""
+
     model_config = ConfigDict(frozen=True)
 
 
 class AccountRegistration(LedgerRecord):
-    """An account and the keys that open it. Registering it again replaces its keys."""
+    """An account and its keys. Registering it again replaces the keys."""
 
     account: str = Field(min_length=1, max_length=64)
     api_key: str = Field(min_length=1, max_length=512, repr=False)
@@ -49,11 +49,11 @@ class LedgerFill(LedgerRecord):
 
 
 class LedgerOrder(LedgerRecord):
-    """One order that the exchange took, exactly once for each `place` that reached it."""
+    """One order that the exchange took: exactly one for each `place` that reached it."""
 
     broker_order_id: str
     account: str
-    #: Who sent it: the session, and the name its client gave at login.
+    #: The sender: its session, and the name that the client gave at login.
     session_id: str
     client: str
     tag: str
@@ -129,13 +129,13 @@ class IncidentKind(StrEnum):
 
 
 class Incident(LedgerRecord):
-    """Something that a good client never causes; `cause` is what was counted, such as `orders`."""
+    """A refusal, ban or suspension, or its end; `cause` is what was counted, such as `orders`."""
 
     at_ms: int
     kind: IncidentKind
     owner_kind: LimitOwnerKind
     owner: str
-    #: Whose call it was.
+    #: The account of the call.
     account: str
     cause: str
     detail: str
@@ -151,7 +151,7 @@ class ExchangeHealth(LedgerRecord):
 
 
 def order_as_of(order: LedgerOrder, at_ms: int) -> LedgerOrder | None:
-    """The order as it stood at a time; None if it was not there yet.
+    """Returns the order as it was at a time, for listings that lag; None if it did not exist yet.
 
     A changed price or quantity is shown at once: the ledger keeps no history of them.
     """
@@ -166,12 +166,12 @@ def order_as_of(order: LedgerOrder, at_ms: int) -> LedgerOrder | None:
 
 
 _CENT = Decimal("0.0001")
-#: What every account begins with.
+#: The first cash of every account.
 INITIAL_CASH = Decimal(100_000_000)
 
 
 def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
-    """Open positions of the given orders' fills, by symbol; flat ones are left out.
+    """Returns the open positions of the orders' fills, by symbol, without flat ones.
 
     The average price is that of the fills which opened or enlarged the position; reducing keeps it.
     """
@@ -183,7 +183,7 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
         after = quantity + change
         if quantity * change >= 0:  # opens or enlarges
             average = (average * abs(quantity) + fill.price * abs(change)) / abs(after)
-        elif quantity * after < 0:  # turned round: the rest was opened by this fill
+        elif quantity * after < 0:  # turned: this fill opened the rest
             average = fill.price
         held[order.symbol] = (after, average)
     return [
@@ -194,7 +194,7 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
 
 
 def account_balance(orders: Iterable[LedgerOrder]) -> Balance:
-    """Money after the given orders' fills. A lot is worth its price: the exchange knows no contract sizes."""
+    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract sizes."""
     cash, bound = INITIAL_CASH, Decimal(0)
     for order in orders:
         sign = -1 if order.side is Side.BUY else 1

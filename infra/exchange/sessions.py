@@ -1,7 +1,4 @@
-"""The stream of order events to the sessions of an account, with the faults that it may have.
-
-Sessions: who is logged in, how long, and what the exchange refuses them.
-"""
+"""The sessions of the exchange: who is logged in, and the feed of order events to them, with its faults."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from worker_runtime.protocol.messages import Fill
 
 
 class OrderEventFeed:
-    """Makes events and sends them; `deliver` brings one event to every session of an account."""
+    """Makes order events and publishes them; `deliver` sends one to every session of an account."""
 
     def __init__(
         self,
@@ -40,11 +37,11 @@ class OrderEventFeed:
         # Event ids of different starts of the exchange must differ.
         self._boot = secrets.token_hex(4)
         self._events = 0
-        #: Until when (Unix milliseconds) the events of an account are lost.
+        #: When the loss of an account's events ends, in Unix milliseconds.
         self._gaps: dict[str, int] = {}
 
     def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[OrderChanged, ...]:
-        """One event for each fill, or one for the change of state when there is none."""
+        """Makes one event per fill, or one for the change of state if there is no fill."""
         if not fills:
             return (OrderChanged(event_id=self._new_event_id(), order=order),)
         return tuple(OrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills)
@@ -61,9 +58,9 @@ class OrderEventFeed:
                 untagged = msgspec.structs.replace(event.order, tag="")
                 event = msgspec.structs.replace(event, order=untagged)
             copies = [event]
-            if event.fill is not None and self._accounts.strikes(account, FaultPoint.DUPLICATE_FILL):
+            if event.fill is not None and self._accounts.fault_hits(account, FaultPoint.DUPLICATE_FILL):
                 copies.append(msgspec.structs.replace(event, event_id=self._new_event_id()))
-            late = self._accounts.strikes(account, FaultPoint.LATE_EVENT)
+            late = self._accounts.fault_hits(account, FaultPoint.LATE_EVENT)
             for copy in copies:
                 if late:
                     self._deliver_later(account, copy, behaviour.late_event_ms)
@@ -75,10 +72,10 @@ class OrderEventFeed:
             if self._now() < self._gaps[account]:
                 return True
             del self._gaps[account]
-        if self._accounts.strikes(account, FaultPoint.EVENT_GAP):
+        if self._accounts.fault_hits(account, FaultPoint.EVENT_GAP):
             self._gaps[account] = self._now() + behaviour.event_gap_ms
             return True
-        return self._accounts.strikes(account, FaultPoint.LOST_EVENT)
+        return self._accounts.fault_hits(account, FaultPoint.LOST_EVENT)
 
     def _deliver_later(self, account: str, event: OrderChanged, milliseconds: int) -> None:
         self._later(milliseconds / 1000, lambda: self._deliver(account, event))
@@ -101,7 +98,7 @@ class SessionListener(Protocol):
 
 
 class ExchangeSessions:
-    """All open sessions. Limits that an admin call has set outlive a restart; else `limits` hold."""
+    """All open sessions. `limits` hold unless an admin call has set others, which survive a restart."""
 
     def __init__(
         self,
@@ -116,7 +113,7 @@ class ExchangeSessions:
         self._later = later
         self._now = now
         self._open: dict[str, tuple[LedgerSession, SessionListener]] = {}
-        #: The same sessions by account, because each event looks for those of one.
+        #: The same sessions by account, for the events.
         self._listeners: dict[str, dict[str, SessionListener]] = {}
         ledger.close_all_sessions(now(), "the exchange restarted")
         if kept := ledger.setting(_LIMITS_SETTING):
@@ -132,7 +129,7 @@ class ExchangeSessions:
         return self.limiter.limits
 
     def set_limits(self, limits: ExchangeLimits) -> None:
-        """For all calls from now on; the life of an open session stays what it was."""
+        """Sets the limits of all further calls; the life of open sessions stays."""
         self._ledger.save_setting(_LIMITS_SETTING, limits.model_dump_json())
         self.limiter.limits = limits
 
@@ -167,7 +164,7 @@ class ExchangeSessions:
         return session
 
     def admit(self, session: LedgerSession, call: ExchangeCallKind) -> None:
-        """Before each order and query; raises `RateLimited` or `BrokerMaintenance`."""
+        """Counts an order or query; raises `RateLimited` or `BrokerMaintenance`."""
         self.maintenance.check()
         self.limiter.admit(call, session.person_id, session.address, session.account)
 
@@ -180,13 +177,13 @@ class ExchangeSessions:
             self._ledger.close_session(session_id, self._now(), reason)
 
     def deliver(self, account: str, event: OrderChanged) -> None:
-        """To every session of the account."""
+        """Sends an event to every session of the account."""
         if listeners := self._listeners.get(account):
             for listener in list(listeners.values()):
                 listener.deliver(event)
 
     def end(self, account: str, reason: str, *, abrupt: bool) -> int:
-        """Ends all sessions of an account, with or without telling them; returns how many."""
+        """Ends all sessions of an account, `abrupt` without a message; returns how many."""
         return self._end_all(lambda session: session.account == account, reason, abrupt=abrupt)
 
     # --- inside ---------------------------------------------------------------------------------------
@@ -204,15 +201,15 @@ class ExchangeSessions:
             self._end_all(lambda session: session.session_id == session_id, "the token expired")
 
     def _end_suspended(self, owner: LimitOwner) -> None:
-        def hit(session: LedgerSession) -> bool:
+        def affected(session: LedgerSession) -> bool:
             return owner.name == (
                 session.person_id if owner.kind is LimitOwnerKind.PERSON else session.address
             )
 
         def end() -> None:
-            self._end_all(hit, f"the {owner.kind.value} is suspended")
+            self._end_all(affected, f"the {owner.kind.value} is suspended")
 
-        # Not now: whoever is refused should still get the answer to that call.
+        # Later, so that the refused call is still answered.
         self._later(0.0, end)
 
     def _end_for_maintenance(self) -> None:

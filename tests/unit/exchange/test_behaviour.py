@@ -8,15 +8,15 @@ from infra.exchange.behaviour import ALWAYS, Behaviour, FaultPoint
 
 def test_a_fault_strikes_as_often_as_it_was_set() -> None:
     behaviour = Behaviour(faults={FaultPoint.LOST_ACK: 2, FaultPoint.LOST_EVENT: 1})
-    once = behaviour.struck(FaultPoint.LOST_ACK)
-    twice = once.struck(FaultPoint.LOST_ACK)
+    once = behaviour.after_fault(FaultPoint.LOST_ACK)
+    twice = once.after_fault(FaultPoint.LOST_ACK)
     assert once.faults == {FaultPoint.LOST_ACK: 1, FaultPoint.LOST_EVENT: 1}
     assert twice.faults == {FaultPoint.LOST_EVENT: 1}
 
 
 def test_a_fault_can_strike_until_it_is_taken_away() -> None:
     behaviour = Behaviour(faults={FaultPoint.LOST_ACK: ALWAYS})
-    assert behaviour.struck(FaultPoint.LOST_ACK) is behaviour
+    assert behaviour.after_fault(FaultPoint.LOST_ACK) is behaviour
 
 
 def test_a_behaviour_survives_its_way_through_json() -> None:

@@ -165,7 +165,7 @@ def test_maintenance_that_is_called_off_never_begins(exchange: PaperExchange, cl
     login(exchange, client=client)
     window = ExchangeMaintenance(begin_ms=clock.now() + 1000, end_ms=clock.now() + 9000)
     exchange.sessions.maintenance.announce(window)
-    exchange.sessions.maintenance.call_off()
+    exchange.sessions.maintenance.cancel_all()
     clock.pass_by(2)
     assert client.ended == []
     login(exchange)

@@ -101,7 +101,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         )
         taken = self.exchange.place(self.sessions[account], request)
         assert self.ledger.order(taken.order.broker_order_id) == taken.order
-        self.exchange.tape.publish(account, taken.events)
+        self.exchange.event_feed.publish(account, taken.events)
 
     @rule(index=st.integers(0, 50))
     def cancel(self, index: int) -> None:

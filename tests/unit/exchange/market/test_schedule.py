@@ -18,7 +18,7 @@ PLAN = FaultPlan(seed=7, rates={FaultPoint.LOST_ACK: 0.2, FaultPoint.LOST_EVENT:
 
 
 def course(schedule: FaultSchedule, account: str, point: FaultPoint, visits: int = 200) -> list[bool]:
-    return [schedule.strikes(account, point) for _ in range(visits)]
+    return [schedule.fault_hits(account, point) for _ in range(visits)]
 
 
 def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: ExchangeLedger) -> None:
@@ -28,9 +28,9 @@ def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: 
     schedule.set(ALL_ACCOUNTS, PLAN)
     crowded = []
     for _ in range(200):
-        schedule.strikes("b", FaultPoint.LOST_ACK)
-        crowded.append(schedule.strikes("a", FaultPoint.LOST_ACK))
-        schedule.strikes("a", FaultPoint.LOST_EVENT)
+        schedule.fault_hits("b", FaultPoint.LOST_ACK)
+        crowded.append(schedule.fault_hits("a", FaultPoint.LOST_ACK))
+        schedule.fault_hits("a", FaultPoint.LOST_EVENT)
     assert alone == crowded
     assert 20 < sum(alone) < 60
 
@@ -55,8 +55,8 @@ def test_a_point_without_a_rate_never_strikes_and_a_rate_of_one_always(ledger: E
 def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchange) -> None:
     exchange.accounts.set_fault_plan(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     exchange.accounts.set_fault_plan("a", FaultPlan())
-    assert not exchange.accounts.strikes("a", FaultPoint.LOST_PONG)
-    assert exchange.accounts.strikes("b", FaultPoint.LOST_PONG)
+    assert not exchange.accounts.fault_hits("a", FaultPoint.LOST_PONG)
+    assert exchange.accounts.fault_hits("b", FaultPoint.LOST_PONG)
     with pytest.raises(UnknownAccount):
         exchange.accounts.set_fault_plan("nobody", FaultPlan())
 
@@ -64,7 +64,7 @@ def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchang
 def test_ordered_faults_come_before_random_ones(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_ACK: 1}))
     exchange.accounts.set_fault_plan("a", FaultPlan(rates={FaultPoint.LOST_ACK: 0.0}))
-    assert [exchange.accounts.strikes("a", FaultPoint.LOST_ACK) for _ in range(2)] == [True, False]
+    assert [exchange.accounts.fault_hits("a", FaultPoint.LOST_ACK) for _ in range(2)] == [True, False]
 
 
 def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPlan, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.hours import ExchangeMaintenance
-from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.exchange.records import IncidentKind, LimitOwnerKind
@@ -228,19 +225,3 @@ def test_a_wrong_option_is_a_clear_error(tmp_path: Path, wrong: list[str]) -> No
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-def test_a_ledger_of_an_earlier_release_is_taken_on(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "ledger.db")) as old:
-        old.execute(
-            "CREATE TABLE sessions (number INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE,"
-            " account TEXT NOT NULL, person_id TEXT NOT NULL, client TEXT NOT NULL,"
-            " opened_ms INTEGER NOT NULL, closed_ms INTEGER, close_reason TEXT) STRICT"
-        )
-        old.execute("INSERT INTO sessions VALUES (1, 'S000001', 'a', 'p', 'c', 5, NULL, NULL)")
-        old.commit()
-    for start in (1, 2):
-        ledger = ExchangeLedger(tmp_path / "ledger.db")
-        assert [(one.session_id, one.address) for one in ledger.sessions()] == [("S000001", "")]
-        assert ledger.start == start
-        ledger.close()

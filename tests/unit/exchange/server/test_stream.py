@@ -86,7 +86,7 @@ def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
     session = login(exchange, client=client)
     told = []
     for _ in range(5):
-        exchange.tape.publish("a", exchange.place(session, market()).events)
+        exchange.event_feed.publish("a", exchange.place(session, market()).events)
         told.append(len(client.events))
         clock.pass_by(1)
     assert told == [0, 0, 1, 2, 3]
@@ -96,7 +96,7 @@ def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
 def test_events_may_lack_the_tag_that_lists_have(exchange: PaperExchange, client: TraderClient) -> None:
     exchange.set_behaviour("a", Behaviour(events_without_tag=True))
     session = login(exchange, client=client)
-    exchange.tape.publish("a", exchange.place(session, market()).events)
+    exchange.event_feed.publish("a", exchange.place(session, market()).events)
     assert [event.order.tag for event in client.events] == [""]
     assert [order.tag for order in exchange.listing(session)[0]] == ["tag"]
 
