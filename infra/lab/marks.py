@@ -47,7 +47,7 @@ class MarkPoller:
     def close(self) -> None:
         self._client.close()
 
-    def look(self, user_id: str) -> PolledMark:
+    def read_mark(self, user_id: str) -> PolledMark:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.get(keys.mark(user_id))
         pipeline.hgetall(keys.metadata(user_id))
@@ -59,7 +59,7 @@ class MarkPoller:
 
     def wait(self, user_id: str, good: Callable[[PolledMark], bool], until: float) -> PolledMark:
         """The first look that is `good`; raises `ServerFailed` at `until` (monotonic seconds)."""
-        while not good(seen := self.look(user_id)):
+        while not good(seen := self.read_mark(user_id)):
             if time.monotonic() > until:
                 raise ServerFailed(f"the mark of {user_id} has not become what was expected: {seen}")
             time.sleep(_POLL_PERIOD)

@@ -22,7 +22,7 @@ from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
 from infra.worker_task import Task
 
-#: Users are made by so many connections at once.
+#: Connections that register users at the same time.
 _MAKERS = 8
 
 
@@ -71,13 +71,13 @@ class Target:
             )
             users = [user for share in shares for user in share]
 
-        async def tell_the_exchange() -> None:
+        async def register_accounts() -> None:
             async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
                 for user in users:
                     await exchange.register(user.account_id, "key", "secret", person_id=user.user_id)
 
         if at_exchange:
-            asyncio.run(tell_the_exchange())
+            asyncio.run(register_accounts())
         return users
 
     def _make(self, user_ids: list[str]) -> list[BenchUser]:

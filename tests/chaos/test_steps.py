@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
 import threading
@@ -40,16 +41,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 TRADERS = 11
 #: Seconds, of which everything has some on a slow machine.
 SETTLE = 120.0
-#: How long a trap is waited for once its order is on its way: a killed sweeper's lease takes 10 s.
+#: Seconds that a trap is waited for once its order is on its way. Sweepers are killed, too, and the next one
+#: waits for the lease to end.
 SPRUNG = {
     Way.PLACED: 5.0,
-    Way.FILLED_LATER: 20.0,
-    Way.LEFT: 20.0,
-    Way.LATE: 25.0,
-    Way.JOURNALED: 25.0,
+    Way.FILLED_LATER: 12.0,
+    Way.LEFT: 12.0,
+    Way.LATE: 15.0,
+    Way.JOURNALED: 15.0,
     Way.CANCELLED: 5.0,
     Way.REPLACED: 5.0,
 }
@@ -63,6 +67,7 @@ SHORT: dict[str, Any] = {
     "connect_timeout": 5.0,
     "order_deadline": 60.0,
     "sweep_period": 0.2,
+    "sweep_lease": 3.0,
     "verify_pause": 0.3,
     "verify_longest_pause": 1.0,
     "absent_after": 2.0,
@@ -136,6 +141,7 @@ class Play:
             self._traps.disarm(trap)
             if scene.sprung:
                 break
+        log.info("%s: attempt %d, sprung: %s", step.name, attempt + 1, scene.sprung)
         return scene
 
     def _begin(self, trader: Trader, step: KillStep, mine: Mine) -> tuple[KillTrap, str, ClientOrder | None]:
@@ -256,11 +262,14 @@ class Play:
 
     def _settled(self) -> books.Books:
         """Both sides' books when no order is open any more, or when the time for that is over."""
-        end = time.monotonic() + SETTLE
-        while asyncio.run(self._ask(books.count_unsettled)) and time.monotonic() < end:
-            self._over.wait(0.2)
+        asyncio.run(self._ask(self._until_settled))
         url = self._stack.settings.exchange_admin_url
         return asyncio.run(self._ask(lambda database: books.read_books(database, url)))
+
+    async def _until_settled(self, database: Database) -> None:
+        end = time.monotonic() + SETTLE
+        while await books.count_unsettled(database) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
 
     async def _ask(self, question: Callable[[Database], Awaitable[T]]) -> T:
         database = Database(self._stack.settings.database_url, pool_size=1)

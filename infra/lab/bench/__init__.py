@@ -1,1 +1,1 @@
-"""`berth bench`: how fast, how dense, beside a floor measured in the same run."""
+"""`berth bench`: how fast, how dense, compared with a floor that is measured in the same run."""

@@ -40,7 +40,7 @@ def bench_order(
     knee_first: Annotated[float, typer.Option(min=1, help="Orders per second of its first step.")] = 20.0,
     json: JsonFile = None,
 ) -> None:
-    """From REST to the answer with an active worker; beside it the bare two Valkey hops.
+    """From REST to the answer with an active worker; compared with two bare Valkey hops.
 
     Then many users at growing rates, until the 99th percentile passes 50 ms.
     """
@@ -67,7 +67,7 @@ def bench_density(
     rate: Annotated[float, typer.Option(min=1, help="Orders per second, of all users together.")] = 30.0,
     json: JsonFile = None,
 ) -> None:
-    """Memory, CPU and order latency of workers in containers, beside one that eats memory. Needs Docker."""
+    """Memory, CPU and order latency of workers in containers, while another one eats memory. Needs Docker."""
     _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json)
 
 
@@ -101,7 +101,7 @@ def bench_idle(
     minutes: Annotated[float, typer.Option(min=0.05, help="How long they rest, and the peer runs.")] = 10.0,
     json: JsonFile = None,
 ) -> None:
-    """Temporal actions and CPU of active users at rest; beside it a naive workflow that looks every minute.
+    """Temporal actions and CPU of active users at rest, compared with a workflow that polls every minute.
 
     Each size takes twice the minutes, and the starts. Workers are simulated; all servers are real.
     """
@@ -117,10 +117,10 @@ def bench_heartbeat(
         str | None,
         typer.Option(help="CPU quotas, percent of one core (two CPUs or 95 % of a smaller host; then one)."),
     ] = None,
-    load: Annotated[str, typer.Option(help="What is busy beside the worker.")] = "processes,threads",
+    load: Annotated[str, typer.Option(help="What keeps the CPUs busy.")] = "processes,threads",
     json: JsonFile = None,
 ) -> None:
-    """Late renewals of a throttled worker whose broker call hangs; beside it a naive asyncio heartbeat.
+    """Late renewals of a throttled worker whose broker call hangs, compared with a naive asyncio heartbeat.
 
     Needs the right to make a cgroup. Loads: 64 busy processes, 240 threads that hash megabytes.
     """
@@ -135,7 +135,7 @@ def bench_heartbeat(
 def bench_claim_race(
     claims: Annotated[int, typer.Option(min=100, help="How many.")] = 1_000_000, json: JsonFile = None
 ) -> None:
-    """Claims of killed claimers, with lost replies and messages that come twice; beside it bare ZPOPMIN."""
+    """Claims of killed claimers, with lost replies and repeated messages, compared with bare ZPOPMIN."""
     _bench({"claim-race": {"claims": claims}}, json)
 
 
@@ -158,7 +158,7 @@ def bench_jobs(
     kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 3,
     json: JsonFile = None,
 ) -> None:
-    """The job runner beside RQ, huey and the floors. Needs the `bench` packages: rq and huey."""
+    """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and huey."""
     rates = {"seconds": seconds, "rounds": rounds, "runners": _numbers(runners), "pickups": pickups}
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json)
 
@@ -174,8 +174,8 @@ def bench_lease(
 ) -> None:
     """Late renewals and lost leases of a runner whose jobs use up a CPU quota.
 
-    Beside it a renewing thread in the busy process, and an asyncio task in its loop. Needs the right to make
-    a cgroup.
+    Compared with a renewing thread in the busy process, and an asyncio task in its loop. Needs the right to
+    make a cgroup.
     """
     quotas = quota.split(",")
     if not set(quotas) <= {"200", "100", "25"} or load not in ("processes", "threads"):

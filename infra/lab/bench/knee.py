@@ -16,7 +16,7 @@ from infra.lab.cpu import CpuMeter
 from infra.lab.rest import RestConnection
 from infra.lab.target import BenchUser, Target
 
-#: Milliseconds that the 99th percentile may take (issue 4).
+#: Milliseconds that the 99th percentile may take.
 LIMIT_MS = 50.0
 #: Orders a second of the first step, and by how much each step is faster than the last.
 FIRST = 20.0
@@ -64,7 +64,7 @@ def _between(below: dict[str, Any], above: dict[str, Any]) -> float:
 def _step(
     target: Target, users: Sequence[BenchUser], place: OrderSender, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """So many orders a second for so many seconds, evenly, the users taking turns."""
+    """Sends `rate` orders a second for `seconds`, evenly; the users take turns."""
     count = max(len(users), int(rate * seconds))
     taken: list[float] = []
     failed: list[BaseException] = []

@@ -30,9 +30,9 @@ from infra.local.process import ServerFailed
 
 #: Warm workers: the issue's figure is for a pool that is not empty.
 _POOL = 3
-#: Every so many rounds only the worker's first process is killed.
+#: In one round of this many, only the worker's first process is killed.
 _ZYGOTE_EVERY = 4
-#: Seconds; a round that takes longer has failed: by then the mark's expiry has told, too.
+#: Seconds; a round that takes longer has failed: by then the mark has expired, too.
 _GIVE_UP = 60.0
 
 
@@ -80,9 +80,9 @@ class RecoveryRounds:
         self, user: BenchUser, connection: RestConnection, pid: int, what: WorkerKill
     ) -> RecoveryRound:
         killed = threading.Event()
-        before = self._marks.look(user.user_id)
+        before = self._marks.read_mark(user.user_id)
         with ThreadPoolExecutor(max_workers=1) as thread:
-            placing = thread.submit(self._place, user, killed)
+            placing = thread.submit(self._send_order, user, killed)
             began = time.monotonic()
             try:
                 kill_worker(pid, int(before.metadata["pid"]), what)
@@ -116,7 +116,7 @@ class RecoveryRounds:
             if time.monotonic() > until:
                 raise ServerFailed(f"not Active again {_GIVE_UP:.0f} s after the kill: {view}")
 
-    def _place(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
+    def _send_order(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
         """Places an order as soon as `killed` is set; when it was answered, and how."""
         connection = RestConnection(self._target.api_url, user.api_key)
         connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known

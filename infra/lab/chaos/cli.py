@@ -1,4 +1,4 @@
-"""`berth chaos …`: break a system of its own on purpose, and say what became of it."""
+"""`berth chaos …`: break a system of its own on purpose, and judge the result."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from rich.console import Console
 from worker_runtime.protocol.errors import BerthError
 
 app = typer.Typer(
-    help="Break a system of its own on purpose, on free ports, and judge what became of it.",
+    help="Break a system of its own on purpose, on free ports, and judge the result.",
     no_args_is_help=True,
 )
 
 
 @app.callback()
 def _root() -> None:
-    pass
+    """Keeps `orders` and `jobs` commands of their own."""
 
 
 @app.command()
 def orders(
     minutes: Annotated[float, typer.Option(min=0.1, help="How long orders flow and things break.")] = 5.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed: the same orders, faults and strikes.")] = 1,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="The same seed: the same orders, and the same faults at the same times."),
+    ] = 1,
     users: Annotated[int, typer.Option(min=1, help="Users that trade, each with a worker.")] = 24,
     rate: Annotated[float, typer.Option(min=0.1, help="Orders per second, of all users together.")] = 5.0,
     keep: Annotated[
-        Path | None, typer.Option("--keep", help="An empty folder for data and logs, to look at afterwards.")
+        Path | None, typer.Option("--keep", help="An empty folder in which data and logs are kept.")
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
@@ -46,7 +49,7 @@ def jobs(
     seed: Annotated[int, typer.Option(min=0, help="The same seed: the same jobs and steps.")] = 1,
     lease: Annotated[float, typer.Option(min=1, help="Seconds, of each runner.")] = 1.0,
     keep: Annotated[
-        Path | None, typer.Option("--keep", help="An empty folder for data and logs, to look at afterwards.")
+        Path | None, typer.Option("--keep", help="An empty folder in which data and logs are kept.")
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
@@ -64,8 +67,8 @@ def _jobs(kills: int, seed: int, lease: float, keep: Path | None, json: Path | N
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
     try:
         if json is not None:
-            json.touch()  # an unwritable file is better known before the minutes of the storm
-        with Console(stderr=True).status("jobs") as status:
+            json.touch()  # an unwritable file is reported before the minutes of the run
+        with Console(stderr=True).status("chaos: jobs") as status:
             result = experiment.run(kills, seed, lease, keep, say=status.update)
         experiment.table(result)
         for finding in result["findings"]:
@@ -86,12 +89,12 @@ def _orders(minutes: float, seed: int, users: int, rate: float, keep: Path | Non
     from infra.lab.chaos.orders import schedule
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
-    for strike in schedule.plan_faults(seed, minutes * 60):
-        typer.echo(str(strike))
+    for fault in schedule.plan_faults(seed, minutes * 60):
+        typer.echo(str(fault))
     try:
         if json is not None:
-            json.touch()  # an unwritable file is better known before the minutes of the storm
-        with Console(stderr=True).status("storm") as status:
+            json.touch()  # an unwritable file is reported before the minutes of the run
+        with Console(stderr=True).status("chaos: orders") as status:
             result = orders.run(minutes, seed, users, rate, folder=keep, say=status.update)
         orders.table(result)
         for finding in result["findings"]:

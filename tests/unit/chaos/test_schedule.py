@@ -1,4 +1,4 @@
-"""A seed decides who is struck when, and what is ordered."""
+"""A seed decides which faults come when, and what is ordered."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_another() -> None
     assert schedule.plan_faults(7, 300.0) != schedule.plan_faults(8, 300.0)
 
 
-def test_one_of_our_own_is_struck_every_second_and_a_server_every_twenty() -> None:
+def test_one_of_our_own_processes_has_a_fault_every_second_and_a_server_every_twenty() -> None:
     plan = schedule.plan_faults(1, 600.0)
-    own = [strike.at for strike in plan if strike.victim in OWN]
+    own = [fault.at for fault in plan if fault.target in OWN]
     assert own == [float(second) for second in range(1, 600)]
-    servers = [strike.at for strike in plan if strike.victim not in OWN]
+    servers = [fault.at for fault in plan if fault.target not in OWN]
     assert servers == [10.0 + 20.0 * number for number in range(30)]
-    assert [strike.at for strike in plan] == sorted(strike.at for strike in plan)
+    assert [fault.at for fault in plan] == sorted(fault.at for fault in plan)
 
 
-def test_everything_is_struck_in_every_way_in_ten_minutes() -> None:
-    struck = {(strike.victim, strike.how) for strike in schedule.plan_faults(1, 600.0)}
-    for victim in OWN - {FaultTarget.BROKER_SESSION}:
-        assert {(victim, FaultKind.KILL), (victim, FaultKind.STOP)} <= struck
-    for victim in (FaultTarget.TEMPORAL, FaultTarget.VALKEY, FaultTarget.POSTGRES, FaultTarget.EXCHANGE):
-        assert (victim, FaultKind.KILL) in struck
+def test_everything_has_every_kind_of_fault_in_ten_minutes() -> None:
+    hit = {(fault.target, fault.kind) for fault in schedule.plan_faults(1, 600.0)}
+    for target in OWN - {FaultTarget.BROKER_SESSION}:
+        assert {(target, FaultKind.KILL), (target, FaultKind.STOP)} <= hit
+    for target in (FaultTarget.TEMPORAL, FaultTarget.VALKEY, FaultTarget.POSTGRES, FaultTarget.EXCHANGE):
+        assert (target, FaultKind.KILL) in hit
     forgets = {FaultKind.FLUSH, FaultKind.LAG, FaultKind.REWIND, FaultKind.FLUSH_CANCELS}
-    assert {(FaultTarget.VALKEY, how) for how in forgets} <= struck
+    assert {(FaultTarget.VALKEY, kind) for kind in forgets} <= hit
 
 
 def test_the_harder_faults_come_in_every_other_round() -> None:
     plan = schedule.plan_faults(1, 16 * schedule.SERVER_FAULT_EVERY)
-    rounds = [strike.how for strike in plan if strike.victim is FaultTarget.VALKEY]
+    rounds = [fault.kind for fault in plan if fault.target is FaultTarget.VALKEY]
     assert set(rounds[:3]) == {FaultKind.KILL, FaultKind.FLUSH_CANCELS, FaultKind.REWIND}
     assert set(rounds[3:]) == {FaultKind.KILL, FaultKind.FLUSH, FaultKind.LAG}
 
 
 def test_a_lot_always_chooses_somebody() -> None:
-    lots = [strike.lot for seed in range(50) for strike in schedule.plan_faults(seed, 100.0)]
+    lots = [fault.lot for seed in range(50) for fault in schedule.plan_faults(seed, 100.0)]
     assert all(0.0 <= lot < 1.0 for lot in lots)
     assert max(lots) > 0.99
 

@@ -2,8 +2,8 @@
 
 What a claimer knows for certain, in a file that outlives it: a number for each of its claims.
 
-It stands for a workflow's history: whoever takes over goes on with the first claim that has no worker yet,
-under the same claim ids.
+It stands for a workflow's history: the process that takes over goes on with the first claim that has no
+worker yet, under the same claim ids.
 """
 
 from __future__ import annotations

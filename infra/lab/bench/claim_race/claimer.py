@@ -24,7 +24,7 @@ from worker_runtime.protocol import keys, scripts
 BATCH = 32
 #: Parts of all batches whose replies are lost, and of all messages that are sent twice.
 LOST, TWICE = 0.02, 0.1
-#: One claim in so many is never told to its worker.
+#: One claim in this many never reaches its worker.
 FORGOTTEN_EVERY = 500
 
 
@@ -92,13 +92,13 @@ class Claimer:
         return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL]
 
     def _deliver(self, claims: list[int], found: dict[int, int]) -> None:
-        told = [
+        delivered = [
             f"{found[claim]} {claim_ledger.claim_id(self._number, claim)}"
             for claim in claims
             for _ in range(self._times())
         ]
-        if told:
-            self._client.rpush(claim_ledger.DELIVERIES, *told)
+        if delivered:
+            self._client.rpush(claim_ledger.DELIVERIES, *delivered)
 
 
 def main() -> int:

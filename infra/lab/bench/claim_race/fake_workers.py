@@ -58,7 +58,7 @@ class FakeWorkers:
             self.announce(missing)
 
     def announce(self, count: int) -> None:
-        """So many new workers are free."""
+        """Announces `count` new free workers."""
         with self._client.pipeline(transaction=False) as pipe:
             for _ in range(count):
                 number = len(self.truth.confirmed)
@@ -69,10 +69,10 @@ class FakeWorkers:
 
     def _take(self) -> int:
         """Some messages, as each worker takes its own; returns how many."""
-        told: Any = self._client.lpop(claim_ledger.DELIVERIES, STEP) or []
-        if not told:
+        delivered: Any = self._client.lpop(claim_ledger.DELIVERIES, STEP) or []
+        if not delivered:
             return 0
-        pairs = [(int(worker), claim.decode()) for worker, claim in (one.split() for one in told)]
+        pairs = [(int(worker), claim.decode()) for worker, claim in (one.split() for one in delivered)]
         with self._client.pipeline(transaction=False) as pipe:
             for worker, claim in pairs:
                 pipe.evalsha(*_settle(worker, claim, "confirmed"))
@@ -87,7 +87,7 @@ class FakeWorkers:
             for worker in set(ended):
                 pipe.pexpire(keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker)), _SERVED_MS)
             pipe.execute()
-        return len(told)
+        return len(delivered)
 
     def _confirm(self, worker: int, claim: str) -> None:
         claimer, _, number = claim.partition("-")

@@ -6,7 +6,7 @@ repeats what its predecessor had not written down. Workers get messages twice, o
 released in the end, and its message then arrives too late. Afterwards the claimers' ledgers are compared with
 what each worker knows.
 
-Then the rate: claims from a full pool, beside bare ZPOPMIN by the same clients on the same server.
+Then the rate: claims from a full pool, compared with bare ZPOPMIN by the same clients on the same server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from infra.processes import end_with_parent
 from worker_runtime.protocol import keys, scripts
 
 CLAIMERS = 8
-#: Claims of the part that measures the rate, at the most.
+#: Most claims in the part that measures the rate.
 RATED = 200_000
 #: Seconds between two kills; a claimer starts in 0.3 s.
 KILL_PERIOD = 1.0
@@ -127,7 +127,7 @@ def _race(url: str, client: Redis, folder: Path, claims: int, kill_period: float
     try:
         workers.serve(_telling(race, ledgers, claims, say))
         seconds = time.monotonic() - began
-        say("claim-race: comparing the books")
+        say("claim-race: comparing the ledgers")
         return {**_judged(client, ledgers, workers), "kills": race.kills, "race_s": round(seconds, 1)}
     finally:
         race.end()
@@ -213,10 +213,10 @@ def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str,
         client.rpush(popper.GO, *range(len(processes)))
         took = []
         for process in processes:
-            told, _ = process.communicate(timeout=600)
+            printed, _ = process.communicate(timeout=600)
             if process.returncode:
                 raise ServerFailed("the pool was empty too early")
-            took.append(float(told))
+            took.append(float(printed))
     finally:
         for process in processes:
             process.kill()

@@ -1,1 +1,1 @@
-"""The naive design that the `idle` benchmark runs beside ours: a workflow per user, a look a minute."""
+"""Fleets that are simulated or planted, and the naive design that `berth bench idle` compares with ours."""

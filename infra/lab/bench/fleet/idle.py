@@ -3,7 +3,7 @@
 All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that thousands
 fit on one host. After all users have become Active comes the rest: actions are counted from the
 histories, CPU is measured from outside. The idle timeout is so long that it does not fire. Then, on the same
-servers with our orchestrator and API stopped, as many naive workflows that look every minute, for the same
+servers with our orchestrator and API stopped, as many naive workflows that poll every minute, for the same
 time.
 
 At rest nothing fires, so a second figure says what users cost who are active all the time: each idle timeout
@@ -130,16 +130,16 @@ def _measure_naive(
     """Actions and CPU of as many naive workflows. Our orchestrator is stopped, so the CPU is theirs."""
     names = [user.user_id for user in users]
 
-    def told(started: int) -> None:
+    def say_started(started: int) -> None:
         say(f"idle: {started} of {len(names)} naive workflows started")
 
     folder: Path = target.stack.folder.path
     with PollingWorker(folder / "polling", target.settings) as worker:
-        _with_temporal(target, lambda client: start_polling(client, names, told))
+        _with_temporal(target, lambda client: start_polling(client, names, say_started))
         _pause(min(settle, seconds), partial(_say_left, say, "idle: naive workflows settle"))
         share = CpuShare({"server": target.stack.temporal.pid, "worker": worker.pid})
         began = datetime.now(UTC)
-        _pause(seconds, partial(_say_left, say, f"idle: {len(names)} naive workflows look every minute"))
+        _pause(seconds, partial(_say_left, say, f"idle: {len(names)} naive workflows poll every minute"))
         cpu = share.percent()
         ended = datetime.now(UTC)
         counted = _with_temporal(target, lambda client: actions.count(client, began, ended))
@@ -233,7 +233,7 @@ def _active(target: Target, users: Sequence[BenchUser]) -> int:
     """How many of them have a worker that says it is Active."""
     marks = MarkPoller(target.settings.valkey_url)
     try:
-        return sum(marks.look(user.user_id).state == "Active" for user in users)
+        return sum(marks.read_mark(user.user_id).state == "Active" for user in users)
     finally:
         marks.close()
 
@@ -242,11 +242,11 @@ def _rate(counted: Counter[str], workers: int, hours: float) -> float:
     return round(counted.total() / workers / hours, 3)
 
 
-def _pause(seconds: float, told: Callable[[float], None]) -> None:
-    """Rests; `told` gets the seconds that are left."""
+def _pause(seconds: float, on_progress: Callable[[float], None]) -> None:
+    """Rests; `on_progress` gets the seconds that are left."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        told(left)
+        on_progress(left)
         time.sleep(min(left, 1.0))
 
 
@@ -275,7 +275,7 @@ def table(result: dict[str, Any]) -> None:
                 f"orchestrator {size['orchestrator_cpu_pct']} %",
             ),
             (
-                f"{head}: naive, a look a minute",
+                f"{head}: naive, a poll a minute",
                 f"{size['naive_actions_per_hour']} actions a worker-hour   "
                 f"server {size['naive_server_cpu_pct']} %   worker {size['naive_worker_cpu_pct']} %",
             ),

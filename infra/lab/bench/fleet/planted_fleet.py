@@ -75,8 +75,10 @@ class PlantedFleet:
             for user, mark in self.marks.items():
                 epoch, _, worker = mark.partition(":")
                 pipe.set(keys.mark(user), mark, ex=_LIVES)
-                told: dict[Any, Any] = {"state": "Active", "task": f"task-{worker}", "epoch": epoch}
-                pipe.hset(keys.metadata(user), mapping={**told, "last_activity_ms": int(time.time() * 1000)})
+                metadata: dict[Any, Any] = {"state": "Active", "task": f"task-{worker}", "epoch": epoch}
+                pipe.hset(
+                    keys.metadata(user), mapping={**metadata, "last_activity_ms": int(time.time() * 1000)}
+                )
                 owner: dict[Any, Any] = {"epoch": epoch, "worker": worker, "generation": "planted"}
                 pipe.hset(keys.owner(user), mapping=owner)
                 pipe.hset(keys.switch(user), mapping={"*version": 0, "*": "open"})

@@ -34,7 +34,7 @@ class PollingActivities:
         self._client = client
 
     @activity.defn(name=READ_MARK)
-    async def look(self, user_id: str) -> bool:
+    async def read_mark(self, user_id: str) -> bool:
         """Whether the user's worker is marked as alive."""
         return bool(await self._client.exists(keys.mark(user_id)))
 
@@ -51,7 +51,7 @@ async def _serve(polls: Callable[[], None]) -> None:
         temporal,
         task_queue=QUEUE,
         workflows=[NaivePollingWorkflow],
-        activities=[PollingActivities(client).look],
+        activities=[PollingActivities(client).read_mark],
         max_cached_workflows=_CACHED,
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),

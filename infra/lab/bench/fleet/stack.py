@@ -74,8 +74,8 @@ class PollingWorker(ChildComponent):
         return self._ready.exists()
 
 
-async def start_polling(client: Client, user_ids: Sequence[str], told: Callable[[int], None]) -> None:
-    """Starts one workflow per user; their looks are spread over the period. `told` gets the number."""
+async def start_polling(client: Client, user_ids: Sequence[str], on_progress: Callable[[int], None]) -> None:
+    """Starts one workflow per user; their polls are spread over the period. `on_progress` gets the number."""
     turn, started = asyncio.Semaphore(_AT_ONCE), 0
 
     async def start(number: int, user_id: str) -> None:
@@ -89,6 +89,6 @@ async def start_polling(client: Client, user_ids: Sequence[str], told: Callable[
                 task_queue=QUEUE,
             )
         started += 1
-        told(started)
+        on_progress(started)
 
     await asyncio.gather(*(start(number, user_id) for number, user_id in enumerate(user_ids)))

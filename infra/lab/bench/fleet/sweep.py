@@ -32,7 +32,7 @@ from worker_runtime.protocol import keys
 
 #: As in `workflows.names`, which this room must not import.
 _WORKFLOW, _QUEUE = "MaintenanceWorkflow", "berth-bulk"
-#: One worker in so many is odd.
+#: One worker in this many is odd.
 ONE_IN = 10
 #: Seconds until the orchestrator's other loops have taken the planted fleet in.
 _SETTLE = 2.0
@@ -91,7 +91,7 @@ async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[s
         await planted.into_database(database)
         await asyncio.sleep(_SETTLE)
         rounds = []
-        for number, name in enumerate(("first look", "second look", "clean up", "afterwards")):
+        for number, name in enumerate(("first pass", "second pass", "clean up", "afterwards")):
             say(f"sweep: {planted.workers} workers, {name}")
             began = time.monotonic()
             await client.execute_workflow(

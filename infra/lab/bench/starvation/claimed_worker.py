@@ -156,10 +156,10 @@ class ClaimedWorker:
         )
         inbox = keys.pool_inbox(_POOL, self.worker_id)
         commands.redis.rpush(inbox, sealing.sign(claim, self._key))
-        told = commands.redis.blpop([keys.pool_reply(_POOL, claim_id)], _PATIENCE)
-        if told is None:
+        answered = commands.redis.blpop([keys.pool_reply(_POOL, claim_id)], _PATIENCE)
+        if answered is None:
             raise ServerFailed(f"the worker was not connected within {_PATIENCE:.0f} s")
-        reply: ClaimReply = decode(told[1], ClaimReply)
+        reply: ClaimReply = decode(answered[1], ClaimReply)
         if reply.failure is not None:
             raise ServerFailed(f"the worker: {reply.failure.code}: {reply.failure.detail}")
 

@@ -18,7 +18,7 @@ from infra.node.cgroup import LimitsUnavailable, MemoryGroup, delegate, own_grou
 
 #: Microseconds; the kernel's usual period of a quota.
 _PERIOD = 100_000
-#: Seconds that the kernel takes at the most to let go of killed processes.
+#: Longest time in seconds for the kernel to let go of killed processes.
 _EMPTY_WITHIN = 10.0
 
 

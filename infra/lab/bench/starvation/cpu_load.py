@@ -1,6 +1,6 @@
 """`python -m infra.lab.bench.starvation.cpu_load processes|threads N`: keeps all CPUs of its cgroup busy.
 
-It begins when it is told to by a line on standard input, and ends when that is closed.
+It begins with a line on standard input, and ends when that is closed.
 """
 
 from __future__ import annotations

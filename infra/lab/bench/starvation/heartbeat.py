@@ -41,7 +41,7 @@ from infra.local.servers import ValkeyServer
 from infra.processes import end_with_parent
 from worker_runtime.protocol import keys
 
-#: What runs beside the worker, and how many of it (issue 3).
+#: What keeps the CPUs busy, and how many of it.
 LOADS = {"processes": 64, "threads": 240}
 #: Percent of one core: two CPUs, then one. A host of two cores throttles at 95 % of them, not at 100.
 QUOTAS = (min(200, 95 * (os.cpu_count() or 1)), 100)

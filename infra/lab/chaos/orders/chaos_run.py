@@ -1,4 +1,4 @@
-"""The storm: clients trade while everything is struck; then calm, until all is settled."""
+"""The chaos run on orders: clients trade while faults are injected; then everything settles."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target
 from infra.local.process import ServerFailed
 
-#: Share of the calls at which a fault strikes: of a login less, because each one lost costs a whole connect.
+#: Share of the exchange's calls that have a fault. Logins have fewer: each lost one costs a whole connect.
 FAULT_RATE = 0.02
 _RATES = {FaultPoint.LOST_LOGIN: 0.005, FaultPoint.LOST_PONG: 0.01, FaultPoint.EVENT_GAP: 0.005}
-#: Workers that are started at the same time, before the storm.
+#: Workers that are started at the same time, before the first fault.
 _STARTS_AT_ONCE = 6
-#: Seconds between two looks at what is not settled yet.
+#: Seconds between two counts of the orders that are not settled.
 _POLL_PERIOD = 0.5
-#: Strikes take a thread each while a server starts.
+#: A fault takes a thread while it starts a server.
 _THREADS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderChaosRun:
-    """One run of it.
+    """What a run does.
 
-    `patience`: seconds in which a client tries to get an answer to one order. `settle`: how many everything
-    gets to settle at the end.
+    `patience`: seconds in which a client tries to get an answer to one order. `settle`: seconds in which
+    everything settles at the end.
     """
 
     seed: int
@@ -52,13 +52,13 @@ class OrderChaosRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOutcome:
-    """What it left behind."""
+    """What a run left behind."""
 
     books: Books
     placed: Sequence[ClientOrder]
     kills: dict[str, int]
     missed: dict[str, int]
-    struck: Sequence[str]
+    injected: Sequence[str]
     counts: dict[str, int]
     settle_s: float
 
@@ -84,34 +84,37 @@ def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
 
 
 async def run_chaos(
-    target: Target, users: Sequence[BenchUser], storm: OrderChaosRun, say: Say
+    target: Target, users: Sequence[BenchUser], chaos: OrderChaosRun, say: Say
 ) -> ChaosOutcome:
-    """Raises `ServerFailed` when something that was struck cannot be started again."""
+    """Trades and injects faults, then waits until all is settled.
+
+    Raises `ServerFailed` when something that was killed cannot be started again.
+    """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(max_workers=_THREADS))
     exchange_url = target.settings.exchange_admin_url
     async with ExchangeAdmin(exchange_url) as exchange:
         prices = {symbol: await exchange.price(symbol) for symbol in SYMBOLS}
-        await _inject_exchange_faults(exchange, users, storm.seed)
+        await _inject_exchange_faults(exchange, users, chaos.seed)
     async with open_http_client(target.api_url) as http:
         clients = TradingClients(
             http,
-            storm.seed,
+            chaos.seed,
             users,
             prices,
             operator_key=target.stack.admin_key,
-            patience=storm.patience,
+            patience=chaos.patience,
         )
-        striker = FaultInjector(target.stack, users, clients.cancel_working)
+        injector = FaultInjector(target.stack, users, clients.cancel_working)
         try:
-            say("storm: orders flow, everything is struck")
+            say("chaos: orders flow, faults are injected")
             began = loop.time()
             async with asyncio.TaskGroup() as group:
-                group.create_task(striker.run(storm.plan, began))
-                group.create_task(clients.run(storm.shapes, began))
-            say("storm: over; everything is started again")
+                group.create_task(injector.run(chaos.plan, began))
+                group.create_task(clients.run(chaos.shapes, began))
+            say("chaos: over; everything is started again")
             await _restore(target, users, clients)
-            settled = await _wait_until_settled(target, storm.settle, say)
+            settled = await _wait_until_settled(target, chaos.settle, say)
             database = Database(target.settings.database_url, pool_size=1)
             try:
                 read = await books.read_books(database, exchange_url)
@@ -120,18 +123,18 @@ async def run_chaos(
             return ChaosOutcome(
                 books=read,
                 placed=clients.placed,
-                kills=dict(striker.kills),
-                missed=dict(striker.missed),
-                struck=striker.struck,
+                kills=dict(injector.kills),
+                missed=dict(injector.missed),
+                injected=injector.injected,
                 counts=dict(clients.counts),
                 settle_s=settled,
             )
         finally:
-            striker.close()
+            injector.close()
 
 
 async def _inject_exchange_faults(exchange: ExchangeAdmin, users: Sequence[BenchUser], seed: int) -> None:
-    """All faults that the exchange knows, prices that move, and accounts of different kinds."""
+    """Switches on all faults of the exchange, prices that move, and accounts of different kinds."""
     chance = random.Random(f"accounts {seed}")  # noqa: S311 - how an account behaves is no secret
     rates = {point: _RATES.get(point, FAULT_RATE) for point in FaultPoint}
     await exchange.set_fault_plan(FaultPlan(seed=seed, rates=rates))
@@ -151,7 +154,7 @@ async def _inject_exchange_faults(exchange: ExchangeAdmin, users: Sequence[Bench
 
 
 async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingClients) -> None:
-    """Everything runs, nothing misbehaves, the trading day is over, and nobody is parked."""
+    """Starts everything, ends all faults and the trading day, and takes every user out of parking."""
     for server in target.stack.servers:
         await start_server(server)
     async with ExchangeAdmin(target.settings.exchange_admin_url) as exchange:
@@ -165,12 +168,15 @@ async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingC
 
 
 async def _wait_until_settled(target: Target, patience: float, say: Say) -> float:
-    """Seconds until every order was final or on a person's list; at most `patience`."""
+    """Waits at most `patience` seconds until every order is final or on a person's list.
+
+    Returns how long it took.
+    """
     began = time.monotonic()
     database = Database(target.settings.database_url, pool_size=1)
     try:
         while (left := await books.count_unsettled(database)) and time.monotonic() - began < patience:
-            say(f"storm: over; {left} orders are not settled yet")
+            say(f"chaos: over; {left} orders are not settled yet")
             await asyncio.sleep(_POLL_PERIOD)
     finally:
         await database.close()

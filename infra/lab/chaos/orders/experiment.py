@@ -1,8 +1,9 @@
 """`berth chaos orders`: users trade while everything is broken, and no order may be lost or doubled.
 
-A local stack with short waits; a seed decides what is ordered, how the exchange misbehaves and who is struck
-when. Every second one of our own processes is killed or stopped for a while, every 20 s a server. Afterwards
-everything runs again, and when all has settled the exchange's ledger is compared with our books.
+It runs a local stack with short waits. A seed decides what is ordered, how the exchange misbehaves and which
+fault comes when: every second one of our own processes is killed or stopped for a while, every 20 s a server.
+Afterwards everything is started again, and when all has settled, the exchange's ledger is compared with our
+books.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from infra.lab.target import Target, own_folder
 from infra.local.stack import LocalStack
 
 #: Seconds for everything to settle: verification waits a minute before it takes an order for absent, and
-#: looks at a followed one once a minute at the least.
+#: checks a followed one at least once a minute.
 SETTLE = 300.0
-#: At least so many of the orders must be settled by the broker, at the most so many may need a person
-#: (issue 4): parking everything would lose nothing, either.
+#: Share of the orders that the broker must settle, and that may need a person at most. Without these limits,
+#: to park every order would pass: it loses nothing.
 LEAST_BY_BROKER = 0.9
 MOST_ATTENTION = 0.01
 _POOL = 6
@@ -37,7 +38,7 @@ _ORCHESTRATORS = 2
 #: Seconds for an orchestrator to say that it is ready, on a host that is busy with all the rest: it works
 #: from the first second on, and one that is ended for its slowness begins from nothing.
 _ORCHESTRATOR_START = 300.0
-#: Findings whose orders are told in full.
+#: Findings whose orders are shown in full.
 _TRACED = 20
 
 
@@ -54,10 +55,10 @@ def run(
     say: Say = silent,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """`rate` orders a second of `users` users; a server is struck every `server_every` seconds.
+    """`rate` orders a second of `users` users; a server has a fault every `server_every` seconds.
 
     A client tries for `patience` seconds to get an answer, and at the end everything gets `settle` seconds.
-    `folder` keeps data and logs for a look afterwards; `overrides` are settings of the stack. Raises
+    `folder` keeps data and logs; `overrides` are settings of the stack. Raises
     `BerthError` when the stack could not be run.
     """
     seconds = minutes * 60
@@ -68,9 +69,9 @@ def run(
         patience=patience,
         settle=settle,
     )
-    # No midnight in the storm: what was filled before it is on no list after it, and a person would decide.
+    # No midnight in the run: fills from before it are on no list after it, and a person would have to decide.
     overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))
-    say("storm: the stack starts")
+    say("chaos: the stack starts")
     with ExitStack() as left:
         if folder is None:
             folder = left.enter_context(own_folder())
@@ -97,8 +98,8 @@ def run(
         ],
         "traces": traces,
         "faults_by_point": faults,
-        "schedule": [str(strike) for strike in plan.plan],
-        "struck": list(aftermath.struck),
+        "schedule": [str(fault) for fault in plan.plan],
+        "injected": list(aftermath.injected),
     }
 
 
@@ -129,7 +130,7 @@ def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
 
 
 def broken(result: dict[str, Any]) -> list[str]:
-    """Which promises did not hold, in sentences; none: the run is passed."""
+    """Which promises did not hold, in sentences; none: the run passed."""
     rules = (
         (not result["orders"], "no order was accepted"),
         (result["lost"], "orders were lost"),
@@ -146,7 +147,7 @@ def broken(result: dict[str, Any]) -> list[str]:
 
 
 def _faults(log: Path) -> dict[str, int]:
-    """How often the exchange misbehaved, by fault point, as its log tells."""
+    """Counts the exchange's faults in its log, by fault point."""
     counted: Counter[str] = Counter()
     for line in log.read_text(errors="replace").splitlines():
         if '"exchange.fault"' in line:
@@ -176,7 +177,7 @@ def _first_orders(findings: tuple[OrderFinding, ...]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> None:
-    """What a person reads."""
+    """Prints the figures."""
     accepted = result["orders"]
     figures.print_table(
         f"chaos: orders, seed {result['seed']}, {result['minutes']:g} min, {result['users']} users",
@@ -197,8 +198,8 @@ def table(result: dict[str, Any]) -> None:
             ("time to settle", f"{result['settle_s']} s"),
             ("states", _counts(result["states"])),
             ("faults of the exchange", _counts(result["faults_by_point"])),
-            ("strikes", _counts(result["kills_by_kind"])),
-            ("strikes that found nobody", _counts(result["missed_by_kind"]) or "none"),
+            ("faults injected", _counts(result["kills_by_kind"])),
+            ("faults that found no target", _counts(result["missed_by_kind"]) or "none"),
             ("what clients met", _counts(result["clients"])),
             ("verdict", "; ".join(result["broken"]) or "every promise held"),
         ],

@@ -1,6 +1,6 @@
-"""A replica of Valkey that lagged: the server comes back as it was, out of its append-only file.
+"""Injects the faults of a schedule into a running stack, and brings everything back.
 
-Carries out the strikes of a schedule on a running stack, and brings everything back.
+One of them is a replica of Valkey that lagged: the server comes back as it was, from its append-only file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG, _COPY = "appendonlydir", "lagging"
 
 
 def copy_valkey_log(valkey: ValkeyServer) -> Path | None:
-    """What the server knows now; None if it could not be copied."""
+    """Copies what the server knows now. Returns None if that failed."""
     made = valkey.directory / _COPY
     shutil.rmtree(made, ignore_errors=True)
     try:
@@ -47,8 +47,10 @@ def copy_valkey_log(valkey: ValkeyServer) -> Path | None:
 
 
 def promote_copy(valkey: ValkeyServer, made: Path) -> None:
-    """Kills the server and puts the copy in the place of its data; the generation stays the same. The caller
-    starts it."""
+    """Kills the server and puts the copy in the place of its data. The caller starts it.
+
+    The generation stays the same.
+    """
     log = valkey.directory / _LOG
     valkey.kill()
     shutil.rmtree(log)
@@ -57,9 +59,9 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
 
 #: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs to log in.
 LISTS_LAG = 4.0
-#: Of so many users, one loses the worker in a rewind.
+#: One user in three loses the worker in a rewind.
 _WORKERS_LOST = 3
-#: A strike has up to 3 `seconds`; the flush comes so much of it after the cancels, which take some 30 ms.
+#: The flush comes this share of a fault's `seconds` (up to 3) after the cancels, which take some 30 ms.
 _CANCELS_TAKE = 0.02
 #: How often a start is tried, and the pause: a server that it needs may be down for a while.
 _STARTS = 10
@@ -69,9 +71,10 @@ T = TypeVar("T")
 
 
 class FaultInjector:
-    """`kills` counts what was done by its name; `missed` what could not be: its victim was down or busy.
+    """Carries out the faults of a plan.
 
-    `struck` is a line for each strike that was carried out, with the time at which it was over.
+    `kills` counts the faults by name; `missed` those whose target was down or busy. `injected` has a line for
+    each fault, with the time at which it was over.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class FaultInjector:
         """`cancel_all` cancels every order that works, all at once, and returns when that is answered."""
         self.kills: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
-        self.struck: list[str] = []
+        self.injected: list[str] = []
         self._stack = stack
         self._users = users
         self._cancel_all = cancel_all
@@ -95,16 +98,16 @@ class FaultInjector:
         self._valkey.close()
 
     async def run(self, plan: Sequence[PlannedFault], began: float) -> None:
-        """All strikes, each at its time after `began` (the loop's clock); returns when all is brought back.
+        """Injects each fault at its time after `began` (the loop's clock); returns when all is brought back.
 
         Raises `ServerFailed` if something could not be started again.
         """
         loop = asyncio.get_running_loop()
         under_way: list[asyncio.Task[None]] = []
         try:
-            for strike in plan:
-                await asyncio.sleep(began + strike.at - loop.time())
-                under_way.append(asyncio.create_task(self._inject(strike, began)))
+            for fault in plan:
+                await asyncio.sleep(began + fault.at - loop.time())
+                under_way.append(asyncio.create_task(self._inject(fault, began)))
                 for task in [one for one in under_way if one.done()]:
                     under_way.remove(task)
                     task.result()
@@ -112,51 +115,51 @@ class FaultInjector:
         finally:
             await tasks.cancel_tasks(*under_way)
 
-    async def _inject(self, strike: PlannedFault, began: float) -> None:
-        done = await self._apply_fault(strike)
-        (self.kills if done else self.missed)[f"{strike.how} {strike.victim}"] += 1
+    async def _inject(self, fault: PlannedFault, began: float) -> None:
+        done = await self._apply_fault(fault)
+        (self.kills if done else self.missed)[f"{fault.kind} {fault.target}"] += 1
         over = asyncio.get_running_loop().time() - began
-        self.struck.append(f"{strike}: {f'over at {over:.1f} s' if done else 'found nobody'}")
+        self.injected.append(f"{fault}: {f'over at {over:.1f} s' if done else 'found no target'}")
 
-    async def _apply_fault(self, strike: PlannedFault) -> bool:
+    async def _apply_fault(self, fault: PlannedFault) -> bool:
         stack = self._stack
-        match strike.victim:
+        match fault.target:
             case FaultTarget.WORKER | FaultTarget.SESSION | FaultTarget.SUPERVISOR:
-                return await self._worker(strike)
+                return await self._worker(fault)
             case FaultTarget.BROKER_SESSION:
-                return await self._broker_session(strike)
+                return await self._broker_session(fault)
             case FaultTarget.API_PROCESS:
-                return await self._api_process(strike)
+                return await self._api_process(fault)
             case FaultTarget.ORCHESTRATOR:
-                return await self._server(_pick(stack.orchestrators, strike.lot), strike)
+                return await self._server(_pick(stack.orchestrators, fault.lot), fault)
             case FaultTarget.NODE:
-                return await self._server(stack.node, strike)
+                return await self._server(stack.node, fault)
             case FaultTarget.API:
-                return await self._server(stack.api, strike)
+                return await self._server(stack.api, fault)
             case FaultTarget.TEMPORAL:
-                return await self._server(stack.temporal, strike)
+                return await self._server(stack.temporal, fault)
             case FaultTarget.VALKEY:
-                return await self._server(stack.valkey, strike)
+                return await self._server(stack.valkey, fault)
             case FaultTarget.POSTGRES:
-                return await self._server(stack.postgres, strike)
+                return await self._server(stack.postgres, fault)
             case FaultTarget.EXCHANGE:
-                return await self._server(stack.exchange, strike)
+                return await self._server(stack.exchange, fault)
 
     # --- workers and sessions -------------------------------------------------------------------------
 
-    async def _worker(self, strike: PlannedFault) -> bool:
-        user = _pick(self._users, strike.lot)
+    async def _worker(self, fault: PlannedFault) -> bool:
+        user = _pick(self._users, fault.lot)
         found = await self._processes_of(user)
         pids: tuple[int, ...] = {
             FaultTarget.SESSION: (found.session,),
             FaultTarget.SUPERVISOR: (found.supervisor,),
-        }.get(strike.victim, found.all)
+        }.get(fault.target, found.all)
         if not any(pids):
             return False
-        if strike.how is FaultKind.KILL:
+        if fault.kind is FaultKind.KILL:
             send_signal(signal.SIGKILL, *pids)
         else:
-            await self._stop_a_while(pids, strike.seconds)
+            await self._freeze(pids, fault.seconds)
         return True
 
     async def _processes_of(self, user: BenchUser) -> WorkerProcesses:
@@ -169,16 +172,16 @@ class FaultInjector:
                 self._workers[user_id] = str(mark).partition(":")[2]
         return self._workers.get(user_id, "")
 
-    async def _broker_session(self, strike: PlannedFault) -> bool:
-        user = _pick(self._users, strike.lot)
+    async def _broker_session(self, fault: PlannedFault) -> bool:
+        user = _pick(self._users, fault.lot)
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             try:
-                return bool(await exchange.end_sessions(user.account_id, abrupt=strike.how is FaultKind.KILL))
+                return bool(await exchange.end_sessions(user.account_id, abrupt=fault.kind is FaultKind.KILL))
             except ExchangeUnreachable:
                 return False
 
     @staticmethod
-    async def _stop_a_while(pids: Sequence[int], seconds: float) -> None:
+    async def _freeze(pids: Sequence[int], seconds: float) -> None:
         send_signal(signal.SIGSTOP, *pids)
         try:
             await asyncio.sleep(seconds)
@@ -187,41 +190,41 @@ class FaultInjector:
 
     # --- servers and our own processes ----------------------------------------------------------------
 
-    async def _api_process(self, strike: PlannedFault) -> bool:
+    async def _api_process(self, fault: PlannedFault) -> bool:
         pids = _api_pids(self._stack.api)
         if not pids:
             return False
-        pid = _pick(pids, strike.lot)
-        if strike.how is FaultKind.KILL:
+        pid = _pick(pids, fault.lot)
+        if fault.kind is FaultKind.KILL:
             send_signal(signal.SIGKILL, pid)
         else:
-            await self._stop_a_while((pid,), strike.seconds)
+            await self._freeze((pid,), fault.seconds)
         return True
 
-    async def _server(self, server: Server, strike: PlannedFault) -> bool:
-        if strike.how is FaultKind.FLUSH:
+    async def _server(self, server: Server, fault: PlannedFault) -> bool:
+        if fault.kind is FaultKind.FLUSH:
             return await asyncio.to_thread(self._flush)
-        if strike.how is FaultKind.FLUSH_CANCELS:
-            return await self._flush_amid_cancels(strike.seconds)
+        if fault.kind is FaultKind.FLUSH_CANCELS:
+            return await self._flush_amid_cancels(fault.seconds)
         async with self._alone(server) as free:
             if not free or not server.running:
                 return False
-            if strike.how is FaultKind.LAG:
-                return await self._lag(strike.seconds)
-            if strike.how is FaultKind.REWIND:
-                return await self._rewind(strike)
-            if strike.how is FaultKind.STOP:
-                await self._stop_a_while((server.pid,), strike.seconds)
+            if fault.kind is FaultKind.LAG:
+                return await self._lag(fault.seconds)
+            if fault.kind is FaultKind.REWIND:
+                return await self._rewind(fault)
+            if fault.kind is FaultKind.STOP:
+                await self._freeze((server.pid,), fault.seconds)
             else:
-                how = signal.SIGKILL if strike.how is FaultKind.KILL else signal.SIGTERM
+                how = signal.SIGKILL if fault.kind is FaultKind.KILL else signal.SIGTERM
                 try:
-                    await asyncio.to_thread(server.restart, how, strike.seconds)
+                    await asyncio.to_thread(server.restart, how, fault.seconds)
                 except ServerFailed:
                     await start_server(server)
         return True
 
     async def _lag(self, seconds: float) -> bool:
-        """Valkey forgets what it was told in the last `seconds`; its generation stays the same."""
+        """Makes Valkey forget the writes of the last `seconds`; its generation stays the same."""
         valkey = self._stack.valkey
         copy = await asyncio.to_thread(copy_valkey_log, valkey)
         if copy is None:
@@ -231,16 +234,16 @@ class FaultInjector:
         await start_server(valkey)
         return True
 
-    async def _rewind(self, strike: PlannedFault) -> bool:
-        """What happened in the last `seconds` is known to the exchange alone, and it tells of it late."""
+    async def _rewind(self, fault: PlannedFault) -> bool:
+        """Leaves the last `seconds` known to the exchange alone, whose lists show them late."""
         valkey = self._stack.valkey
-        async with self._lists_lag(strike.seconds + LISTS_LAG) as lagging:
+        async with self._lists_lag(fault.seconds + LISTS_LAG) as lagging:
             copy = await asyncio.to_thread(copy_valkey_log, valkey) if lagging else None
             if copy is None:
                 return False
             async with self._recorders_stopped():
-                await asyncio.sleep(strike.seconds)
-                first = int(strike.lot * _WORKERS_LOST)
+                await asyncio.sleep(fault.seconds)
+                first = int(fault.lot * _WORKERS_LOST)
                 for user in self._users[first::_WORKERS_LOST]:
                     send_signal(signal.SIGKILL, *(await self._processes_of(user)).all)
                 await asyncio.to_thread(promote_copy, valkey, copy)
@@ -250,8 +253,7 @@ class FaultInjector:
 
     @contextlib.asynccontextmanager
     async def _lists_lag(self, seconds: float) -> AsyncIterator[bool]:
-        """In the block, the lists of all accounts are so many seconds behind, or more; false if they are not,
-        because the exchange is away."""
+        """Makes all accounts' lists lag at least `seconds` in the block. False if the exchange is away."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             before: dict[str, Behaviour] = {}
             try:
@@ -272,7 +274,7 @@ class FaultInjector:
 
     @contextlib.asynccontextmanager
     async def _recorders_stopped(self) -> AsyncIterator[None]:
-        """In the block, no orchestrator reads what workers tell."""
+        """Stops all orchestrators in the block: none reads what workers report."""
         async with contextlib.AsyncExitStack() as held:
             for one in self._stack.orchestrators:
                 if await held.enter_async_context(self._alone(one)) and one.running:
@@ -281,7 +283,7 @@ class FaultInjector:
             yield
 
     async def _flush_amid_cancels(self, seconds: float) -> bool:
-        """The cancels go out at once; the server forgets everything within the time that they take."""
+        """Sends all cancels at once, and flushes Valkey while they are under way."""
         cancels = asyncio.ensure_future(self._cancel_all())
         try:
             await asyncio.sleep(seconds * _CANCELS_TAKE)
@@ -293,7 +295,7 @@ class FaultInjector:
 
     @contextlib.asynccontextmanager
     async def _alone(self, server: Server) -> AsyncIterator[bool]:
-        """Whether nobody else is at this server; then it is ours in the block."""
+        """Reserves a server for the block. False if another fault has it."""
         if server.name in self._busy:
             yield False
             return
@@ -312,7 +314,7 @@ class FaultInjector:
 
 
 async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
-    """Makes a call of the exchange, again while it is away. Raises `ExchangeUnreachable` in the end."""
+    """Calls the exchange, again while it is away. Raises `ExchangeUnreachable` in the end."""
     for left in reversed(range(_STARTS)):
         try:
             await call()
@@ -343,7 +345,7 @@ def _api_pids(api: Server) -> list[int]:
     found = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(api.pid).children() if api.running else []:
-            with contextlib.suppress(psutil.Error):  # one that was killed and is not taken leave of yet
+            with contextlib.suppress(psutil.Error):  # one that was killed and is not reaped yet
                 if "spawn_main" in " ".join(child.cmdline()):  # one more child tracks shared resources
                     found.append((child.create_time(), child.pid))
     return [pid for _, pid in sorted(found)]

@@ -1,4 +1,4 @@
-"""Who is harmed when and how: one schedule, the same for the same seed and length."""
+"""The schedule of faults: what is broken, when and how. The same seed and length give the same one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: Seconds between two strikes at our own processes, and at a server.
+#: Seconds between two faults of our own processes, and of servers.
 FAULT_EVERY = 1.0
 SERVER_FAULT_EVERY = 20.0
 
 
 class FaultTarget(StrEnum):
-    """What is harmed."""
+    """What a fault is injected into."""
 
     #: All processes of one user's worker.
     WORKER = "worker"
@@ -24,7 +24,7 @@ class FaultTarget(StrEnum):
     #: All of the API.
     API = "api"
     ORCHESTRATOR = "orchestrator"
-    #: A user's sessions at the exchange are ended, with or without a word.
+    #: A user's sessions at the exchange are ended, with or without a message.
     BROKER_SESSION = "broker session"
     TEMPORAL = "temporal"
     VALKEY = "valkey"
@@ -35,7 +35,7 @@ class FaultTarget(StrEnum):
 class FaultKind(StrEnum):
     """What is done to it."""
 
-    #: SIGKILL. Whoever does not come back by itself is started again after `seconds`.
+    #: SIGKILL. A process that does not come back by itself is started again after `seconds`.
     KILL = "kill"
     #: SIGSTOP, and SIGCONT after `seconds`.
     STOP = "stop"
@@ -45,14 +45,14 @@ class FaultKind(StrEnum):
     FLUSH = "flush"
     #: Valkey is killed and comes back as it was `seconds` ago: a replica that lagged was promoted.
     LAG = "lag"
-    #: The same, and all that could tell better is gone, too: the orchestrators were stopped meanwhile, a
-    #: third of the workers is killed with it, and the broker's lists lag until some seconds afterwards.
+    #: The same, and nothing else knows better: the orchestrators were stopped meanwhile, a third of the
+    #: workers is killed with it, and the broker's lists lag until some seconds afterwards.
     REWIND = "rewind"
     #: All orders that work are cancelled, and meanwhile Valkey forgets everything.
     FLUSH_CANCELS = "flush amid cancels at"
 
 
-#: How often each of our own is struck, relative to the others.
+#: How often each of our own processes is hit, relative to the others.
 _PROCESS_WEIGHTS = {
     FaultTarget.WORKER: 5,
     FaultTarget.SESSION: 5,
@@ -80,24 +80,25 @@ _SERVERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFault:
-    """One harm. `at` and `seconds` are seconds, the first since the begin of the storm.
+    """One fault. `at` is in seconds since the begin of the run; `seconds` is how long it lasts.
 
     `lot` from 0 up to 1 says which of several: the user by number, the process by age.
     """
 
     at: float
-    victim: FaultTarget
-    how: FaultKind
+    target: FaultTarget
+    kind: FaultKind
     seconds: float = 0.0
     lot: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.at:7.1f} s  {self.how} {self.victim} ({self.seconds:.1f} s, lot {self.lot:.3f})"
+        return f"{self.at:7.1f} s  {self.kind} {self.target} ({self.seconds:.1f} s, lot {self.lot:.3f})"
 
 
 def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY) -> list[PlannedFault]:
-    """All harm of a storm of so many seconds, in order of time; a server every `server_every` seconds."""
-    chance = random.Random(f"strikes {seed}")  # noqa: S311 - who is struck is no secret
+    """Plans all faults of a run of `seconds`, in order of time; a server's every `server_every` seconds."""
+    # Another string would give each seed another plan.
+    chance = random.Random(f"strikes {seed}")  # noqa: S311 - faults are no secret
     found = []
     deck: list[tuple[FaultTarget, FaultKind]] = []
     harder = False
@@ -109,14 +110,14 @@ def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EV
     while at < seconds:
         if not deck:
             harder = not harder
-            deck = [(victim, _HARDER.get(how, how) if harder else how) for victim, how in _SERVERS]
+            deck = [(target, _HARDER.get(kind, kind) if harder else kind) for target, kind in _SERVERS]
             chance.shuffle(deck)
-        victim, how = deck.pop()
+        target, kind = deck.pop()
         found.append(
             PlannedFault(
                 at=at,
-                victim=victim,
-                how=how,
+                target=target,
+                kind=kind,
                 seconds=round(chance.uniform(0.1, 3.0), 2),
                 lot=chance.randrange(1000) / 1000,
             )
@@ -126,15 +127,15 @@ def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EV
 
 
 def _process_fault(chance: random.Random, at: float) -> PlannedFault:
-    victim = chance.choices(list(_PROCESS_WEIGHTS), list(_PROCESS_WEIGHTS.values()))[0]
-    if victim is FaultTarget.BROKER_SESSION:
-        how = chance.choice((FaultKind.KILL, FaultKind.RESTART))
+    target = chance.choices(list(_PROCESS_WEIGHTS), list(_PROCESS_WEIGHTS.values()))[0]
+    if target is FaultTarget.BROKER_SESSION:
+        kind = chance.choice((FaultKind.KILL, FaultKind.RESTART))
     else:
-        how = chance.choice((FaultKind.KILL, FaultKind.STOP))
+        kind = chance.choice((FaultKind.KILL, FaultKind.STOP))
     return PlannedFault(
         at=at,
-        victim=victim,
-        how=how,
+        target=target,
+        kind=kind,
         seconds=round(chance.uniform(0.3, 6.0), 2),
         lot=chance.randrange(1000) / 1000,
     )
