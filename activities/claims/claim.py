@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -41,7 +42,7 @@ class _ClaimedWorker:
 
     found: entries.PoolEntry
     worker: m.WorkerRef
-    accounts: list[StoredCredentials] = field(default_factory=list)
+    accounts: Sequence[StoredCredentials] = ()
     open_orders: list[PlaceOrder] = field(default_factory=list)
     crashes: tuple[float, ...] = ()
 

@@ -33,12 +33,13 @@ from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import recording
 from infra.database.orders import watch as order_watch
+from infra.database.orders.acceptance import place_request
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of, place_request
+from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderOutcome, OrderState
 from workflows import names

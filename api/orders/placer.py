@@ -27,9 +27,10 @@ from infra import tasks
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import acceptance
+from infra.database.orders.acceptance import place_request
 from infra.database.trading import limits as trading_limits
 from infra.market.calendar import TAIPEI
-from infra.valkey.request_queue import QueuedRequest, RequestQueue, outcome_of, place_request
+from infra.valkey.request_queue import QueuedRequest, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, DuplicateOrder
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -44,15 +44,7 @@ async def account_exists(session: AsyncSession, user_id: str, account_id: str) -
     return await session.get(BrokerAccount, (user_id, account_id)) is not None
 
 
-def select_accounts(user_id: str) -> Select[StoredCredentials]:
-    """Selects the credentials of all accounts of a user, by account id."""
-    return (
-        select(StoredCredentials)
-        .where(StoredCredentials.user_id == user_id)
-        .order_by(StoredCredentials.account_id)
-    )
-
-
 async def accounts_of_user(session: AsyncSession, user_id: str) -> Sequence[StoredCredentials]:
     """Returns the credentials of all accounts of a user, by account id."""
-    return (await session.scalars(select_accounts(user_id))).all()
+    stored = select(StoredCredentials).where(StoredCredentials.user_id == user_id)
+    return (await session.scalars(stored.order_by(StoredCredentials.account_id))).all()

@@ -10,7 +10,6 @@ from uuid import UUID, uuid4
 
 from redis.asyncio import Redis
 
-from infra.database.models import Order
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
 from worker_runtime.protocol import keys, scripts
@@ -19,10 +18,6 @@ from worker_runtime.protocol.messages import (
     Answer,
     OrderOutcome,
     OrderState,
-    PlaceOrder,
-    PriceType,
-    Side,
-    TimeInForce,
     decode,
     encode,
 )
@@ -152,36 +147,6 @@ class RequestQueue:
             *(keys.mark(user_id), keys.control(user_id)),
         ]
         return bool(await valkey.run_script(self._client, scripts.RING_DOORBELL, names, []))
-
-
-def place_request(
-    order: Order, reply_to: str, unknown_blocks: str = "symbol", lasts: float | None = None
-) -> PlaceOrder:
-    """Makes the request of an order's row. `reply_to` is the channel of the waiting process, or ''.
-
-    `lasts`: seconds from acceptance to the deadline; None takes them from the row.
-    """
-    if lasts is None:
-        lasts = (order.deadline_at - order.created_at).total_seconds()
-    order_id = str(order.id)
-    return PlaceOrder(
-        request_id=order_id,
-        order_id=order_id,
-        user_id=order.user_id,
-        account_id=order.account_id,
-        symbol=order.symbol,
-        side=Side(order.side),
-        quantity=order.quantity,
-        price_type=PriceType(order.price_type),
-        price=order.price,
-        time_in_force=TimeInForce(order.time_in_force),
-        tag=order.tag,
-        reply_to=reply_to,
-        generation=order.generation,
-        reduce_only=order.reduce_only,
-        unknown_blocks=unknown_blocks,
-        lifetime_ms=max(1, round(lasts * 1000)),
-    )
 
 
 def _answer_of(data: bytes | str | None) -> Answer | None:

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from infra.database.engine import Database, SingleStatement
 from infra.database.models import Order
 from infra.database.orders.checks import UNSETTLED_ORDERS, find_refusal
+from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +161,33 @@ async def _repeat_or_refusal(session: AsyncSession, new: NewOrder) -> AcceptedOr
             unknown_blocks=new.unknown_blocks,
         )
     return AcceptedOrder(first, new=False, same_request=first.fingerprint == new.fingerprint)
+
+
+def place_request(
+    order: Order, reply_to: str, unknown_blocks: str = "symbol", lasts: float | None = None
+) -> PlaceOrder:
+    """Makes the request of an order's row. `reply_to` is the channel of the waiting process, or ''.
+
+    `lasts`: seconds from acceptance to the deadline; None takes them from the row.
+    """
+    if lasts is None:
+        lasts = (order.deadline_at - order.created_at).total_seconds()
+    order_id = str(order.id)
+    return PlaceOrder(
+        request_id=order_id,
+        order_id=order_id,
+        user_id=order.user_id,
+        account_id=order.account_id,
+        symbol=order.symbol,
+        side=Side(order.side),
+        quantity=order.quantity,
+        price_type=PriceType(order.price_type),
+        price=order.price,
+        time_in_force=TimeInForce(order.time_in_force),
+        tag=order.tag,
+        reply_to=reply_to,
+        generation=order.generation,
+        reduce_only=order.reduce_only,
+        unknown_blocks=unknown_blocks,
+        lifetime_ms=max(1, round(lasts * 1000)),
+    )

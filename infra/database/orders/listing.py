@@ -5,15 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, String, and_, bindparam, func, or_, select, text, tuple_
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import accounts
+from infra.database.accounts import accounts_of_user
 from infra.database.models import Order, StoredCredentials
-from infra.database.orders.states import OPEN_STATES, RANK
+from infra.database.orders.acceptance import place_request
+from infra.database.orders.states import OPEN_STATES, rank
 from worker_runtime.jobs.protocol.catalog import OrderRow
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder
 
@@ -137,36 +138,29 @@ OPEN_ORDERS_LIMIT = 200
 #: holidays.
 OPEN_ORDERS_AGE = 14
 
-_FINAL_STATES = ", ".join(f"'{state.value}'" for state in sorted(FINAL_ORDER_STATES))
-_NOT_BEGUN = ", ".join(
-    f"'{state.value}'" for state in OrderState if RANK[state] < RANK[OrderState.SUBMITTING]
-)
-_OPEN_ORDERS = text(f"""
-(select cast(coalesce(json_agg(found.message order by found.created_at), '[]') as text)
-   from (select created_at, json_build_object(
-                'type', 'place_order', 'request_id', id, 'order_id', id, 'user_id', user_id,
-                'account_id', account_id, 'symbol', symbol, 'side', side, 'quantity', quantity,
-                'price_type', price_type, 'price', cast(price as text), 'time_in_force', time_in_force,
-                'tag', tag, 'reply_to', '', 'generation', generation, 'reduce_only', reduce_only,
-                'broker_order_id', broker_order_id, 'begun', state not in ({_NOT_BEGUN})) as message
-           from orders
-          where user_id = :user and state not in ({_FINAL_STATES})
-            and created_at > now() - make_interval(days => {OPEN_ORDERS_AGE})
-          order by created_at desc
-          limit {OPEN_ORDERS_LIMIT}) as found)
-""").bindparams(bindparam("user", type_=String))  # noqa: S608 - constants of ours
-_decoder = msgspec.json.Decoder(list[PlaceOrder])
-
 
 async def open_orders_with_accounts(
     session: AsyncSession, user_id: str
-) -> tuple[list[StoredCredentials], list[PlaceOrder]]:
-    """Returns the user's accounts and open orders, oldest first, in one round trip: a claim needs both."""
-    wanted = accounts.select_accounts(user_id).add_columns(_OPEN_ORDERS)
-    rows = (await session.execute(wanted, {"user": user_id})).all()
-    if not rows:
+) -> tuple[Sequence[StoredCredentials], list[PlaceOrder]]:
+    """Returns what a claim needs: the user's accounts and open orders, oldest first."""
+    accounts = await accounts_of_user(session, user_id)
+    if not accounts:
         return [], []
-    return [row[0] for row in rows], _decoder.decode(rows[0][1])
+    age = func.now() - timedelta(days=OPEN_ORDERS_AGE)
+    newest = (
+        select(Order)
+        .where(Order.user_id == user_id, Order.state.in_(OPEN_STATES), Order.created_at > age)
+        .order_by(Order.created_at.desc())
+        .limit(OPEN_ORDERS_LIMIT)
+    )
+    orders = (await session.scalars(newest)).all()
+    return accounts, [_open_order(order) for order in reversed(orders)]
+
+
+def _open_order(order: Order) -> PlaceOrder:
+    begun = rank(order.state) >= rank(OrderState.SUBMITTING)
+    request = place_request(order, "")
+    return msgspec.structs.replace(request, broker_order_id=order.broker_order_id, begun=begun, lifetime_ms=0)
 
 
 async def count_recent_users(session: AsyncSession, since: datetime) -> int:

@@ -19,11 +19,12 @@ from temporalio.client import Client
 from infra.database.engine import Database
 from infra.database.orders import attention
 from infra.database.orders import watch as order_watch
+from infra.database.orders.acceptance import place_request
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from infra.valkey.request_queue import RequestQueue, place_request
+from infra.valkey.request_queue import RequestQueue
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
 from worker_runtime.protocol import keys
