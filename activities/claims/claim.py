@@ -1,4 +1,4 @@
-"""From a claim id to a connected worker. Everything is idempotent by the claim id."""
+"""The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim id."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOr
 from worker_runtime.protocol.switches import UserSwitch
 from workflows.user_worker import messages as m
 
-#: Recent crashes from which on a start is held back: the first one is answered by a new worker at once.
+#: Recent crashes after which a start is held back. After the first one, the user gets a new worker at once.
 BACK_OFF_FROM = 2
 
 log = structlog.get_logger()
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class _ClaimedWorker:
-    """What one transaction gave to a claim."""
+    """What a claim got in its transaction."""
 
     found: entries.PoolEntry
     worker: m.WorkerRef
@@ -65,18 +65,17 @@ class ClaimActivities:
 
     @activity.defn
     async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
-        """A worker from the pool becomes the user's: assignment, claim, owner key, sealed credentials.
+        """Gives the user a worker of the pool: assignment, claim, owner key, sealed credentials.
 
-        With `check_crashes`, a user whose workers crashed of late gets `back_off` instead, and nothing is
-        assigned; a repeat of a claim that was assigned goes on with that. A user whom a worker of a version
-        on trial failed gets none of it again.
+        With `check_crashes`, a user whose workers crashed recently gets `back_off` instead, unless the claim
+        was assigned before. A user whom a worker of a canary version failed gets no other of that version.
         """
         if request.failed:
             await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
-        taken = await self._assign(request)
-        found, worker = taken.found, taken.worker
-        if taken.crashes and not worker.epoch:
-            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=taken.crashes)
+        claimed = await self._assign(request)
+        found, worker = claimed.found, claimed.worker
+        if claimed.crashes and not worker.epoch:
+            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=claimed.crashes)
         if found.status == "empty":
             return m.ClaimResult(status=m.ClaimStatus.EMPTY)
         if found.status == "gone":
@@ -86,7 +85,7 @@ class ClaimActivities:
         if not found.proven(self._keys):
             log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
             return _gone(worker, "the worker's public key is not proven to be its own")
-        # The switch is read after the commit of the assignment, so that none falls between (`in_reach`).
+        # Read after the commit of the assignment, so that no change of the switch is missed (`in_reach`).
         generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
         switch = switch_fanout.addressed_to(await self._switch(request.user_id), server)
         if not await entries.write_owner(self._client, request.user_id, worker, generation, switch):
@@ -95,9 +94,9 @@ class ClaimActivities:
         reply = None if found.status == "claimed" else await replies.present(worker.worker_id, 1)
         if reply is None:
             inbox = keys.pool_inbox(request.pool, worker.worker_id)
-            # Once, unless it was lost on the way: a worker answers a repeated claim again.
+            # Sent again only if it was lost on the way: a worker answers a repeated claim again.
             if found.status == "claimed" or not await reply_of(self._client.llen(inbox)):
-                claim = await self._claim_message(request, taken, generation)
+                claim = await self._claim_message(request, claimed, generation)
                 await push_signed(self._client, inbox, claim, self._keys.signing_key)
             reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
         return await self._result(worker, reply)
@@ -109,10 +108,10 @@ class ClaimActivities:
         return result
 
     async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
-        """Epoch, worker and accounts, with one commit on the path that a person waits for.
+        """Epoch, worker and accounts in one transaction.
 
-        The worker is taken inside the transaction: if that fails, a repeat of the claim id takes the same
-        one. Nobody has been told anything before the commit.
+        The worker is claimed inside it: if the commit fails, a repeat of the claim id gets the same worker.
+        Nothing is sent before the commit.
         """
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         async with self._database.session() as session:
@@ -146,7 +145,7 @@ class ClaimActivities:
                     request.user_id,
                     avoid=avoid.version if avoid else "",
                 )
-            else:  # nothing to log in with, or too many crashes: no worker is spent on it
+            else:  # no account to log in with, or too many crashes: no worker is claimed
                 found = entries.PoolEntry(status="refused")
             worker = m.WorkerRef(
                 worker_id=found.worker_id,
@@ -177,7 +176,7 @@ class ClaimActivities:
     async def _to_end_first(
         self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> m.WorkerRef | None:
-        """The worker that may be logged in, and has to end before another begins (one-owner)."""
+        """A worker that may be logged in and has to end before another one starts (one-owner)."""
         other = assigned.unended
         if other is not None:
             log.error("claim_beside_another", user_id=request.user_id, worker_id=other.worker_id)
@@ -212,10 +211,10 @@ class ClaimActivities:
     async def _claim_message(
         self,
         request: m.ClaimRequest,
-        taken: _ClaimedWorker,
+        claimed: _ClaimedWorker,
         generation: str,
     ) -> Claim:
-        worker = taken.worker
+        worker = claimed.worker
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,
@@ -223,11 +222,11 @@ class ClaimActivities:
             epoch=worker.epoch,
             generation=generation,
             connect_timeout=request.connect_timeout,
-            open_orders=taken.open_orders,
+            open_orders=claimed.open_orders,
             accounts=await seal_accounts(
-                taken.accounts,
+                claimed.accounts,
                 self._unwrapper,
-                taken.found.public_key,
+                claimed.found.public_key,
                 epoch=worker.epoch,
                 claim_id=request.claim_id,
                 worker_id=worker.worker_id,
@@ -236,7 +235,7 @@ class ClaimActivities:
 
     @activity.defn
     async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
-        """Waits for the answer to a login that was begun."""
+        """Waits for the answer to a login that has begun."""
         worker, deadline = request.worker, time.monotonic() + request.timeout
         replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
         while (left := deadline - time.monotonic()) > 0:
@@ -248,7 +247,7 @@ class ClaimActivities:
                 self._client, worker.pool, worker.worker_id, request.user_id, worker.epoch
             ):
                 return _gone(worker, "the worker ended before it connected")
-        # Whoever settles first decides: a worker that has not confirmed by now never connects (P2).
+        # Confirming and releasing exclude each other: a worker that has not confirmed by now never connects.
         settled = await entries.release_claim(self._client, worker.pool, worker.worker_id, worker.claim_id)
         if settled == "released":
             return _gone(worker, "the worker did not confirm the claim in time")
@@ -278,7 +277,7 @@ class ClaimActivities:
 
 
 def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:
-    """Nobody to log in: the user is unknown, or has stored no credentials."""
+    """The user is unknown or has stored no credentials."""
     error = (
         UserNotFound(f"there is no user {request.user_id}") if not worker.epoch else errors.UnknownAccount()
     )

@@ -37,7 +37,7 @@ async def seal_accounts(
     claim_id: str,
     worker_id: str,
 ) -> list[SealedAccount]:
-    """Decrypts and seals in one breath: the clear text lives only in this call (invariant *sealed*)."""
+    """Decrypts and seals each account at once, so that the clear text exists only in this call (sealed)."""
     sealed = []
     for one in stored:
         credentials = await vault.decrypt_credentials(
@@ -66,7 +66,7 @@ async def seal_accounts(
 
 
 async def push_signed(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
-    """Puts a signed message on a worker's inbox, which outlives nobody's interest in it."""
+    """Puts a signed message on a worker's inbox, which expires after `CLAIM_TTL`."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.rpush(key, sealing.sign(message, signing))
         pipe.expire(key, keys.CLAIM_TTL)
@@ -74,7 +74,7 @@ async def push_signed(client: Redis, key: str, message: Message, signing: Ed2551
 
 
 class ClaimReplies:
-    """The answers that belong to one claim id (or reload id)."""
+    """The answers to one claim id or reload id."""
 
     def __init__(self, client: Redis, pool: str, claim_id: str) -> None:
         self._client = client
@@ -82,11 +82,11 @@ class ClaimReplies:
         self._key = keys.pool_reply(pool, claim_id)
 
     async def present(self, worker_id: str, attempt: int) -> ClaimReply | None:
-        """The answer to this attempt, if it is there; what does not belong here is removed."""
+        """The answer to this attempt, if it has come. Removes answers to other attempts."""
         items: list[bytes] = await reply_of(self._client.lrange(self._key, 0, -1))
         for item in items:
             reply = self._read(item)
-            # A success stands whatever attempt it belongs to: the worker is connected.
+            # A success of any attempt counts: the worker is connected.
             if (
                 reply is None
                 or reply.worker_id != worker_id

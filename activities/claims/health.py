@@ -1,4 +1,4 @@
-"""Is a user's worker alive, and when was it last used?"""
+"""The activity that checks whether a user's worker is alive, and when it was last used."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class HealthActivity:
 
     @activity.defn
     async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
-        """Looks at mark, metadata and the launcher's list; puts a missing owner key back.
+        """Reads the mark, the metadata and the launcher's list; writes a missing owner key again.
 
-        Only the orchestrator writes that key. A flushed Valkey lost it, and the worker takes no order
-        until it is there again, under the new generation. What it means that a worker runs and has no
-        mark is for the workflow to say.
+        Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no order
+        until it is there again. The workflow decides what a running worker without a mark means.
         """
         running = await self._running(request.worker)
         if running is not False:
@@ -49,13 +48,13 @@ class HealthActivity:
             pipe.get(keys.GENERATION)
             mark, metadata, generation = await pipe.execute()
         expected = f"{request.worker.epoch}:{request.worker.worker_id}".encode()
-        told = metadata if mark == expected else {}
+        fields = metadata if mark == expected else {}
         return m.WorkerHealth(
             marked=mark == expected,
             running=running,
-            last_activity=_last_activity(told),
+            last_activity=_last_activity(fields),
             generation=_text(generation),
-            worker_state=_text(told.get(b"state")),
+            worker_state=_text(fields.get(b"state")),
         )
 
     async def _running(self, worker: m.WorkerRef) -> bool | None:
@@ -77,7 +76,7 @@ class HealthActivity:
                 )
             await entries.write_owner(self._client, request.user_id, request.worker, generation, switch)
             log.warning("owner_key_restored", user_id=request.user_id, epoch=request.worker.epoch)
-        except (RedisError, DatabaseUnavailable) as error:  # the watcher's next look does it
+        except (RedisError, DatabaseUnavailable) as error:  # the watcher tries again
             log.warning("owner_key_not_restored", user_id=request.user_id, reason=str(error))
 
 

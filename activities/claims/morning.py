@@ -1,4 +1,4 @@
-"""The activities of the morning: what day it is, who traded of late, and one user's connection."""
+"""The activities of the morning: the trading day, the users who traded recently, one user's connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infra.market.calendar import DAY, TAIPEI, Calendar, Market
 from worker_runtime.protocol.errors import BerthError
 from workflows.morning import messages as mo
 
-#: Days looked back for trading days, at the most: the longest holidays of Taiwan are below two weeks.
+#: Most days to search back for trading days: the longest holidays of Taiwan are below two weeks.
 LOOK_BACK = 60
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""New credentials for a worker that runs."""
+"""The activity that gives a running worker new credentials."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from worker_runtime.protocol import errors, keys, scripts, sealing
 from worker_runtime.protocol.messages import PlaceOrder, ReloadCredentials
 from workflows.user_worker import messages as m
 
-#: The cause of a reload which the worker itself asked for: its session is a new one.
+#: The cause of a reload that the worker itself asked for: its session is new.
 SESSION_REPLACED = "session replaced"
-#: Seconds to wait for a key that has to be there: a fresh session writes it before it says that it exists.
+#: Seconds to wait for a fresh session's key, which it writes before it reports itself.
 FRESH_KEY = 3.0
-#: Seconds between two looks for it.
-LOOK = 0.1
+#: Seconds between two reads of it.
+POLL = 0.1
 
 
 class ReloadActivity:
@@ -49,8 +49,8 @@ class ReloadActivity:
     async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
         """Seals the user's accounts to the worker's present key and waits for its answer.
 
-        A repeat finds the answer or sends the same again, which changes nothing for the worker: it looks
-        at the accounts' versions. The audit trail tells the outcome, once.
+        A repeat finds the answer, or sends the same again, which the worker ignores by the accounts'
+        versions. The outcome is written into the audit trail once.
         """
         async with self._database.session() as session:
             stored, open_orders = await open_orders_table.open_orders_with_accounts(session, request.user_id)
@@ -120,25 +120,24 @@ class ReloadActivity:
         )
 
     async def _public_key(self, request: m.ReloadRequest) -> bytes:
-        """The proven key of the worker's present session, or nothing if it does not appear within FRESH_KEY.
+        """The proven key of the worker's present session; empty if it does not appear within FRESH_KEY.
 
-        A session that was replaced in place has a new key pair: what was proven at the claim is of no use
-        any more. It is the last resort where nobody said that the session was replaced: a flushed Valkey
-        has no metadata for a moment.
+        A replaced session has a new key pair. The key of the claim is used only if the session was not
+        replaced and no key appears: a flushed Valkey has no metadata for a moment.
         """
         at_claim = bytes.fromhex(request.worker.public_key)
         replaced = request.cause == SESSION_REPLACED
         until = time.monotonic() + min(FRESH_KEY, request.timeout)
         while True:
-            key = await self._shown_key(request)
+            key = await self._published_key(request)
             if key and not (replaced and key == at_claim):
                 return key
             if time.monotonic() >= until:
                 return b"" if replaced else at_claim
             activity.heartbeat()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL)
 
-    async def _shown_key(self, request: m.ReloadRequest) -> bytes:
+    async def _published_key(self, request: m.ReloadRequest) -> bytes:
         """The key in the worker's metadata, if it is proven to be the worker's own."""
         fields = await reply_of(self._client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
         try:

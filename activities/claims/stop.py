@@ -1,4 +1,4 @@
-"""Ending a user's worker: asked first, then stopped, and only believed when the launcher confirms it."""
+"""The activity that ends a user's worker: asks it, stops it, waits until the launcher confirms the end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import ReleaseClaim, Shutdown
 from workflows.user_worker import messages as m
 
-#: Seconds between two looks whether an asked worker has ended by itself: it takes 0.1 s and more.
-LOOK = 0.1
+#: Seconds between two checks whether the worker has ended by itself: that takes at least 0.1 s.
+POLL = 0.1
 
-#: Seconds that a worker gets which is to be stopped at once: one that still can logs out meanwhile. One that
-#: lost its mark is to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
+#: Seconds of grace for a worker that is stopped at once, so that it can log out. A worker that lost its mark
+#: has to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
 AT_ONCE = 1.0
 
 log = structlog.get_logger()
@@ -52,9 +52,9 @@ class StopActivity:
 
     @activity.defn
     async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
-        """Returns when the task has ended for certain; then the worker's traces are removed.
+        """Returns when the task has certainly ended and its keys are removed.
 
-        Works by claim id too, when nobody knows whether the claim got a worker.
+        Works by claim id, too, when it is unknown whether the claim got a worker.
         """
         asked = request.worker
         known = worker_id = asked.worker_id or await self._worker_of(asked)
@@ -84,12 +84,12 @@ class StopActivity:
         return m.Stopped(waiting=await self._waiting(request.user_id))
 
     async def _waiting(self, user_id: str) -> int:
-        """What needs another worker: orders queued, those that the ended one had in hand, and jobs.
+        """What needs another worker: queued orders, orders that the ended worker had in hand, and jobs.
 
-        Orders in hand are reported as UNKNOWN by the next worker, which empties the list before it takes its
-        first order. So they make a worker start once, not again and again. Jobs count as one for each of:
-        some wait, some are delayed, a runner did not sign off (the next one takes its jobs back). Whoever
-        asks for a job finds the mark of a worker that is about to end, and leaves the job to it.
+        The next worker reports orders in hand as UNKNOWN before it takes its first order, so they start a
+        worker only once. Jobs count as one for each of: some wait, some are delayed, a runner did not sign
+        off (the next one takes its jobs back). They are left here because an ending worker's mark still looks
+        alive.
         """
         tag = job_keys.user_tag(user_id)
         async with self._client.pipeline(transaction=False) as pipe:
@@ -100,7 +100,7 @@ class StopActivity:
         return int(queued) + int(in_hand) + int(jobs)
 
     async def _worker_of(self, asked: m.WorkerRef) -> str:
-        """The worker of a claim: as Valkey knows it, or, if it lost that, as the assignment's row does."""
+        """The worker of a claim, from Valkey, or from the assignment's row if Valkey has lost it."""
         worker_id = await entries.worker_of_claim(self._client, asked.pool, asked.claim_id)
         if worker_id:
             return worker_id
@@ -109,7 +109,7 @@ class StopActivity:
         return (row.worker_id or "") if row is not None else ""
 
     async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
-        """A worker that slept through its entry's end came back as a free one, and was claimed anew.
+        """Whether the worker was claimed anew after its entry had expired while it stood still.
 
         It never had this claim's credentials: it refuses a claim that is no longer its own.
         """
@@ -119,9 +119,9 @@ class StopActivity:
             return await worker_sessions.serves_another(session, worker_id, asked.claim_id)
 
     async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
-        """Signed messages where it may listen: its inbox, and the user's control list once marked."""
+        """Sends signed messages to the worker's inbox and, if it has its mark, to the control list."""
         worker, user = request.worker, request.user_id
-        # From here on it cannot confirm the claim any more, if it has not yet.
+        # A worker that has not confirmed the claim cannot do so from here on.
         await entries.release_claim(self._client, worker.pool, worker_id, worker.claim_id)
         mark = await reply_of(self._client.get(keys.mark(user)))
         marked = bool(mark == f"{worker.epoch}:{worker_id}".encode())
@@ -143,7 +143,7 @@ class StopActivity:
         deadline = time.monotonic() + grace
         while time.monotonic() < deadline and await self._tasks(worker_id):
             activity.heartbeat()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL)
 
     async def _tasks(self, worker_id: str, task_id: str = "") -> list[Task]:
         return [
@@ -153,7 +153,7 @@ class StopActivity:
         ]
 
     async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
-        """So that nobody takes the ended worker for a live one: the mark would stay for up to 30 s."""
+        """Removes the entry and the mark at once; the mark would else stay for up to 30 s."""
         user, worker = request.user_id, request.worker
         await entries.remove_entry(self._client, worker.pool, worker_id)
         await valkey.run_script(

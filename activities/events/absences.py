@@ -1,8 +1,7 @@
-"""When a missing mark means that a worker is dead: the watcher's judgement, without I/O.
+"""Decides when a missing mark means that a worker is dead; without I/O.
 
-A mark is missing for many reasons, and only one of them is the death of its worker. The others concern many
-workers at once (Valkey was emptied, restarted, out of reach, or cut off from them), or show themselves
-within seconds (the worker renews). Invariant *no-healthy-kill*: in doubt nobody is told.
+Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or out of reach)
+or end within seconds (the worker renews it). In doubt nobody is signalled (no-healthy-kill).
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from collections.abc import Iterable, Mapping
 
 from infra.database.workers.sessions import WorkerInService
 
-#: So many may be missing at once whatever their share, and from this share on nobody is told.
+#: Up to FEW may be missing at once whatever their share; from the share MANY on, nobody is signalled.
 FEW = 3
 MANY = 0.2
-#: Seconds between two looks from which on what happened in between is not known.
+#: Seconds between two reads after which what happened in between is unknown.
 GAP = 10.0
-#: Seconds after which a worker that is still unmarked is told again: the signal may have been of no use.
+#: Seconds after which a worker that is still unmarked is signalled again.
 SIGNAL_AGAIN = 60.0
 
 
 class Absences:
-    """Which marks are missing, and since when. `now` is in seconds of a clock that only goes forward.
+    """Which marks are missing, and since when. `now` is in seconds of a monotonic clock.
 
-    `confirm`: seconds that a mark must be missing at every look before its worker is told.
-    `settle`: seconds without any judgement after the first look, after Valkey was out of reach or emptied,
-    and after many marks were missing: the workers need a renewal to come back. The mark's lifetime is
-    right, since a worker whose mark stands at the end of it has renewed it meanwhile.
+    `confirm`: seconds that a mark must be missing at every read before its workflow is signalled. `settle`:
+    seconds without a decision after the first read, after Valkey was out of reach or emptied, and after many
+    marks were missing, so that workers can renew. It is the lifetime of a mark.
     """
 
     def __init__(self, *, confirm: float, settle: float) -> None:
@@ -38,23 +36,23 @@ class Absences:
         self._since: dict[WorkerInService, float] = {}
         self._signalled_at: dict[WorkerInService, float] = {}
         self._without_workflow: set[WorkerInService] = set()
-        #: Whether, at the last look, too many were missing to tell of any.
+        #: Whether too many were missing at the last read to signal anybody.
         self.many = False
 
     @property
     def missing(self) -> list[WorkerInService]:
-        """Those whose marks were missing at the last look."""
+        """Workers whose marks were missing at the last read."""
         return list(self._since)
 
     def reset(self) -> None:
-        """A look failed: what was known before it counts no more."""
+        """A read failed: what was known before does not count any more."""
         self._updated_at = None
         self._since.clear()
 
     def update(
         self, now: float, generation: str, marks: Mapping[WorkerInService, bytes | None]
     ) -> list[WorkerInService]:
-        """Takes one look in: the mark of each worker in service. Returns those that are to be told now."""
+        """Adds one read: the mark of each worker in service. Returns the workers to signal now."""
         updated_at, self._updated_at = self._updated_at, now
         if updated_at is None or now - updated_at > GAP or generation != self._generation:
             self._since.clear()
@@ -80,19 +78,19 @@ class Absences:
         return due if signalled_at is None else max(due, signalled_at + SIGNAL_AGAIN)
 
     def pause(self, now: float, period: float) -> float:
-        """Seconds until the next look: `period`, or less if somebody becomes due before."""
+        """Seconds until the next read: `period`, or less if a worker becomes due before."""
         times = (max(self._due_at(one), self._settled_at) for one in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
     def signalled(self, now: float, one: WorkerInService) -> None:
-        """Its workflow knows."""
+        """Its workflow was signalled."""
         self._signalled_at[one] = now
 
     def without_workflow(self, one: WorkerInService) -> None:
-        """It has no workflow: nobody can be told, and it does not count as missing while it stays so."""
+        """It has no workflow to signal, and does not count as missing while its mark is."""
         self._without_workflow.add(one)
 
     def restored(self, now: float, ones: Iterable[WorkerInService]) -> None:
-        """These could not renew until now, because their owner keys were missing."""
+        """Their owner keys were restored, without which they could not renew."""
         for one in ones:
             self._since[one] = now + self._settle

@@ -1,4 +1,4 @@
-"""Tells workflows of workers that ended: the launcher's word is the one that counts (one-owner)."""
+"""Signals workflows when the launcher reports the end of their workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExitWatcher:
         self._losing = asyncio.Event()
 
     async def run(self) -> None:
-        """Also tells of the ends that nobody heard, because no orchestrator ran."""
+        """Also reports the ends that happened while no orchestrator ran."""
         pools = asyncio.create_task(self._signal_pools(), name="ends of free workers")
         try:
             while True:
@@ -61,11 +61,11 @@ class ExitWatcher:
             await tasks.cancel_tasks(pools)
 
     async def _signal_pools(self) -> None:
-        """Has pools counted anew, beside the ends of users' workers, which must not wait for that.
+        """Signals pools that lost free workers; ends of users' workers do not wait for it.
 
-        When a host is lost, free workers end by the hundred, and a busy Temporal takes a second for a signal:
-        one serves all that ended since the last one. A pool of which this process dies before it has told
-        counts by itself within a minute.
+        When a host is lost, hundreds of free workers end, and a busy Temporal takes a second for a signal:
+        one signal covers all ends since the last one. If this process dies before, the pool counts within a
+        minute.
         """
         while True:
             await self._losing.wait()
@@ -79,7 +79,7 @@ class ExitWatcher:
                     await signal_workflow(self._temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)
-                except Exception:  # the boundary of a loop: it would end unseen, and no pool hear any more
+                except Exception:  # the boundary of a loop, which would end unseen
                     log.exception("pool_signals_crashed", pool=pool)
                 else:
                     continue
@@ -87,16 +87,16 @@ class ExitWatcher:
                 await asyncio.sleep(RETRY)
 
     async def _position(self) -> str:
-        """Behind the last end that some orchestrator has told; '' for all that the launcher still knows.
+        """The position after the last reported end; '' for all that the launcher still knows.
 
-        An end that is told twice changes nothing. But a launcher keeps thousands of them, and those who
-        just died must not wait until all are told again.
+        A repeat changes nothing, but a launcher keeps thousands of ends, and new ones must not wait for
+        those.
         """
         position = await reply_of(self._client.get(keys.EXITS_TOLD))
         return position.decode() if position else ""
 
     async def _report_until_done(self, ended: TaskExit) -> None:
-        """Tells of one exit, again and again until everybody concerned has heard it."""
+        """Reports one end, again and again until it succeeds."""
         while True:
             try:
                 await self.report(ended)
@@ -137,7 +137,7 @@ class ExitWatcher:
                 await self._close(row.claim_id, ended.reason)
 
     async def _close(self, claim_id: str, reason: str) -> None:
-        """Nobody else would: the assignment would count as open for ever."""
+        """Ends the assignment of a worker without workflow; it would else stay open for ever."""
         async with self._database.session() as session:
             await worker_sessions.end_session(
                 session, claim_id=claim_id, reason=f"{reason}, no workflow"[:200]

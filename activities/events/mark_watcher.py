@@ -1,8 +1,8 @@
-"""Looks at the marks of all workers in service, and tells the workflows of those that lost theirs.
+"""Reads the marks of all workers in service, and signals the workflows of those that lost theirs.
 
-For deaths of which no launcher tells: a host that is gone, a worker cut off from Valkey. One orchestrator
-watches at a time, the others stand by. Nobody is stopped here: the workflow that is told has a look of its
-own, and acts only if the mark is still missing under the same generation. Temporal hears nothing at rest.
+It finds deaths that no launcher reports: a lost host, a worker cut off from Valkey. One orchestrator watches
+at a time. Nobody is stopped here: the workflow checks again, and acts only if the mark is still missing under
+the same generation. It also restores owner keys and switches that Valkey has lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workflows.user_worker import messages as m
 
 #: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
 LOCK = 0x6265727469
-#: Keys asked for by one MGET: Valkey serves nobody else meanwhile, and 500 take it about 0.1 ms.
+#: Keys of one MGET: it blocks Valkey, and 500 keys take about 0.1 ms.
 CHUNK = 500
 #: Seconds between two tries while PostgreSQL is away.
 RETRY = 1.0
@@ -65,10 +65,10 @@ class MarkWatcher:
             await asyncio.sleep(RETRY)
 
     async def watch(self, connection: AsyncConnection) -> None:
-        """Looks every `watch_period`, with what it needs from PostgreSQL read by `connection`."""
+        """Checks the marks every `watch_period`; reads PostgreSQL by `connection`."""
         own = self._settings
         absences = Absences(confirm=own.watch_confirm, settle=own.mark_ttl)
-        period = min(own.watch_period, GAP / 2)  # looks that lie further apart are no watch
+        period = min(own.watch_period, GAP / 2)  # further apart they would prove nothing
         while True:
             began = _now()
             await self.check_marks(connection, absences)
@@ -76,11 +76,11 @@ class MarkWatcher:
             await asyncio.sleep(absences.pause(now, max(0.0, began + period - now)))
 
     async def check_marks(self, connection: AsyncConnection, absences: Absences) -> None:
-        """One look. Raises what the connection raises; a Valkey that does not answer makes it blind."""
+        """Checks once. Raises what the connection raises; an outage of Valkey is logged."""
         workers = await worker_sessions.workers_in_service(connection)
         try:
             generation, server, marks = await self._marks(workers)
-            if server != self._noted:  # before any switch: no worker takes an order until that is told
+            if server != self._noted:  # before any switch, without which no worker takes an order
                 await valkey.note_server(self._client, server)
                 self._noted = server
             due = absences.update(_now(), generation, dict(zip(workers, marks, strict=True)))
@@ -115,18 +115,17 @@ class MarkWatcher:
             pipe.get(keys.GENERATION)
             *chunks, after = await pipe.execute()
         if after != generation.encode():
-            raise RedisError("the generation changed during a look")
+            raise RedisError("the generation changed during a read")
         return generation, server, [mark for chunk in chunks for mark in chunk]
 
     async def _restore_switches(
         self, workers: Sequence[WorkerInService], server: str, connection: AsyncConnection
     ) -> None:
-        """Writes the switches that Valkey has lost, that nobody lived to tell it, or that are a copy from
-        another server's time."""
+        """Writes the switches that Valkey lost or never got, or that were copied from another server."""
         picture, users = await switches.read_switches(connection), [one.user_id for one in workers]
         behind = await switch_fanout.users_behind(self._client, server, picture, users)
         if behind:
-            # Read anew: one that was thrown since, and lost with all of Valkey, would come back open.
+            # Read again: a switch that was set since, and lost by Valkey, would come back open.
             picture = await switches.read_switches(connection)
             await switch_fanout.write_switches(
                 self._client, server, {user_id: picture.for_user(user_id) for user_id in behind}
@@ -136,9 +135,9 @@ class MarkWatcher:
     async def _restore_owners(
         self, missing: Sequence[WorkerInService], generation: str, server: str, connection: AsyncConnection
     ) -> set[WorkerInService]:
-        """Puts missing owner keys back, without which no mark can be renewed; returns whose they were.
+        """Writes missing owner keys again, together with the switches; returns their workers.
 
-        Each comes back together with its user's switch.
+        Without its owner key, a worker cannot renew its mark.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             for one in missing:
@@ -147,7 +146,7 @@ class MarkWatcher:
         without = {one for one, there in zip(missing, present, strict=True) if not there}
         if not without:
             return without
-        picture = await switches.read_switches(connection)  # after the look at Valkey: see above
+        picture = await switches.read_switches(connection)  # after the read of Valkey, as above
         for one in without:
             worker = m.WorkerRef(
                 worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
@@ -165,7 +164,7 @@ class MarkWatcher:
                 found = await signal_workflow(self._temporal, workflow_id, "worker_unmarked", unmarked)
             except RPCError as error:
                 log.warning("unmarked_not_signalled", user_id=one.user_id, reason=str(error)[:200])
-                return  # Temporal is away: the next look tries again
+                return  # Temporal is away: the next check tries again
             if found:
                 absences.signalled(_now(), one)
                 log.warning("worker_unmarked", user_id=one.user_id, worker_id=one.worker_id, epoch=one.epoch)

@@ -1,8 +1,6 @@
-"""Writes what workers tell into PostgreSQL: order events, and the times of their sessions.
+"""Writes into PostgreSQL: order events, the times of sessions, and the timeline of a user's worker.
 
-Events are hints: a repeat changes nothing, a late one moves nothing back.
-
-Writing the timeline of a user's worker.
+Events are hints: a repeat changes nothing, and a late one moves nothing back.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from infra.database.workers import timeline
 from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent, WorkerEvent, WorkerEventKind
 from workflows.user_worker import messages as m
 
-#: How an assignment's end reads that the worker itself reported, and nobody asked for here.
+#: Begins the reason of an end that the worker itself reported.
 CLOSED_BY_WORKER = "worker closed: "
 
-#: How PostgreSQL refuses a statement: in a session, and in none.
+#: PostgreSQL's refusals, with and without a session.
 _REFUSALS = (DBAPIError, asyncpg.PostgresError)
-#: Classes of SQLSTATE that say that the values are at fault: a data exception, a violated constraint.
+#: Classes of SQLSTATE for faulty values: a data exception, a violated constraint.
 _OF_THE_VALUES = ("22", "23")
 
 log = structlog.get_logger()
@@ -53,7 +51,7 @@ class Recorder:
         except _REFUSALS as refusal:
             if not _for_its_values(refusal):
                 raise
-            # PostgreSQL refuses one of them, and would refuse the batch for ever: the others must not wait.
+            # PostgreSQL would refuse the batch for ever because of one event: handle them one by one.
             for event in events:
                 try:
                     await self._record([event])
@@ -64,13 +62,17 @@ class Recorder:
                     log.error("event_refused", kind=type(event).__name__, reason=reason)
 
     async def _record(self, events: Sequence[Event]) -> None:
-        told = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
-        if told and len(told) == len(events) and all(event.quantity is None for event in told):
-            _log_unknown(await recording.record_events_alone(self._database, told))
+        order_events = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
+        if (
+            order_events
+            and len(order_events) == len(events)
+            and all(event.quantity is None for event in order_events)
+        ):
+            _log_unknown(await recording.record_events_alone(self._database, order_events))
             return
         async with self._database.session() as session:
-            if told:
-                _log_unknown(await recording.record_events(session, told))
+            if order_events:
+                _log_unknown(await recording.record_events(session, order_events))
             for event in events:
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
@@ -93,7 +95,7 @@ class Recorder:
 
 
 def _for_its_values(error: Exception) -> bool:
-    """Then it is refused each time. Anything else, such as a right that is missing, can be put right."""
+    """Whether the values are refused every time. Other faults, such as a missing right, can be mended."""
     state = getattr(getattr(error, "orig", error), "sqlstate", None)
     return str(state).startswith(_OF_THE_VALUES)
 
@@ -107,7 +109,7 @@ def _has_order_id(event: OrderEvent) -> bool:
     try:
         uuid.UUID(event.order_id)
     except ValueError:
-        log.error("order_event_dropped", event_id=event.event_id, reason="the order id is none")
+        log.error("order_event_dropped", event_id=event.event_id, reason="the order id is not a UUID")
         return False
     return True
 

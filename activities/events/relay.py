@@ -1,6 +1,6 @@
-"""Turns what workers tell about themselves into signals of their users' workflows.
+"""Turns events of workers into signals of their users' workflows.
 
-Only changes that a workflow acts on: Temporal's load follows them, not the number of workers.
+Only events on which a workflow acts: Temporal's load follows these, not the number of workers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker import messages as m
 
-#: A worker's first event; the first connect is told by the claim's reply already.
+#: A worker's first connect: the claim's reply reports it already.
 FIRST_SEQUENCE = 2
-#: What a workflow acts on beside a connect.
+#: Events on which a workflow acts, besides a connect.
 RELAYED = frozenset(
     {
         WorkerEventKind.RECONNECTING,
@@ -39,10 +39,10 @@ class Relay:
 
     def __init__(self, temporal: Client) -> None:
         self._temporal = temporal
-        self._unheard = LogDeduplicator()
+        self._logged = LogDeduplicator()
 
     async def handle(self, events: Sequence[Event]) -> None:
-        """Raises `TemporalUnavailable`: then the batch comes again; workflows drop repeats by sequence."""
+        """Raises `TemporalUnavailable`: then the batch comes again. Workflows drop repeats by sequence."""
         for event in events:
             if isinstance(event, WorkerEvent) and _matters(event):
                 await self._signal(event)
@@ -61,7 +61,7 @@ class Relay:
             found = await signal_workflow(self._temporal, workflow_id, "worker_event", message)
         except RPCError as error:
             raise TemporalUnavailable(error.message) from error
-        if not found and self._unheard.new((event.user_id, event.worker_id)):
+        if not found and self._logged.new((event.user_id, event.worker_id)):
             log.warning(
                 "event_of_no_workflow",
                 user_id=event.user_id[:64],

@@ -1,10 +1,8 @@
-"""Saying a thing once: an unknown sender may repeat itself for ever.
+"""Reads the stream `worker:events` as a consumer group: each entry at least once, none lost.
 
-Reading `worker:events` as one of its consumer groups: each entry at least once, none lost.
-
-An entry is acknowledged after its handler returned. What a dead consumer had taken is claimed by another
-one. A missing group (new or flushed server) starts again at 0, so handlers must bear repeats. The stream
-is trimmed below what every group has acknowledged, and only while all groups are there.
+An entry is acknowledged after its handler returned. Entries of a dead consumer are claimed by another one. A
+missing group (new or flushed server) starts again at 0, so handlers must tolerate repeats. The stream is
+trimmed below what every group has acknowledged, and only while all groups exist.
 """
 
 from __future__ import annotations
@@ -26,24 +24,24 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Event, decode
 
-#: Things remembered: with short ids about 100 kB.
+#: Remembered keys: with short ids about 100 kB.
 REMEMBERED = 1000
 
 
 class LogDeduplicator:
-    """Remembers the last `kept` things that were said."""
+    """Remembers what was logged recently, so that a sender that repeats itself is logged once."""
 
     def __init__(self, kept: int = REMEMBERED) -> None:
         self._kept = kept
-        self._said: OrderedDict[Hashable, None] = OrderedDict()
+        self._logged: OrderedDict[Hashable, None] = OrderedDict()
 
     def new(self, thing: Hashable) -> bool:
-        """Whether `thing` has not been said of late; from now on it has."""
-        new = thing not in self._said
-        self._said[thing] = None
-        self._said.move_to_end(thing)
-        if len(self._said) > self._kept:
-            self._said.popitem(last=False)
+        """Whether `thing` is not remembered; from now on it is."""
+        new = thing not in self._logged
+        self._logged[thing] = None
+        self._logged.move_to_end(thing)
+        if len(self._logged) > self._kept:
+            self._logged.popitem(last=False)
         return new
 
 
@@ -58,8 +56,7 @@ BATCH = 64
 #: Seconds that entries gather before the next read: an order's three events arrive within a few
 #: milliseconds, and one transaction for them costs what one for a single event does.
 GATHER = 0.02
-#: The same after a batch of more than one order's: many come, and a batch costs over 1 ms of CPU, here and in
-#: PostgreSQL, before its first event.
+#: The same after a batch of more than one order: each batch costs over 1 ms of CPU here and in PostgreSQL.
 GATHER_MORE = 0.06
 #: Events of one order, from its submission to its fill.
 ONE_ORDER = 4
@@ -81,7 +78,7 @@ log = structlog.get_logger()
 
 class EventHandler(Protocol):
     async def handle(self, events: Sequence[Event]) -> None:
-        """Handles a batch, in order; raises to get all of it again. Must bear repeats."""
+        """Handles a batch in order; raises to get all of it again. Must tolerate repeats."""
         ...
 
 
@@ -105,8 +102,8 @@ class EventStream:
         self._upkeep_at = 0.0
 
     async def run(self) -> None:
-        """Until cancelled; survives restarts of Valkey and of what the handler writes to."""
-        cursor = b"0"  # own entries of an earlier life first, then new ones
+        """Runs until cancelled; survives outages of Valkey and of what the handler writes to."""
+        cursor = b"0"  # unacknowledged entries of this consumer first, then new ones
         while True:
             try:
                 handled = await self.step(cursor)

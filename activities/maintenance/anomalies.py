@@ -1,12 +1,8 @@
-"""What is not as it should be among workers: maintenance's judgement of one look, without I/O.
+"""Finds the anomalies in a snapshot of the fleet, and says when maintenance must not act; without I/O.
 
-Each rule concerns one user or one worker, so a look at a few of them judges as a look at all does. Nothing
-here says that anything may be done about it: two looks have to agree, and the guard has to allow it.
-
-When maintenance must not do anything, whatever it has seen: its guard, without I/O.
-
-Invariant *no-healthy-kill*: an outage looks like many dead workers. What was seen under a guard counts for
-nothing, so that two looks in quiet times have to follow before anything is done.
+Each rule concerns one user or one worker, so a snapshot of a few workers is judged like one of all. An
+anomaly is cleaned up only if two scans agree and the guard allows it. The guard is needed because an outage
+looks like many dead workers (no-healthy-kill); what a guarded scan found does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from infra.worker_task import Task
 
 
 class AnomalyKind(StrEnum):
-    """The four of requirement M1, and that of M4."""
+    """Kinds of anomalies."""
 
     ORPHAN_MARK = "orphan_mark"
     ORPHAN_TASK = "orphan_task"
@@ -33,7 +29,7 @@ class AnomalyKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedState:
-    """A worker's metadata, as far as they tell of its state."""
+    """The state in a worker's metadata."""
 
     state: str
     task_id: str
@@ -63,14 +59,14 @@ class OverdueLimits:
 
 @dataclass(kw_only=True)
 class FleetSnapshot:
-    """All workers, or some, at one look."""
+    """All workers, or some of them, at one moment."""
 
     #: Assignments that are not over.
     open: list[AssignmentRow]
     tasks: list[Task]
-    #: User → what his mark says.
+    #: User → the value of the mark.
     marks: dict[str, str]
-    #: User → his worker's metadata.
+    #: User → the worker's metadata.
     reported: dict[str, ReportedState]
     #: Worker → its entry in its pool.
     entries: dict[str, EntryState]
@@ -95,12 +91,12 @@ class FleetSnapshot:
 
     @property
     def size(self) -> int:
-        """How many workers it shows, whoever knows of them."""
+        """How many workers it shows."""
         marked = {mark.partition(":")[2] for mark in self.marks.values()}
         return len({*self.running, *self.by_worker, *marked})
 
     def serves(self, one: AssignmentRow) -> bool:
-        """Its worker has the user's mark."""
+        """Whether its worker has the user's mark."""
         return self.marks.get(one.user_id) == mark_of(one)
 
     @property
@@ -114,7 +110,7 @@ class FleetSnapshot:
 
     @property
     def unlisted(self) -> int:
-        """Workers that show themselves in Valkey, and that the launcher does not list."""
+        """Workers in Valkey that the launcher does not list."""
         assigned = sum(1 for one in self.open if self.serves(one) and one.worker_id not in self.running)
         free = {worker for some in self.free.values() for worker in some}
         return assigned + sum(1 for one in free if one in self.entries and one not in self.running)
@@ -152,7 +148,7 @@ def _suspect_of(kind: AnomalyKind, why: str, one: AssignmentRow, task_id: str = 
 
 
 def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """Two workers of one user, or two tasks of one worker: the older one goes."""
+    """Two workers of one user, or two tasks of one worker; the older one is to end."""
     for rows in snapshot.by_user.values():
         for one in rows:
             if not one.present and one.worker_id:
@@ -176,7 +172,7 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """They run and belong to nobody: neither to a user nor, as free ones, to their pool."""
+    """Running workers that belong neither to a user nor, as free ones, to their pool."""
     for worker_id, tasks in snapshot.running.items():
         if worker_id in snapshot.by_worker:
             continue
@@ -184,7 +180,7 @@ def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
         if entry is not None and (entry.state == "ready" or entry.claim in snapshot.claims):
             continue
         if entry is not None and entry.state == "claimed":
-            # Its claimer died before it had written down for whom, or the pool was shrinking.
+            # Its claimer died before it wrote down the user, or while it shrank the pool.
             yield Suspect(
                 kind=AnomalyKind.OVERDUE,
                 why="claimed for nobody",
@@ -220,7 +216,7 @@ def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _entries(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """Free workers that are none: on the list, and neither running nor renewing their entry."""
+    """Workers on the list of free ones that do not run."""
     for pool, workers in snapshot.free.items():
         for worker_id in workers - snapshot.running.keys():
             entry = snapshot.entries.get(worker_id)
@@ -242,7 +238,7 @@ def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect
 
 
 def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
-    """Why this assignment should have gone on or ended; '': it need not."""
+    """Why this assignment is overdue; '': it is not."""
     runs, marked = one.worker_id in snapshot.running, snapshot.serves(one)
     if not one.present:
         return "" if runs else "an earlier assignment that nobody closed"
@@ -260,7 +256,7 @@ def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) ->
     return "claimed for too long" if one.age > limits.connect else ""
 
 
-#: So many may be odd at once whatever their share, and from this share on it is an outage.
+#: Up to FEW anomalies are never an outage; from the share MANY on they are.
 FEW = 3
 MANY = 0.2
 #: Seconds after which a pass is too old to be compared with.
@@ -269,7 +265,7 @@ OLD = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class ScanSummary:
-    """What one look at all workers says of the world around them."""
+    """What a scan of all workers says about possible outages."""
 
     place: PassBasis
     size: int
@@ -283,24 +279,24 @@ def is_many(count: int, of: int) -> bool:
     return count > FEW and count >= MANY * of
 
 
-def guard_reason(look: ScanSummary, before: PassRecord | None) -> str:
-    """Why nothing may be done now; '': it may."""
-    if not look.place.generation:
+def guard_reason(scan: ScanSummary, before: PassRecord | None) -> str:
+    """Why maintenance must not act now; '': it may."""
+    if not scan.place.generation:
         return "the generation is missing"
     if before is None or before.age > OLD:
         return "the first pass in a while"
     if before.guarded and not before.place.generation:
         return "the pass before could not look"
-    if look.place.generation != before.place.generation:
+    if scan.place.generation != before.place.generation:
         return "the generation has changed"
-    if look.place.server != before.place.server:
+    if scan.place.server != before.place.server:
         return "Valkey was restarted"
-    if is_many(before.place.tasks - look.place.tasks, before.place.tasks):
+    if is_many(before.place.tasks - scan.place.tasks, before.place.tasks):
         return "the launcher lists far fewer tasks"
-    if is_many(look.unlisted, look.size):
+    if is_many(scan.unlisted, scan.size):
         return "the launcher does not list living workers"
-    if is_many(look.unmarked, look.in_service):
+    if is_many(scan.unmarked, scan.in_service):
         return "many marks are missing"
-    if is_many(look.anomalies, look.size):
+    if is_many(scan.anomalies, scan.size):
         return "too many anomalies at once"
     return ""

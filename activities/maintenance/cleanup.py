@@ -1,8 +1,8 @@
-"""What maintenance does about an anomaly that three looks have seen.
+"""Cleans up anomalies that two scans and a last check have found.
 
-A user's workflow is the only writer of his lifecycle (W3): where one runs and knows the worker, it is told to
-have a look, and nothing else is done. A worker that no workflow knows of is stopped here, and only believed
-to have ended when the launcher confirms it (one-owner). Nobody is stopped with an order in hand.
+A user's workflow is the only writer of that user's lifecycle: if one runs and knows the worker, it is
+signalled to check it, and nothing else is done. A worker that no workflow knows is stopped here, and has
+ended only when the launcher confirms it (one-owner). No worker with an order in hand is stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import structlog
@@ -25,19 +24,18 @@ from infra.database.engine import Database
 from infra.database.workers import assignments
 from infra.database.workers.passes import Suspect
 from infra.launchers.port import Launcher
+from infra.temporal.client import CALL
 from infra.valkey import client as valkey
 from infra.worker_task import StopFailed
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.user_worker import messages as m
 
-#: Anomalies of one batch that are worked on together: a stop takes up to `GRACE` seconds of waiting.
+#: Anomalies that are cleaned up together: a stop waits up to `GRACE` seconds.
 ABREAST = 20
 #: Seconds that a worker gets to log out.
 GRACE = 10.0
-#: What one question to Temporal may take; a busy host stands still for 2 to 3 s.
-RPC = timedelta(seconds=5)
-#: States in which a workflow works at its worker by itself, with a deadline for each.
+#: States in which a workflow is busy with its worker, each with a deadline.
 BUSY = frozenset(
     {
         m.WorkerState.CLAIMED,
@@ -63,10 +61,10 @@ class AnomalyCleaner:
         self._temporal = temporal
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetScan) -> dict[str, int]:
-        """What was done → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on.
+        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on.
 
-        Some at a time take each step together: one question for the orders of all of them, right before their
-        stops, and one statement that closes their assignments.
+        `ABREAST` at a time take each step together: one query for their orders right before the stops, and
+        one statement that closes their assignments.
         """
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
@@ -89,7 +87,7 @@ class AnomalyCleaner:
         done = dict(zip(bare, await _all(self._delete(one) for one in bare), strict=True))
         users = [one for one in suspects if one.user_id and one not in done]
         known = await _all(self._known_to_its_workflow(one) for one in users)
-        done |= {one: "signalled" for one, told in zip(users, known, strict=True) if told}
+        done |= {one: "signalled" for one, is_known in zip(users, known, strict=True) if is_known}
         left = [one for one in suspects if one not in done]
         whose = {one: _users(one, seen) for one in left}
         busy = await self._with_orders_in_flight({user for some in whose.values() for user in some})
@@ -105,14 +103,14 @@ class AnomalyCleaner:
         return done | dict(zip(left, outcomes, strict=True))
 
     async def _close(self, ended: Sequence[Suspect]) -> None:
-        """The assignments of workers that are known to have ended."""
+        """Closes the assignments of workers that have ended."""
         reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
         if reasons:
             async with self._database.session(autocommit=True) as session:
                 await assignments.close_assignments(session, reasons)
 
     async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
-        """Those whose worker has an order in hand, or one whose submission may be under way."""
+        """Users whose worker has an order in hand, or may be submitting one."""
         asked = sorted(users)
         if not asked:
             return set()
@@ -140,21 +138,21 @@ class AnomalyCleaner:
         return "deleted" if gone else "healed"
 
     async def _known_to_its_workflow(self, one: Suspect) -> bool:
-        """Whether the user's workflow cares for this worker; then it was told to look at it.
+        """Whether the user's workflow knows this worker; then it was signalled to check it.
 
-        A workflow that cannot be asked counts as one that does.
+        A workflow that cannot be queried counts as one that does.
         """
         handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
         try:
-            if (await handle.describe(rpc_timeout=RPC)).status != WorkflowExecutionStatus.RUNNING:
+            if (await handle.describe(rpc_timeout=CALL)).status != WorkflowExecutionStatus.RUNNING:
                 return False
-            view = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=RPC)
+            view = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=CALL)
             worker = view.worker
             if worker is None or worker.worker_id != one.worker_id:
-                # Of a later worker it says nothing about this one; while it gets one, it may mean this one.
+                # With another worker it does not know this one; while it gets one, that may be this one.
                 return worker is None and view.state in BUSY
             examine = m.Examine(worker_id=one.worker_id, epoch=one.epoch, reason=one.why)
-            await handle.signal("examine", examine, rpc_timeout=RPC)
+            await handle.signal("examine", examine, rpc_timeout=CALL)
         except (RPCError, WorkflowQueryFailedError) as error:
             if isinstance(error, RPCError) and error.status == RPCStatusCode.NOT_FOUND:
                 return False
@@ -162,7 +160,7 @@ class AnomalyCleaner:
         return True
 
     async def _stop(self, one: Suspect) -> str:
-        """A task that serves nobody."""
+        """Stops a task that serves nobody."""
         if one.kind == AnomalyKind.OVERDUE:
             state = await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
             if state == "confirmed":  # else its worker cannot confirm the claim any more
@@ -174,7 +172,7 @@ class AnomalyCleaner:
         return "stopped"
 
     async def _end(self, one: Suspect, seen: FleetScan, ended: list[Suspect]) -> str:
-        """A user's worker that no workflow knows of. Its assignment may be closed when it is in `ended`."""
+        """Stops a user's worker that no workflow knows, and adds it to `ended` when it has ended."""
         tasks = [task.task_id for task in seen.snapshot.running.get(one.worker_id, ())]
         if one.worker_id:
             await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
@@ -202,14 +200,14 @@ class AnomalyCleaner:
 
 
 def _users(one: Suspect, seen: FleetScan) -> set[str]:
-    """Whom its worker serves, or may serve."""
+    """The users whom its worker serves or may serve."""
     if one.user_id:
         return {one.user_id}
     return {row.user_id for row in seen.snapshot.by_worker.get(one.worker_id, ())}
 
 
 async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:
-    """What each gives. A step that fails lets the others end first."""
+    """The results of all steps; if one fails, the others end first."""
     done = await asyncio.gather(*steps, return_exceptions=True)
     found: list[T] = []
     for one in done:

@@ -1,4 +1,4 @@
-"""The activities of maintenance: look, compare with the look before, clean up what both have seen."""
+"""The activities of maintenance: scan, compare with the scan before, clean up what both have found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workflows.maintenance import messages as mm
 #: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three logins
 #: with their pauses (82 s), and as much again.
 CONNECT_LIMIT = 300.0
-#: Seconds beyond twice the idle timeout that a worker may be unused: its workflow looks at most 20 min late
+#: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20 min late
 #: (docs/how-it-works/lifecycle.md).
 IDLE_MARGIN = 1800.0
 
@@ -54,9 +54,9 @@ class MaintenanceActivities:
 
     @activity.defn
     async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
-        """One look at all workers, compared with the one before. Nothing is changed but its own record.
+        """Scans all workers and compares the anomalies with the pass before. Changes only its own record.
 
-        What it could not read is written down as a guarded pass: the next ones have to begin anew.
+        A scan that fails is recorded as a guarded pass, so that two further passes have to agree.
         """
         began = time.monotonic()
         async with self._database.session() as session:
@@ -87,7 +87,7 @@ class MaintenanceActivities:
         )
 
     def _apart(self, before: PassRecord | None) -> float:
-        """Seconds since the last pass, by a clock that nobody sets where it was taken on this host."""
+        """Seconds since the last pass, by the monotonic clock if it was on this host."""
         if before is None:
             return OLD
         if self._boot and before.boot == self._boot:
@@ -118,7 +118,7 @@ class MaintenanceActivities:
 
     @activity.defn
     async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:
-        """A third look, at these anomalies only; what is still so is cleaned up.
+        """Checks these anomalies once more and cleans up what is left.
 
         A second attempt cannot tell what healed by itself from what the first one cleaned up: `earlier`.
         """
@@ -147,13 +147,13 @@ class MaintenanceActivities:
 
     @activity.defn
     async def finish_pass(self, request: mm.FinishPass) -> float:
-        """Writes down what came of a pass, and tells it once; returns its seconds."""
+        """Records and logs the outcome of a pass; returns its seconds."""
         async with self._database.session() as session:
             seconds = await passes.finish_pass(session, request.number, request.outcomes)
             shown = await passes.pass_summary(session)
         if shown is not None:
-            tell = log.warning if shown.guarded else log.info
-            tell(
+            write = log.warning if shown.guarded else log.info
+            write(
                 "maintenance_pass",
                 workers=shown.scanned,
                 found=shown.found,
@@ -178,7 +178,7 @@ def _summary(seen: FleetScan, anomalies: int) -> ScanSummary:
 
 
 def _world_changed(now: PassBasis, then: PassBasis) -> bool:
-    """Whether this is not the world in which the pass looked."""
+    """Whether Valkey, its data or the launcher's list are not those of the pass."""
     other = (now.generation, now.server) != (then.generation, then.server)
     return other or is_many(then.tasks - now.tasks, then.tasks)
 
@@ -192,5 +192,5 @@ def _boot() -> str:
 
 
 def _boottime() -> float:
-    """Seconds; a clock that nobody sets, and that also counts while the machine sleeps."""
+    """Seconds; monotonic, also while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

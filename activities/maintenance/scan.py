@@ -1,8 +1,8 @@
-"""One look at all workers, or at some: assignments, tasks, marks, metadata and pool entries.
+"""Scans the fleet, or some workers: assignments, tasks, marks, metadata and pool entries.
 
-What is asked for by name comes from PostgreSQL and the launcher. Only a mark of which neither knows needs a
-SCAN: of at most `SCANNED` keys a look, and the next look goes on where this one ended. So a Valkey with
-millions of other keys costs no more, and an orphan mark there is found some passes later.
+PostgreSQL and the launcher name the keys to read. Only a mark that neither knows needs a SCAN, of at most
+`SCANNED` keys a pass; the next pass goes on where this one ended. So in a Valkey with millions of other keys
+a pass costs no more, and an orphan mark is found some passes later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from infra.valkey.client import reply_of
 from infra.worker_task import Task
 from worker_runtime.protocol import keys
 
-#: Keys looked at by one SCAN, which takes Valkey about 0.1 ms, and by all SCANs of one look.
+#: Keys of one SCAN, which takes Valkey about 0.1 ms, and of all SCANs of one pass.
 STEP = 500
 SCANNED = 200_000
-#: Commands of one pipeline: between two of them the process does other things.
+#: Commands of one pipeline; other tasks run between two.
 CHUNK = 500
 #: Matches `worker:active:…` and `worker:metadata:…`.
 _PATTERN = "worker:[am][ce]t*"
@@ -36,7 +36,7 @@ _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark,
 
 @dataclass(frozen=True, kw_only=True)
 class FleetScan:
-    """A look, and where it was taken."""
+    """A snapshot of the fleet, and the servers of which it was taken."""
 
     snapshot: FleetSnapshot
     place: PassBasis
@@ -46,7 +46,7 @@ class FleetScanner:
     """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is known."""
 
     def __init__(self, client: Redis, database: Database, launcher: Launcher, *, pool: str) -> None:
-        """`pool`: one that is looked at even when nothing of it runs."""
+        """`pool`: one that is scanned even when nothing of it runs."""
         self._client = client
         self._database = database
         self._launcher = launcher
@@ -65,7 +65,7 @@ class FleetScanner:
         return await self._seen(place, now, rows, tasks, users, free)
 
     async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetScan:
-        """The same look at the users and workers of these suspects only, with everything read afresh."""
+        """Scans only the users and workers of these suspects."""
         place, now = await self._where()
         listed = await self._launcher.list()
         users = {one.user_id for one in suspects if one.user_id}
@@ -94,10 +94,10 @@ class FleetScanner:
         own = {(task.pool, task.worker_id) for task in tasks if task.worker_id not in assigned}
         own |= {(pool, worker) for pool, some in free.items() for worker in some}
         entries = await self._entries(sorted(own))
-        homeless = {task.worker_id for task in tasks} - assigned
-        homeless -= {worker for worker, entry in entries.items() if entry.state == "ready"}
+        unassigned = {task.worker_id for task in tasks} - assigned
+        unassigned -= {worker for worker, entry in entries.items() if entry.state == "ready"}
         async with self._database.session() as session:
-            last = await assignments.last_assignments(session, homeless)
+            last = await assignments.last_assignments(session, unassigned)
         users = sorted({*users, *(one.user_id for one in last.values())})
         marks, reported = await self._marks(users)
         snapshot = FleetSnapshot(
@@ -111,7 +111,7 @@ class FleetScanner:
             now=now,
         )
         if await self._generation() != place.generation:
-            raise RedisError("the generation changed during a look")
+            raise RedisError("the generation changed during a scan")
         listed = place.tasks or len(tasks)
         return FleetScan(
             snapshot=snapshot,
@@ -140,7 +140,7 @@ class FleetScanner:
         return {pool: {one.decode() for one in some} for pool, some in zip(names, found, strict=True)}
 
     async def _marked_users(self) -> set[str]:
-        """Users of whom a mark or metadata stand in Valkey, as far as this look's SCANs come."""
+        """Users with a mark or metadata in Valkey, as far as the SCANs of this pass get."""
         found: set[str] = set()
         for _ in range(SCANNED // STEP):
             self._cursor, some = await reply_of(self._client.scan(self._cursor, match=_PATTERN, count=STEP))

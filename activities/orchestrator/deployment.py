@@ -39,12 +39,12 @@ ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
 
 #: For one call; Temporal answers these within milliseconds.
 _RPC = timedelta(seconds=5)
-#: Seconds for a query: a living orchestrator answers in 5 ms, but its host may stand still for 3 s; without
-#: one the server waits to the end.
+#: Seconds for a query: an orchestrator answers in 5 ms, but its host may stand still for 3 s. Without an
+#: orchestrator the server waits to the end.
 _ANSWER = 4.0
 #: A query that the SDK answers for every workflow.
 _ANY_WORKFLOW_KNOWS = "__temporal_workflow_metadata"
-#: What a worker with workflows polls each of its queues for.
+#: The tasks for which a worker with workflows polls each of its queues.
 _KINDS = (TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY)
 #: Workflows asked before a version counts as served by nobody.
 _ASKED = 3
@@ -54,7 +54,7 @@ _VERSION = SearchAttributeKey.for_keyword("TemporalWorkerDeploymentVersion")
 
 @dataclass(frozen=True)
 class DeploymentSnapshot:
-    """The deployment at one look."""
+    """The deployment at one moment."""
 
     #: Build id of the current version; empty: none.
     current: str
@@ -170,7 +170,7 @@ class Deployment:
     async def served(self, some: Sequence[RunningWorkflow]) -> bool:
         """Whether an orchestrator answers for these workflows, which are of one version.
 
-        The list of pollers would not do: Temporal keeps who has gone in it for minutes.
+        Temporal's list of pollers does not help: it keeps those that have gone for minutes.
         """
         return any(await asyncio.gather(*(self._answers(one.workflow_id) for one in some[:_ASKED])))
 
@@ -178,7 +178,7 @@ class Deployment:
         try:
             async with asyncio.timeout(_ANSWER):
                 await self._temporal.get_workflow_handle(workflow_id).query(_ANY_WORKFLOW_KNOWS)
-        except WorkflowQueryFailedError:  # somebody took it up, at least
+        except WorkflowQueryFailedError:  # an orchestrator took it
             return True
         except (RPCError, TimeoutError):
             return False
@@ -193,10 +193,7 @@ class Deployment:
                 raise
 
     async def hand_over(self, one: RunningWorkflow) -> None:
-        """Lets the current version take a run over in the middle, by a replay of its history.
-
-        The override ends with the run: a continued one is pinned again.
-        """
+        """Lets the current version take over this run, by a replay of its history."""
         override = VersioningOverride(
             auto_upgrade=True,
             behavior=Behavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE,  # what servers before 1.29 read

@@ -1,9 +1,8 @@
 """Brings running workflows to the current version, so that an old one is soon free of work.
 
-While an orchestrator of the old version still serves, an entity is asked to `renew`: it finishes what it
-does on the code that began it, then continues as new on the current version. When nobody serves the old
-version any more, the run itself is handed over and the current code replays its history; the golden
-histories in `tests/replay` are the proof that it can.
+While an orchestrator of the old version runs, entities are asked to `renew`: each finishes its step on the
+old code, then continues as new on the current version. When no orchestrator serves the old version any more,
+the run itself is handed over, and the current code replays its history; `tests/replay` proves that it can.
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ class WorkflowMover:
         return True
 
     async def _move(self, found: list[RunningWorkflow]) -> None:
-        # The pool first: everybody waits for it.
+        # The pool first, because all users need it.
         found.sort(key=lambda one: (one.build, one.kind == ENTITIES[0]))
         for build, group in groupby(found, lambda one: one.build):
             some = list(group)
             served = await self._deployment.served(some)
-            until = time.monotonic() + ROUND  # not before: to ask who is gone takes almost as long
+            until = time.monotonic() + ROUND  # not before: a query without an answer takes almost as long
             moved = 0
             for one in some:
                 if time.monotonic() > until:
@@ -100,7 +99,7 @@ class WorkflowMover:
                 log.info("moving", build=build, count=moved, left=len(some) - moved, handed_over=not served)
 
     async def _move_one(self, one: RunningWorkflow, *, handed_over: bool) -> bool:
-        """Whether anything was done: what was asked a moment ago is left alone."""
+        """Whether anything was done; a run that was asked a moment ago is left alone."""
         last = self._done.get((one.run_id, handed_over))
         entity = one.kind in ENTITIES
         if (last is not None and time.monotonic() - last < AGAIN) or not (entity or handed_over):

@@ -1,4 +1,4 @@
-"""The pool's workflow at the start of an orchestrator: it runs, and under the policy of the settings."""
+"""Starts the pool's workflow, and gives it the policy of the settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workflows.worker_pool import messages as pm
 from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-#: For a question to the pool's workflow: the first time, and at the most. When nobody serves its version any
-#: more, nobody answers until the mover has handed it over, after about 5 s; then it is asked again. On a host
-#: that has many workflows to read anew, the answer itself may take some seconds.
+#: Time limits of a call to the pool's workflow: the first one, and the longest. When no orchestrator serves
+#: its version any more, it answers only after the mover has handed it over, in about 5 s. On a host that has
+#: to replay many workflows, an answer may take some seconds.
 ANSWERS = timedelta(seconds=2)
 LONGEST = timedelta(seconds=16)
 
@@ -84,7 +84,7 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
         )
         log.info("pool_policy_of_settings", pool=settings.pool, target=policy.target)
     kept = view.policy
-    surely = min([kept.target, *(window.target for window in kept.windows)])
+    least = min([kept.target, *(window.target for window in kept.windows)])
     if kept.limit is not None:
-        surely = min(surely, kept.limit)
-    return surely if view.mode == pm.PoolMode.RUNNING else 0
+        least = min(least, kept.limit)
+    return least if view.mode == pm.PoolMode.RUNNING else 0

@@ -1,12 +1,9 @@
-"""Which code an orchestrator runs: the build id of its worker deployment version.
+"""The build id of an orchestrator's code, and its promotion to the current version.
 
-Two different workflow codes must never share a build id, or one would replay the other's histories unseen.
-The same code must have the same id after a restart, or it would not find its workflows. So the id is the
-release and a hash of all that decides what a workflow does.
-
-Makes an orchestrator's version the current one, when it is newer or nobody else serves.
-
-Decided once, at the start. Nothing here undoes an operator's choice later.
+Different workflow code must have different build ids, or one version would replay the other's histories; the
+same code must keep its id after a restart. So the id is the release and a hash of all code that a replay
+depends on. At its start an orchestrator makes its version the current one if it is newer, or if nobody else
+serves.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def release_of(build: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in found[1].split(".")) if found else None
 
 
-#: Seconds between two looks, while our own workers' first poll has not reached the server (it took 0.1 s).
+#: Seconds between two tries until the first poll of our own workers has reached the server (it took 0.1 s).
 POLL = 0.05
 #: Seconds between two tries after Temporal refused or failed.
 RETRY = 0.5
@@ -77,7 +74,7 @@ log = structlog.get_logger()
 
 
 class Promotion:
-    """`decided` is set when the question is settled for this process, one way or the other."""
+    """`decided` is set when this process has promoted its version, or decided not to."""
 
     def __init__(self, deployment: Deployment, *, wanted: bool, queues: Collection[str]) -> None:
         self._deployment = deployment
@@ -122,7 +119,7 @@ class Promotion:
         return await self._deployment.served(await self._deployment.running(build=seen.current, limit=20))
 
     def _warn(self, event: str, **fields: str) -> None:
-        """Once in a while: the first look comes before the first poll as a rule, which is no trouble."""
+        """Logs at intervals; not at first, because the first try usually comes before the first poll."""
         now = time.monotonic()
         if not self._warned_at:
             self._warned_at = now
@@ -132,7 +129,7 @@ class Promotion:
 
 
 def is_newer(seen: DeploymentSnapshot, own: str) -> bool:
-    """By release; between builds of one release, which a hash cannot order, the one that came first is older.
+    """Compares releases; of two builds of one release, the one that was seen first is older.
 
     So a restart of an old build beside a newer one changes nothing, and a developer's last edit wins.
     """

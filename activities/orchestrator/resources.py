@@ -1,4 +1,4 @@
-"""What the activities of one orchestrator are made of: its clients, keys and calendar."""
+"""The resources of an orchestrator: clients, keys, calendar."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class OrchestratorResources:
     unwrapper: KeyUnwrapper
     keys: OrchestratorKeys
     calendar: Calendar
-    #: None: the number of hosts is not ours to set.
+    #: None: the number of hosts is not managed here.
     hosts: HostScaler | None = None
 
 
 @asynccontextmanager
 async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResources]:
-    """Keys and calendar are read first: an orchestrator without them is of no use and says so at once."""
+    """Opens and closes the resources. Reads keys and calendar first, so that a missing one fails at once."""
     policy_of(settings)
     days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
     keys = orchestrator_keys.load_orchestrator_keys(settings.orchestrator_key_file)

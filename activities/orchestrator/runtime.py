@@ -1,11 +1,4 @@
-"""The orchestrator's log: one JSON object a line, a constant event name and fields, on standard error.
-
-How an orchestrator is asked to stop: SIGTERM or SIGINT gracefully, a second one at once.
-
-A graceful stop has a limit, too: while Temporal is away, its client waits for ever.
-
-Loops beside the Temporal workers, and work that a stop cuts short.
-"""
+"""What the orchestrator process runs on: its log, its stop by signals, and its background loops."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ from infra import tasks
 
 
 def configure_log(level: str) -> None:
-    """Once, at start. Temporal's own log goes the same way."""
+    """JSON lines on standard error, for our log and Temporal's. Call once."""
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -49,7 +42,7 @@ def configure_log(level: str) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
-    # The event's name stays constant; which workflow it was stands in the fields.
+    # The event's name stays constant; fields say which workflow it was.
     workflow.logger.workflow_info_on_message = False
 
 
@@ -57,10 +50,10 @@ log = structlog.get_logger()
 
 
 def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.Event:
-    """The event is set by the first signal. A second one, or `limit` seconds later the clock, calls
-    `cut_short` and ends the process.
+    """The event is set by the first SIGTERM or SIGINT; a second one, or `limit` seconds, end the process.
 
-    What was in hand then is done again elsewhere, as after a crash: each activity is safe to run twice.
+    The limit is needed because Temporal's client waits for ever while Temporal is away. Activities in hand
+    are repeated elsewhere, as after a crash. `cut_short` is called before an end at once.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -68,7 +61,7 @@ def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.E
     def end(number: signal.Signals, reason: str) -> None:
         log.warning("stopped_at_once", reason=reason)
         cut_short()
-        os._exit(128 + number)  # no clean-up: that is what takes time
+        os._exit(128 + number)  # without clean-up, which is what takes time
 
     def heard(number: signal.Signals) -> None:
         if stopping.is_set():
@@ -90,7 +83,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def run_in_background(loops: Sequence[Loop]) -> AsyncIterator[None]:
-    """Runs loops that never end by themselves; one that does is logged and started again."""
+    """Runs loops that never end; one that fails or ends is started again."""
     running = [asyncio.create_task(_forever(loop)) for loop in loops]
     try:
         yield
@@ -102,7 +95,7 @@ async def _forever(loop: Loop) -> None:
     while True:
         try:
             await loop()
-        except Exception as error:  # a loop's boundary: the others must go on, and this one come back
+        except Exception as error:  # the boundary of a loop, which is started again
             log.exception("background_loop_failed", loop=loop.__qualname__, error=type(error).__name__)
         await asyncio.sleep(LOOP_RETRY)
 

@@ -1,6 +1,6 @@
-"""Asking a user's worker what the broker knows of an account, through the user's queue.
+"""Asks a user's worker, through the user's queue, for the broker's list of an account's orders.
 
-Orders of one account are verified at the same time: who asks while the same question is under way shares it.
+Several orders of an account are verified at the same time; concurrent callers share one query.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerU
 from worker_runtime.protocol.messages import Answer
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
-#: Seconds between two looks at the response key: at first, and at the most.
-FIRST_LOOK = 0.02
-LONGEST_LOOK = 0.5
-#: Seconds after which a worker that has not answered is rung for again; then after twice as many.
+#: Seconds between two reads of the response key: at first, and at most.
+FIRST_POLL = 0.02
+LONGEST_POLL = 0.5
+#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as many.
 FIRST_RING = 1.0
 
 
@@ -35,9 +35,9 @@ class AccountQueryClient:
         self._running: dict[tuple[str, str], asyncio.Task[AccountReport]] = {}
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
-        """The orders of an account, as the broker lists them now; `timeout` seconds from an active worker on.
+        """The orders of an account as the broker lists them now. `timeout` begins when a worker is active.
 
-        Raises the `BerthError` for which it could not be asked.
+        Raises a `BerthError` with the reason if the broker could not be asked.
         """
         about = (user_id, account_id)
         task = self._running.get(about)
@@ -50,11 +50,11 @@ class AccountQueryClient:
     def _ended(self, about: tuple[str, str], task: asyncio.Task[AccountReport]) -> None:
         self._running.pop(about, None)
         if not task.cancelled():
-            task.exception()  # seen, also when everybody who waited has gone
+            task.exception()  # retrieved, even if all callers have gone
 
     async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
         try:
-            # What waits in the queue keeps no worker alive, and starts none.
+            # A queued query neither starts a worker nor keeps one alive.
             if not await self._queue.marked(user_id):
                 await self._starter.ensure_active(user_id)
             query = QueryAccount(
@@ -76,7 +76,7 @@ class AccountQueryClient:
 
     async def _wait(self, user_id: str, request_id: str, timeout: float) -> Answer | None:
         began = time.monotonic()
-        pause, ring_after = FIRST_LOOK, FIRST_RING
+        pause, ring_after = FIRST_POLL, FIRST_RING
         while (answer := await self._queue.answer(user_id, request_id)) is None:
             waited = time.monotonic() - began
             if waited >= timeout:
@@ -85,7 +85,7 @@ class AccountQueryClient:
                 ring_after *= 2
                 await self._queue.ring_again(user_id)
             await asyncio.sleep(min(pause, timeout - waited))
-            pause = min(2 * pause, LONGEST_LOOK)
+            pause = min(2 * pause, LONGEST_POLL)
         return answer
 
 

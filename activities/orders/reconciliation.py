@@ -1,13 +1,11 @@
-"""An order as the broker lists it, told as the event that nobody heard.
+"""Compares our books with what a session found at the broker right after its login.
 
-Compares our books with what a session found at the broker right after its login (O5).
+The worker has sent events for the orders that it knew. Here come the orders that it could not match, and the
+positions. News of our orders is recorded as an event; what contradicts our books becomes a difference, which
+is shown and blocks the account if the settings say so.
 
-The worker has told already of the orders that it knew. Here come those that it could not match, and the
-positions. What nobody heard of an order of ours is written; what contradicts our books is written down as a
-difference, shown, and blocks the account when the settings say so.
-
-A difference stays until a comparison shows that the books agree, or a person closes it. An order that is
-not listed any more, a symbol in which something is under way, and a report that is not complete show nothing.
+A difference stays until a comparison shows that the books agree, or a person closes it. Orders that are not
+listed any more, symbols in which something is under way, and incomplete reports prove nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +36,16 @@ def filled_of(listed: ExchangeOrder) -> int:
 def may_be_listed_as(order: Order, listed: ExchangeOrder) -> bool:
     """Whether a listed order with our tag can be this one.
 
-    The symbol may be another: an order for a rolling code (TXFR1) is listed under the contract that the code
-    stood for then, and a code is written differently in lists of some brokers. No tag of ours stands for a
-    second order, so the symbol adds no proof; but whoever demanded it would hold an order that works at the
-    broker for one that never arrived. The side and a quantity that is not larger (it only falls) keep out an
-    order of somebody else's program that happens to have the tag.
+    The symbol may differ: an order for a rolling code (TXFR1) is listed under its contract, and some brokers
+    write codes differently. A tag is used only once, so requiring the symbol would prove nothing, but could
+    take a working order for one that never arrived. Side and quantity (which only falls) exclude an order of
+    another program that happens to have the tag.
     """
     return order.side == listed.side and listed.quantity <= order.quantity
 
 
 def listed_event(order: Order, listed: ExchangeOrder, at_ms: int) -> OrderEvent:
-    """The same event for the same listing, so that a repeat changes nothing; of no worker: epoch 0."""
+    """The event of a listed order. The same listing makes the same event; epoch 0 means no worker."""
     filled = filled_of(listed)
     smaller = 0 < listed.quantity < order.quantity
     changed = smaller or (None not in (order.price, listed.price) and order.price != listed.price)
@@ -69,7 +66,7 @@ def listed_event(order: Order, listed: ExchangeOrder, at_ms: int) -> OrderEvent:
     )
 
 
-#: Ends of orders that have no fills, as we hold.
+#: Final states without fills.
 _NEVER_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 
 Differences = dict[str, list[Any]]
@@ -110,7 +107,7 @@ async def reconcile_account(session: AsyncSession, event: AccountReported, *, bl
 async def _orders(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> Differences:
-    """Listed orders that the worker could not match: ours that are final, and others'."""
+    """Differences of listed orders that the worker could not match: our final ones, and other programs'."""
     user_id, account_id, taken_at = event.user_id, event.account_id, _taken_at(report)
     open_ones: list[str] = known.open.get("foreign_orders", [])
     ids = [listed.broker_order_id for listed in report.orders]
@@ -125,7 +122,7 @@ async def _orders(
         if listed.tag in tagged and may_be_listed_as(tagged[listed.tag], listed)
     }
     missed = [
-        # A tag alone may also be somebody else's: an order that has ended here is not changed by it.
+        # Only those with our broker id: a tag alone may be another program's.
         listed_event(row, listed, event.at_ms)
         for listed in report.orders
         if (row := ours.get(listed.broker_order_id)) is not None
@@ -149,7 +146,7 @@ async def _orders(
 
 
 def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Differences) -> None:
-    """What a listing says against an order of ours; one that may lag says nothing by what it lacks."""
+    """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks."""
     filled = filled_of(listed)
     works = row.state in FINAL_ORDER_STATES and listed.state not in FINAL_ORDER_STATES and certain
     if works or (filled and row.state in _NEVER_TAKEN):
@@ -161,7 +158,7 @@ def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Dif
 async def _positions(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> list[Any]:
-    """Positions that our fills do not explain; as before in symbols where something is under way."""
+    """Positions that our fills do not explain; symbols in which something is under way stay as before."""
     moving = await reconciliations.unsettled_symbols(
         session, event.user_id, event.account_id, _taken_at(report)
     )
@@ -175,7 +172,7 @@ async def _positions(
 
 
 async def _begin_books(session: AsyncSession, event: AccountReported, report: AccountReport) -> None:
-    """The account may have traded before Berth: what it held then is where its books begin."""
+    """Writes the first positions: the account may have traded before Berth."""
     ours = await reconciliations.filled_positions(
         session, event.user_id, event.account_id, until=_taken_at(report)
     )
@@ -190,7 +187,7 @@ async def _begin_books(session: AsyncSession, event: AccountReported, report: Ac
 
 def _unexplained(expected: dict[str, int], report: AccountReport) -> list[Any]:
     theirs: Counter[str] = Counter()
-    for held in report.positions:  # a broker may list cash and margin of one symbol apart
+    for held in report.positions:  # a broker may list cash and margin of one symbol separately
         theirs[held.symbol] += held.quantity
     pairs = [(symbol, expected.get(symbol, 0), theirs[symbol]) for symbol in {*expected, *theirs}]
     return [
@@ -201,5 +198,5 @@ def _unexplained(expected: dict[str, int], report: AccountReport) -> list[Any]:
 
 
 def _taken_at(report: AccountReport) -> datetime:
-    """The moment that the report shows: what happened later may not be in it."""
+    """The moment that the report shows; later changes may be missing."""
     return datetime.fromtimestamp((report.taken_at_ms - report.behind_ms) / 1000, UTC)

@@ -1,16 +1,16 @@
-"""Takes on orders that are not final a while after their acceptance, whoever died with them (nothing-lost).
+"""Recovers orders whose handler may have died: not final a while after acceptance (nothing-lost).
 
-Every `sweep_period` it leases the orders that are due (`orders.verify_at`). Several may run, none is needed
-twice: a lease ends by itself, and all that is done may be repeated.
+Every `sweep_period` it leases the orders that are due (`orders.verify_at`). Several sweepers may run: a lease
+expires by itself, and every step may be repeated.
 
 | order | what happens |
 |---|---|
-| nothing told, time left, same generation of Valkey | queued again, once per id; a worker is ensured |
-| overdue, and no worker was about to call the broker | expired; it cannot be queued any more |
+| no event, time left, same generation of Valkey | queued again, once per id; a worker is started |
+| overdue, and no worker was about to submit it | expired; it cannot be queued any more |
 | overdue, answered | the answer is written |
-| overdue, a worker was about to call the broker | unknown |
-| overdue, and Valkey's server is another one since: its data may be an older copy | unknown |
-| another generation: Valkey has lost data, and with it what became of the order | unknown |
+| overdue, a worker was about to submit it | unknown |
+| overdue, and Valkey's server is another one: its data may be an older copy | unknown |
+| another generation: Valkey has lost data, perhaps the order's outcome | unknown |
 | all others that are not final | followed by an `OrderWorkflow` |
 """
 
@@ -37,6 +37,7 @@ from infra.database.orders.acceptance import place_request
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
+from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of
@@ -45,17 +46,15 @@ from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderO
 from workflows import names
 from workflows.order import messages as om
 
-#: Orders taken at once: with one round trip each for most of them, about 0.1 s of work.
+#: Orders of one round: about 0.1 s of work, with one round trip for most of them.
 MOST = 100
-#: Seconds past its deadline after which an unanswered order is looked into: the API takes its own back 1 s
-#: after it, and a worker that popped it right before answers meanwhile.
+#: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s after the
+#: deadline, and a worker that popped it right before answers by then.
 GRACE = 2.0
-#: Seconds until an order that waits for its worker is looked at again.
+#: Seconds until an order that waits for its worker is due again.
 SOON = 2.0
-#: Seconds until an order that has a workflow is looked at again: in case somebody ended that workflow.
+#: Seconds until an order with a workflow is due again, in case somebody ended that workflow.
 FOLLOWED = 300.0
-#: What one call to Temporal may take; a busy host stands still for 2 to 3 s.
-CALL = timedelta(seconds=5)
 
 _COPIED = "it was accepted before the present server of Valkey came, whose queue may be an older copy"
 
@@ -100,7 +99,7 @@ class OrderSweeper:
             await tasks.cancel_tasks(*self._starting.values())
 
     async def round(self) -> int:
-        """One look; returns how many orders were due. Raises `DatabaseUnavailable`."""
+        """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
         async with self._database.session(autocommit=True) as session:
             found = await order_watch.take_due_orders(
                 session, most=MOST, lease=self._settings.sweep_lease, grace=self._grace
@@ -113,17 +112,17 @@ class OrderSweeper:
         return len(found)
 
     async def _each(self, work: Callable[[DueOrder], Awaitable[None]], found: Sequence[DueOrder]) -> None:
-        """What cannot be done now is left to the next look, after the lease."""
+        """Orders that cannot be handled now are due again after the lease."""
         for due in found:
             try:
                 await work(due)
             except (RedisError, OSError, RPCError) as error:
-                # Away for one, away for all: each of them would wait for its time limit.
+                # The server is away for all of them, and each would wait for its time limit.
                 log.warning("sweeper_cannot_read", error=type(error).__name__, reason=str(error)[:200])
                 return
 
     async def _recover(self, due: DueOrder) -> None:
-        """For an order of which no worker has told anything yet."""
+        """Recovers an order without any event of a worker."""
         order = due.order
         if order.generation != await self._generation():
             await self._unknown(due, "Valkey has lost data since it was accepted")
@@ -154,7 +153,7 @@ class OrderSweeper:
         )
         answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
         copied = await self._queue.may_be_stale(order.created_at)
-        if copied:  # its way is closed all the same
+        if copied:  # it is withdrawn all the same
             unknown = OutcomeUnknown(_COPIED)
             outcome = OrderOutcome(
                 order_id=str(order.id),
@@ -164,7 +163,7 @@ class OrderSweeper:
             answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(unknown))
         fate, found = await self._queue.overdue(order.user_id, order.id, answer)
         if order.generation != await self._generation():
-            return  # what was found may be what a flushed server knows: nothing. Looked at again
+            return  # a flushed server knows nothing; due again
         if fate == RequestFate.ANSWERED and found is not None:
             await self._settle(*outcome_of(found, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
@@ -175,9 +174,9 @@ class OrderSweeper:
             if fate == RequestFate.ABSENT:
                 await self._queue.store_answer(order.user_id, answer)
         elif fate == RequestFate.JOURNALED:
-            await self._unknown(due, "a worker was about to submit it, and has not told how it went")
+            await self._unknown(due, "a worker was about to submit it and did not report the outcome")
             return
-        else:  # a worker took it and may be dead: whoever serves the user next tells
+        else:  # a worker took it and may be dead: the user's next worker reports it
             await self._follow(due)
             return
         log.warning("order_settled_by_sweeper", order=str(order.id), fate=fate.value)
@@ -204,7 +203,7 @@ class OrderSweeper:
         await self._follow(due)
 
     async def _follow(self, due: DueOrder) -> None:
-        """Starts the order's workflow, or wakes the one that runs when a person wants to know."""
+        """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
         follow = om.FollowOrder(
             order_id=str(order.id),
@@ -243,7 +242,7 @@ class OrderSweeper:
         return await valkey.ensure_generation(self._client, uuid4().hex)
 
     def _start_worker(self, user_id: str) -> None:
-        """In the background: other orders must not wait for it."""
+        """Starts the user's worker in the background, so that other orders do not wait."""
         if user_id not in self._starting:
             task = self._starting[user_id] = asyncio.create_task(self._ensure(user_id))
             task.add_done_callback(lambda _: self._starting.pop(user_id, None))

@@ -1,4 +1,4 @@
-"""Looking at one order: at PostgreSQL first, then at what a worker answered, then at the broker's list."""
+"""The activities that verify an order: by PostgreSQL, then a worker's answer, then the broker's list."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class OrderActivities:
 
     @activity.defn
     async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
-        """One look. Raises `DatabaseUnavailable`."""
+        """Verifies once. Raises `DatabaseUnavailable`."""
         async with Heartbeat():
             try:
                 order = await self._known(uuid.UUID(request.order_id))
             except OrderNotFound:
-                log.error("order_followed_in_vain", order_id=request.order_id)
+                log.error("followed_order_not_found", order_id=request.order_id)
                 return om.Verified(finding=om.VerificationFinding.GONE)
             if order.state in FINAL_ORDER_STATES:
                 return om.Verified(finding=om.VerificationFinding.FINAL, state=order.state)
@@ -95,7 +95,7 @@ class OrderActivities:
         return raised
 
     async def _known(self, order_id: uuid.UUID) -> Order:
-        """The order, after whatever a worker has answered and the recorder has not written. Events first."""
+        """The order, after a worker's answer that the recorder has not written yet."""
         async with self._database.session() as session:
             order = await recording.get_order(session, order_id)
         if order.state in FINAL_ORDER_STATES:
@@ -131,13 +131,15 @@ class OrderActivities:
             certain=report.complete and not doubtful and _would_list(report, order),
             dead=dead,
             quiet_since=quiet_since,
-            # The listing is as old as the answer is, too.
+            # The age of the answer adds to the lag of the listing.
             behind=max(0, _now_ms() - report.taken_at_ms + report.behind_ms) / 1000,
         )
 
     async def _find(self, order: Order, report: AccountReport) -> tuple[ExchangeOrder | None, bool]:
-        """The listed order that is ours, by the broker's id, else by our tag; and whether one with our tag is
-        there that neither can be ours nor is known as another one: then nobody can say that ours is not."""
+        """The listed order that is ours, by the broker's id, else by our tag; and whether that is doubtful.
+
+        It is if an order with our tag is neither ours nor known as another one.
+        """
         name = order.broker_order_id
         if name is not None:
             return next((one for one in report.orders if one.broker_order_id == name), None), False
@@ -153,10 +155,10 @@ class OrderActivities:
         return found, found is None and bool(strange)
 
     async def _quiet(self, order: Order) -> tuple[bool, float]:
-        """Whether the worker that may have submitted the order has ended, and since when nobody can any more.
+        """Whether the worker that may have submitted it has ended, and since when nobody can submit it.
 
-        The worker that has just answered is the user's only one (one-owner), and takes one request at a time:
-        it is not in the middle of this order.
+        The worker that has just answered is the user's only one (one-owner) and handles one request at a
+        time, so it is not submitting this order.
         """
         async with self._database.session() as session:
             last, epoch = (
@@ -173,7 +175,7 @@ class OrderActivities:
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:
             return False, since.timestamp()
-        # Without an event nobody knows which worker it was; one that came after the deadline was it not.
+        # Without an event the worker is unknown. One assigned after the deadline cannot have submitted it.
         dead = serving.epoch > epoch if epoch else serving.assigned_at > order.deadline_at
         if dead:
             since = max(since, serving.assigned_at)
@@ -181,7 +183,7 @@ class OrderActivities:
 
 
 def _would_list(report: AccountReport, order: Order) -> bool:
-    """Whether the listing would show the order had the broker taken it, up to the time that it is behind."""
+    """Whether the listing would show the order if the broker had it, up to the listing's lag."""
     if not report.absence_certain or report.reaches_ms is None:
         return False
     reaches_to = (_now_ms() - report.reaches_ms) / 1000

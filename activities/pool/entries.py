@@ -1,9 +1,7 @@
-"""The line of users who wait at a pool that may not grow: whoever came first is served first.
+"""A pool in Valkey: the entries of its workers, and the line of users who wait when it may not grow.
 
-A place is kept by asking again within `LINE_PATIENCE`. It costs a claim nothing while nobody waits, and a
-user who asks more often than others gets no better place by it.
-
-One pool worker's entry in Valkey: who it is, whether its key is its own, and the way to end it.
+Users in the line are served in the order in which they came. A user keeps the place by asking again within
+`LINE_PATIENCE`; asking more often gives no better place.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.switches import UserSwitch
 from workflows.user_worker import messages as m
 
-#: Seconds after which one who does not ask again has left; six times what `POOL_EXHAUSTED` tells him to wait.
+#: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.
 LINE_PATIENCE = 30.0
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
-    """The user's place, 0 for the first; he is put at the end if he has none."""
+    """The user's place, 0 for the first; a new user gets the last one."""
     found = await valkey.run_script(
         client,
         scripts.JOIN_WAIT_QUEUE,
@@ -36,7 +34,7 @@ async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
 
 
 async def leave_line(client: Redis, pool: str, user_id: str) -> None:
-    """He has what he waited for."""
+    """Removes the user from the line."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_wait_queue(pool), user_id)
         pipe.zrem(keys.pool_last_asked(pool), user_id)
@@ -72,9 +70,8 @@ async def claim_entry(
 ) -> PoolEntry:
     """Takes the longest-ready worker for this claim; a repeat returns the same one.
 
-    With `user_id`, those of the version `avoid` are left where they are.
-
-    A user gets none while others wait in line before him for all that are ready.
+    With `user_id`, leaves workers of version `avoid`, and takes none while earlier waiters in the line need
+    every ready worker.
     """
     named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
     given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
@@ -100,7 +97,7 @@ async def claim_entry(
 async def write_owner(
     client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: UserSwitch
 ) -> bool:
-    """Makes the worker the user's owner, and writes his switch beside it; False if a later one owns him."""
+    """Makes the worker the user's owner and writes the switch; False if a later worker is the owner."""
     owned = await valkey.run_script(
         client,
         scripts.SET_OWNER,
@@ -131,7 +128,7 @@ async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
 
 
 async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
-    """Its pool entry is renewed until it belongs to the user, its mark from then on."""
+    """Whether the worker has its pool entry or, once it belongs to the user, its mark."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.exists(keys.pool_worker(pool, worker_id))
         pipe.get(keys.mark(user_id))
@@ -140,7 +137,7 @@ async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch
 
 
 async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
-    """Takes an ended worker out of the pool, so that nobody claims it. Only after its confirmed end."""
+    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed end."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_ready(pool), worker_id)
         pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))

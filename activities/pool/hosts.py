@@ -1,7 +1,7 @@
-"""A background loop that tells the platform how many worker hosts are wanted.
+"""A background loop that asks the platform for worker hosts.
 
 It counts the workers that run and those that the pool still wants: a cold host takes about a minute. Several
-orchestrators say the same number, so nobody takes turns.
+orchestrators ask for the same number, so they need no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infra.hosts.scaling import (
 from infra.launchers.port import Launcher
 from infra.worker_task import LauncherUnreachable
 
-#: Seconds between two looks; they count as part of the time until a cold host takes workers.
+#: Seconds between two rounds; they are part of the time until a cold host takes workers.
 PERIOD = 10.0
 
 log = structlog.get_logger()
@@ -41,14 +41,14 @@ class HostProvisioner:
         rate: float,
         kind: HostKind | None = None,
     ) -> None:
-        """`warm`: hosts to keep ahead at the least; `rate`: workers a second that must find room."""
+        """`warm`: spare hosts to keep at least; `rate`: workers a second that must find room."""
         self._scaler = scaler
         self._launcher = launcher
         self._pools = pools
         self._pool = pool
         self._kind = kind or HostKind()
         self._warm = warm_hosts(self._kind, rate, least=warm, cold_start=COLD_START + PERIOD)
-        self._told = ""
+        self._logged = ""
 
     async def run(self) -> None:
         while True:
@@ -59,16 +59,16 @@ class HostProvisioner:
             await asyncio.sleep(PERIOD)
 
     async def round(self) -> HostPlan:
-        """One look; who cannot tell is told nothing. Raises `HostsUnreachable`, `LauncherUnreachable`."""
+        """Counts and scales once. Raises `HostsUnreachable`, `LauncherUnreachable`."""
         tasks = await self._launcher.list()
         snapshot = await self._pools.snapshot(self._pool)
         hosts = await self._scaler.hosts()
-        # Of a host that drains, the workers need a place elsewhere: they count.
+        # Workers of a draining host count, because they need a place elsewhere.
         made = plan_hosts(
             self._kind, len(tasks) + (snapshot.missing if snapshot else 0), hosts, warm=self._warm
         )
         await self._scaler.scale(made)
-        if made.reason != self._told:
+        if made.reason != self._logged:
             log.info("hosts_wanted", wanted=made.wanted, ready=made.ready, why=made.reason)
-            self._told = made.reason
+            self._logged = made.reason
         return made

@@ -1,7 +1,7 @@
-"""Launching workers: for a claim that found the pool empty, and for the pool itself.
+"""The activities that launch workers: for a claim that found the pool empty, and for the pool itself.
 
-A worker's id is derived from its token, so that a repeated launch is the same worker with the same launch
-token, and anybody can tell from a list of tasks which launches are under way.
+A worker's id is derived from its token, so that a repeated launch is the same worker, and a list of tasks
+shows which launches are under way.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from workflows.worker_pool import messages as pm
 #: First letters of the ids of pool workers, and of those launched while a user waited.
 POOL_PREFIX = "p-"
 COLD_PREFIX = "c-"
-#: Seconds between two looks for a launched worker's entry: it appears after 0.3 to 1 s.
-LOOK = 0.05
-#: Seconds that must be left of a launch for another one: a worker takes 0.3 to 1 s where its host runs.
+#: Seconds between two reads of a launched worker's entry: it appears after 0.3 to 1 s.
+POLL = 0.05
+#: Seconds that must be left for a second launch: a worker takes 0.3 to 1 s on a running host.
 AGAIN = 3.0
-#: Seconds of one wait for a birth, and between two questions whether the task still runs.
+#: Seconds of one wait for a worker, and between two checks whether its task still runs.
 SLICE = 1.0
 
-#: The SDK does not log these: the pool tells of them once for a whole episode, a user's workflow its caller.
-_TOLD_ONCE = ApplicationErrorCategory.BENIGN
+#: The SDK does not log these: the pool logs them once an episode, a user's workflow reports them to its
+#: caller.
+_NOT_LOGGED = ApplicationErrorCategory.BENIGN
 
 log = structlog.get_logger()
 
 
 def worker_id_of(prefix: str, token: str) -> str:
-    """16 hexadecimal digits: short enough to read, and a pair among a million is unlikely (3e-8)."""
+    """`prefix` and 16 hexadecimal digits; two equal ones among a million tokens are unlikely (3e-8)."""
     return prefix + blake2b(token.encode(), digest_size=8).hexdigest()
 
 
@@ -66,7 +67,7 @@ class LaunchActivities:
         orchestrator_keys: OrchestratorKeys,
         pools: PoolSnapshotSource | None = None,
     ) -> None:
-        """`pools`: what a worker launched for a user is to be, and the limit; else what the settings say."""
+        """`pools`: release and limit for a worker launched for a user; without it, those of the settings."""
         self._client = client
         self._database = database
         self._launcher = launcher
@@ -99,34 +100,34 @@ class LaunchActivities:
 
     @activity.defn
     async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
-        """A worker of this claim only. A repeat returns the same one, also when it is dead by now.
+        """Launches a worker for this claim only. A repeat returns the same one, even if it is dead by now.
 
-        One of a released version that ends before it is ready is followed by one of the last good version, if
-        there is time: who waits must not be the one who finds out. So is one that failed this start already.
+        If one of a new release ends before it is ready, or failed this start before, a worker of the last
+        good release is launched instead, if there is time: a user must not be the one who finds the fault.
         """
         began = time.monotonic()
         snapshot = await self._pool_snapshot(request.pool)
         worker_id = worker_id_of(COLD_PREFIX, request.claim_id)
         await self._check_limit(request, snapshot.limit, worker_id)
-        born = keys.pool_born(request.pool, request.claim_id)
+        announced = keys.pool_born(request.pool, request.claim_id)
 
-        def is_born(worker_id: str) -> Callable[[], Awaitable[bool]]:
-            async def born_by_now() -> bool:
-                # The list onto itself: a repeat finds it again.
-                found = await reply_of(self._client.blmove(born, born, 1, "LEFT", "RIGHT"))
+        def is_announced(worker_id: str) -> Callable[[], Awaitable[bool]]:
+            async def announced_by_now() -> bool:
+                # Moves the list onto itself, so that a repeat finds it again.
+                found = await reply_of(self._client.blmove(announced, announced, 1, "LEFT", "RIGHT"))
                 if found is None or found.decode() == worker_id:
                     return found is not None
                 await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
                 return False
 
-            return born_by_now
+            return announced_by_now
 
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         release = avoid.before if avoid else snapshot.release
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
         try:
-            launched = await self._launch(spec, token, request.timeout, is_born(worker_id))
+            launched = await self._launch(spec, token, request.timeout, is_announced(worker_id))
         except ApplicationError as error:
             left = request.timeout - (time.monotonic() - began)
             known_bad = avoid is not None or snapshot.good in (None, release)
@@ -137,19 +138,19 @@ class LaunchActivities:
             token = f"{token}-before"
             worker_id = worker_id_of(COLD_PREFIX, token)
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
-            launched = await self._launch(spec, token, left, is_born(worker_id))
+            launched = await self._launch(spec, token, left, is_announced(worker_id))
         if snapshot.limit is not None:
             await entries.leave_line(self._client, request.pool, request.user_id)
         return launched
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
-        """As the pool's workflow says it, else as the settings do."""
+        """From the pool's workflow, else from the settings."""
         async with Heartbeat():  # it may have to ask twice
             found = await self._pools.snapshot(pool) if self._pools else None
         return found or PoolSnapshot(limit=self._settings.pool_limit or None)
 
     async def _check_limit(self, request: m.LaunchForClaim, limit: int | None, worker_id: str) -> None:
-        """Raises `POOL_EXHAUSTED` while as many run as may, or others wait in line for all that may come."""
+        """Raises `POOL_EXHAUSTED` if the limit is reached or earlier waiters need all that is left."""
         if limit is None:
             return
         running = {task.worker_id for task in await self._launcher.list() if task.pool == request.pool}
@@ -181,7 +182,7 @@ class LaunchActivities:
             while time.monotonic() < until:
                 if await reply_of(self._client.exists(entry)):
                     return True
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL)
             return False
 
         spec = self._spec(worker_id, request.pool, "", request.release)
@@ -191,7 +192,7 @@ class LaunchActivities:
         self, spec: LaunchSpec, token: str, timeout: float, ready: Callable[[], Awaitable[bool]]
     ) -> m.Launched:
         try:
-            async with Heartbeat():  # it may have to wait for its turn
+            async with Heartbeat():  # it may have to wait for the rate limit
                 task = await self._launcher.launch(spec, token)
         except LaunchFailed as error:
             raise ApplicationError(
@@ -199,10 +200,10 @@ class LaunchActivities:
                 pm.NOTHING_RUNS,
                 type=error.code,
                 non_retryable=not error.retryable,
-                category=_TOLD_ONCE,
+                category=_NOT_LOGGED,
             ) from None
         except LauncherUnreachable as error:
-            raise ApplicationError(error.detail, type=error.code, category=_TOLD_ONCE) from None
+            raise ApplicationError(error.detail, type=error.code, category=_NOT_LOGGED) from None
         began = time.monotonic()
         launched = m.Launched(worker_id=task.worker_id, task_id=task.task_id)
         listed = False
@@ -232,7 +233,7 @@ class LaunchActivities:
 
 
 def _never_ready(why: str) -> ApplicationError:
-    """Not retried under the same token: the same token is the same dead worker."""
+    """Not retried, because the same token is the same dead worker."""
     return ApplicationError(
-        why, pm.NOTHING_RUNS, type=pm.NEVER_READY, non_retryable=True, category=_TOLD_ONCE
+        why, pm.NOTHING_RUNS, type=pm.NEVER_READY, non_retryable=True, category=_NOT_LOGGED
     )

@@ -1,7 +1,4 @@
-"""What a pool's size depends on besides its workers: the hours that hold now, and how many claims came.
-
-Counting and shrinking a pool, without ever scanning Valkey.
-"""
+"""The activities that count and shrink a pool, and read its demand: recent claims and the present window."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def window_of(given: PoolWindow) -> windows.Window:
 
 
 def checked_policy(policy: PoolPolicy) -> PoolPolicy:
-    """The same policy, when it makes sense. Raises `PoolPolicyInvalid`, `ZoneUnknown`."""
+    """The same policy, if it is valid. Raises `PoolPolicyInvalid`, `ZoneUnknown`."""
     check_policy(policy)
     for window in policy.windows:
         windows.zone_of(window.zone)
@@ -52,7 +49,7 @@ def checked_policy(policy: PoolPolicy) -> PoolPolicy:
 
 
 class PoolDemand:
-    """Workflows do no I/O: time zones, the calendar and PostgreSQL are read here, for `count_pool`."""
+    """Time zones, calendar and PostgreSQL, read for `count_pool`."""
 
     def __init__(self, database: Database, calendar: Calendar, now: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -60,7 +57,7 @@ class PoolDemand:
         self._now = now
 
     async def read(self, pool: str, policy: PoolPolicy) -> tuple[int | None, WindowNow]:
-        """Claims within the policy's last minutes (None: not asked for, or not known), and the window."""
+        """Claims within `demand_minutes` (None: not wanted or not known), and the window."""
         return await self._claims(pool, policy.demand_minutes * 60), self._window(policy)
 
     async def _claims(self, pool: str, seconds: float) -> int | None:
@@ -78,7 +75,7 @@ class PoolDemand:
             return WindowNow()
         try:
             hours = [window_of(one) for one in policy.windows]
-        except (BerthError, ValueError) as error:  # of a time zone that this host does not know
+        except (BerthError, ValueError) as error:  # a time zone that this host does not know
             log.error("pool_windows_not_understood", reason=str(error)[:200])
             return WindowNow()
         number, until = windows.current_window(hours, self._calendar, self._now())
@@ -100,10 +97,10 @@ class PoolActivities:
     async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
         """Free workers, and those that run and have not announced themselves yet.
 
-        The launcher is asked before Valkey: a worker that becomes ready in between is counted once. One
-        that says nothing counts as starting for `launch_timeout`, from when its silence was noticed, not
-        from its launch: after a flush of Valkey all of them are silent for a moment (exact-pool). Longer
-        silence means that it hangs: it is stopped, since it holds nothing yet.
+        The launcher is asked before Valkey, so a worker that becomes ready in between is counted once. A
+        silent worker counts as starting for `launch_timeout` from when its silence was noticed, not from its
+        launch: after a flush of Valkey all are silent for a moment (exact-pool). After that it hangs and is
+        stopped; it serves nobody yet.
         """
         launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
         listed, (claims, window) = await asyncio.gather(
@@ -132,7 +129,7 @@ class PoolActivities:
         )
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
-        """The ready list, and the state of each worker (listed or running) that has an entry."""
+        """The ready list, and the state of each listed or running worker that has an entry."""
         ready = {raw.decode() for raw in await reply_of(self._client.zrange(keys.pool_ready(pool), 0, -1))}
         workers = sorted(ready.union(running))
         async with self._client.pipeline(transaction=False) as pipe:
@@ -142,7 +139,7 @@ class PoolActivities:
         return ready, {worker: state for worker, state in zip(workers, states, strict=True) if state}
 
     async def _assigned(self, workers: set[str]) -> set[str]:
-        """Those that belong to a user: their pool entry has expired, as it should."""
+        """Those that belong to a user; their pool entry has expired."""
         if not workers:
             return set()
         async with self._database.session() as session:
@@ -155,14 +152,14 @@ class PoolActivities:
 
     @activity.defn
     async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
-        """Stops free workers; returns how many. Each is claimed first, so that no user can get it."""
+        """Stops free workers; returns how many. Each is claimed first, so that no user gets it."""
         taken = []
         for number in range(request.count):
             found = await entries.claim_entry(self._client, request.pool, f"shrink-{request.token}-{number}")
             if found.status == "empty":
                 break
             taken.append(found)
-        # Beside each other: each may take its grace. The call may be repeated, and ends the rest.
+        # Concurrently, because each may take its grace. A repeated call stops the rest.
         async with Heartbeat():
             await asyncio.gather(*(self._stop(request.pool, found) for found in taken))
         return len(taken)

@@ -1,4 +1,4 @@
-"""What a launch that a user waits for has to know of the pool: its release and its limit."""
+"""Snapshots of a pool's state, from its workflow: release, limit, missing workers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from workflows import names
 from workflows.rollout.messages import Release
 from workflows.worker_pool import messages as pm
 
-#: Seconds that an answer is believed: a rollout that has begun reaches cold launches that late.
+#: Seconds that a snapshot is used; a new rollout reaches cold launches that late.
 FRESH = 2.0
-#: For the question: it takes 5 ms, and a user waits. A pool that launches a hundred workers on a busy machine
-#: was seen to take more than a second.
+#: Seconds for a query: it takes 5 ms, but more than a second for a pool that launches a hundred workers on a
+#: busy machine.
 PATIENCE = 3.0
 
 log = structlog.get_logger()
@@ -27,9 +27,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSnapshot:
-    """How a pool stands."""
+    """A pool at one moment."""
 
-    #: What new workers are to be: the last good one until one of the released version is ready.
+    #: Of new workers: the last good one until a worker of the present release is ready.
     release: Release = field(default_factory=Release)
     #: The last one of which a worker became ready; None: not known.
     good: Release | None = None
@@ -41,16 +41,16 @@ class PoolSnapshot:
 
 class PoolSnapshotSource(Protocol):
     async def snapshot(self, pool: str) -> PoolSnapshot | None:
-        """None: it was never told. Raises nothing."""
+        """None if no snapshot is known. Raises nothing."""
         ...
 
 
 class PoolSnapshots:
-    """Asks the pools' workflows. Who gets no answer goes by the last one."""
+    """Queries the pools' workflows. Without an answer, the last snapshot stays."""
 
     def __init__(self, temporal: Client) -> None:
         self._temporal = temporal
-        #: Pool → how it stood, and when that was told (monotonic seconds).
+        #: Pool → its snapshot, and when it was read (monotonic seconds).
         self._known: dict[str, tuple[PoolSnapshot | None, float]] = {}
 
     async def snapshot(self, pool: str) -> PoolSnapshot | None:
@@ -60,10 +60,10 @@ class PoolSnapshots:
         for _ in range(1 if pool in self._known else 2):  # without any answer, the settings would count
             if await self._ask(pool):
                 break
-        return self._known.get(pool, (None, 0.0))[0]  # perhaps told to another caller meanwhile
+        return self._known.get(pool, (None, 0.0))[0]  # another caller may have read it meanwhile
 
     async def _ask(self, pool: str) -> bool:
-        """Whether the pool's workflow answered; then it is known how the pool stands."""
+        """Whether the pool's workflow answered; then its snapshot is known."""
         handle = self._temporal.get_workflow_handle(names.worker_pool_id(pool))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -79,8 +79,8 @@ class PoolSnapshots:
 
 
 def snapshot_of(view: pm.PoolView) -> PoolSnapshot:
-    # Until the first worker of a release is ready, nobody waits for one; where the pool itself keeps none,
-    # somebody has to.
+    # Until a worker of a release is ready, users get the last good one; unless the pool keeps no workers, so
+    # that nobody else would try the release.
     unproven = view.good != view.release and (view.never_ready or view.wanted)
     return PoolSnapshot(
         release=view.good if view.good and unproven else view.release,

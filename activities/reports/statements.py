@@ -1,4 +1,4 @@
-"""The activities of the daily statements: which day it is, and a job for each user with an address."""
+"""The activities of the daily statements: find the day, and enqueue a job for each user with an address."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from worker_runtime.jobs.protocol import catalog
 from worker_runtime.protocol.errors import MalformedMessage
 from workflows.reports import messages as sm
 
-#: Orders of one user that are read: more do not fit into a job, however well they are packed.
+#: Most orders of one user that are read: more do not fit into a job.
 MOST_ORDERS = 20_000
-#: Seconds that the result is kept, and with it the job's id known: a page that is repeated days later, by
-#: hand, sends nothing twice.
+#: Seconds that the result and the job's id are kept: a page that is repeated days later sends nothing twice.
 KNOWN = 3 * 86_400
 _DAY = timedelta(days=1)
 
@@ -52,7 +51,7 @@ class StatementActivities:
         self._calendar = calendar
         self._most = most_orders
         self._end = timedelta(seconds=settings.trading_day_end)
-        #: By which ways they go: those that the fleet has what they need for, as far as we know.
+        #: Ways for which the fleet has what they need.
         anyway = settings.statements == "on"
         self._email = anyway or bool(settings.mail_host)
         self._webhook = anyway or bool(settings.webhook_key_files)
@@ -98,18 +97,18 @@ class StatementActivities:
         return sm.StatementsPage(users=len(rows), after=rows[-1].user_id if rows else "", **counts)
 
     async def _put(self, job_id: str, work: msgspec.Struct, rate_key: str, *, delay: float) -> str:
-        """What became of one job, by the field of `StatementsPage` that counts it."""
+        """Enqueues one job; returns the field of `StatementsPage` that counts it."""
         try:
             job = catalog.make_job(
                 job_id, work, unique=job_id, rate_key=rate_key, delay=delay, result_ttl=KNOWN
             )
             return "enqueued" if await self._jobs.enqueue(job) else "known"
-        except MalformedMessage as error:  # an address that no runner would take stops nobody else
+        except MalformedMessage as error:  # a bad address must not stop the others
             log.error("statement_refused", job_id=job_id, reason=error.detail)
             return "refused"
 
     async def _packed(self, user_id: str, day: date) -> bytes | None:
-        """The day's orders as they travel in a job; None: they are too many for one."""
+        """The day's orders, packed for a job; None: they are too many."""
         until = datetime.combine(day, time(), TAIPEI) + self._end
         async with self._database.session() as session:
             rows = await statement_orders.orders_of_statement(
@@ -125,8 +124,7 @@ class StatementActivities:
     def _work(
         self, row: StatementAddress, day: date, packed: bytes | None
     ) -> Iterator[tuple[str, msgspec.Struct, str]]:
-        """Id, arguments and rate key of a job for each way. Without `packed` the user is told to fetch the
-        list."""
+        """Id, arguments and rate key of each job. Without `packed` it only says where the list is."""
         user, text = row.user_id, day.isoformat()
         if self._email and row.email is not None:
             domain = row.email.rpartition("@")[2].lower()[:128]
@@ -165,7 +163,7 @@ _TOO_MANY = (
 
 
 def _host(url: str) -> str:
-    """What a rate of webhooks holds for: each receiver."""
+    """The receiver of a webhook, which has a rate of its own."""
     try:
         return (urlsplit(url).hostname or "-")[:128]
     except ValueError:

@@ -1,13 +1,12 @@
-"""What a rollout tries out: the version on trial, what the pool had before, and how users fared with it.
+"""The canary of a rollout: the version on trial, the release before, and how many users it served or failed.
 
 Readiness proves little: a worker may announce itself and freeze when it is claimed. So a start whose worker
-failed is not given another one of that version, and the rollout hears of it. Kept in Valkey, where claims
-look anyway; lost data costs a count, and the next look of the rollout writes the rest again.
+failed gets no other worker of that version, and the rollout counts it. Kept in Valkey; lost data costs a
+count, and the next round of the rollout writes the rest again.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,54 +16,43 @@ from infra.valkey.client import reply_of
 from worker_runtime.protocol import keys
 from workflows.rollout.messages import Release
 
-#: Seconds that a trial is known after the last look of its rollout: a version may go bad once it is alone.
+#: Seconds that a canary is kept after the last round of its rollout: a version may fail later.
 KEPT = 3600
-#: Seconds that an answer is believed: claims ask, and there are many.
-FRESH = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryRelease:
-    #: What workers of it report.
     version: str
-    #: What the pool had before.
+    #: The pool's release before.
     before: Release = field(default_factory=Release)
-    #: When its rollout began (Unix seconds): another rollout is another trial.
+    #: When its rollout began (Unix seconds): another rollout is another canary.
     since: float = 0.0
-    #: It failed and goes: nobody gets a worker of it any more.
+    #: It failed: nobody gets a worker of it any more.
     condemned: bool = False
 
 
 class CanaryRegistry:
-    """The trials of pools, as one process knows them."""
+    """The canaries of all pools."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
-        #: Pool → its trial, and when that was read (monotonic seconds).
-        self._known: dict[str, tuple[CanaryRelease | None, float]] = {}
 
     async def of(self, pool: str) -> CanaryRelease | None:
-        trial, at = self._known.get(pool, (None, float("-inf")))
-        if time.monotonic() - at < FRESH:
-            return trial
-        trial = _read(await reply_of(self._client.hgetall(keys.pool_canary(pool))))
-        self._known[pool] = (trial, time.monotonic())
-        return trial
+        return _read(await reply_of(self._client.hgetall(keys.pool_canary(pool))))
 
     async def to_avoid(self, pool: str, failed: tuple[str, ...]) -> CanaryRelease | None:
-        """The trial, if a start gets no worker of its version: one of them failed it, or all of them go."""
-        trial = await self.of(pool)
-        return trial if trial and (trial.condemned or trial.version in failed) else None
+        """The canary, if this start gets no worker of it: one failed this start, or it is condemned."""
+        canary = await self.of(pool)
+        return canary if canary and (canary.condemned or canary.version in failed) else None
 
-    async def begin(self, pool: str, trial: CanaryRelease) -> tuple[int, int]:
-        """Writes it; returns how many users were served since its rollout began, and how many were failed in
-        a row since the last of them."""
+    async def begin(self, pool: str, canary: CanaryRelease) -> tuple[int, int]:
+        """Writes the canary; returns how many users it served, and how many it failed in a row since."""
         key, faults = keys.pool_canary(pool), keys.pool_faults(pool)
         known = _read(await reply_of(self._client.hgetall(key)))
         async with self._client.pipeline(transaction=True) as pipe:
-            if known is None or (known.version, known.since) != (trial.version, trial.since):
+            if known is None or (known.version, known.since) != (canary.version, canary.since):
                 pipe.delete(key, faults)
-            pipe.hset(key, mapping=_words(trial))
+            pipe.hset(key, mapping=_words(canary))
             pipe.expire(key, KEPT)
             pipe.hget(key, "served")
             pipe.scard(faults)
@@ -73,8 +61,8 @@ class CanaryRegistry:
 
     async def failed(self, pool: str, version: str, user_id: str) -> None:
         """A worker of this version did not serve the user. One user counts once."""
-        trial = await self.of(pool)
-        if trial is not None and trial.version == version:
+        canary = await self.of(pool)
+        if canary is not None and canary.version == version:
             faults = keys.pool_faults(pool)
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.sadd(faults, user_id)
@@ -83,8 +71,8 @@ class CanaryRegistry:
 
     async def served(self, pool: str, version: str) -> None:
         """A worker of this version connected its user."""
-        trial = await self.of(pool)
-        if trial is not None and trial.version == version:
+        canary = await self.of(pool)
+        if canary is not None and canary.version == version:
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.hincrby(keys.pool_canary(pool), "served", 1)
                 pipe.expire(keys.pool_canary(pool), KEPT)
@@ -92,13 +80,13 @@ class CanaryRegistry:
                 await pipe.execute()
 
 
-def _words(trial: CanaryRelease) -> dict[Any, Any]:
+def _words(canary: CanaryRelease) -> dict[Any, Any]:
     return {
-        "version": trial.version,
-        "before_version": trial.before.version,
-        "before_image": trial.before.image,
-        "since": repr(trial.since),
-        "condemned": int(trial.condemned),
+        "version": canary.version,
+        "before_version": canary.before.version,
+        "before_image": canary.before.image,
+        "since": repr(canary.since),
+        "condemned": int(canary.condemned),
     }
 
 

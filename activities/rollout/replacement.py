@@ -1,4 +1,4 @@
-"""The activities of a rollout: which workers are of which version, ending free ones, asking users to move."""
+"""The activities of a rollout: count workers by version, end free ones, ask users to move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from temporalio import activity
 from temporalio.client import Client
 
 from activities.heartbeat import Heartbeat
-from activities.pool import entries as slot
+from activities.pool import entries
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database import audit
 from infra.database.engine import Database
@@ -34,11 +34,11 @@ from workflows.rollout import messages as rm
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
 
-#: Seconds without an order that are quiet enough while the user's markets are closed.
+#: Seconds without an order that count as quiet while the user's markets are closed.
 QUIET_WHEN_CLOSED = 5.0
-#: Seconds until a user who was asked is asked again: a signal may be lost with a run that closed.
+#: Seconds until a user is asked again: a signal may be lost with a run that closed.
 AGAIN = 600.0
-#: Deadlines of users lie so many seconds apart at the most, so that those left do not all move at once.
+#: Seconds over which the users' deadlines are spread, so that they do not all move at once.
 SPREAD = 600
 
 log = structlog.get_logger()
@@ -70,7 +70,7 @@ class RolloutActivities:
         self._calendar = calendar
         self._settings = settings
         self._canaries = CanaryRegistry(client)
-        #: User → what he was asked last.
+        #: User → the last request to move.
         self._asked: dict[str, _MoveRequest] = {}
 
     @activity.defn
@@ -91,7 +91,7 @@ class RolloutActivities:
         async with self._database.session() as session:
             users = await workers_in_use.workers_in_use(session, others)
         new = sum(one == version for one in versions.values())
-        served, failed = await self._tried(request)
+        served, failed = await self._canary_counts(request)
         return rm.ReleaseLook(
             before=before,
             new=new,
@@ -107,12 +107,12 @@ class RolloutActivities:
             at=time.time(),
         )
 
-    async def _tried(self, request: rm.LookAtRelease) -> tuple[int, int]:
+    async def _canary_counts(self, request: rm.LookAtRelease) -> tuple[int, int]:
         """Users served, and failed in a row, by workers of the version on trial."""
         if request.trial is None or request.before is None:
             return 0, 0
         version = self._version(request.trial.version)
-        if version == self._version(request.before.version):  # claims could not tell them apart
+        if version == self._version(request.before.version):  # claims could not distinguish them
             return 0, 0
         trial = CanaryRelease(
             version=version, before=request.before, since=request.since, condemned=request.condemned
@@ -128,10 +128,10 @@ class RolloutActivities:
         async with self._client.pipeline(transaction=False) as pipe:
             for worker in ready:
                 pipe.hmget(keys.pool_worker(pool, worker), "state", "version")
-            entries = await pipe.execute() if ready else []
+            found = await pipe.execute() if ready else []
         return {
             worker: (version or b"").decode()
-            for worker, (state, version) in zip(ready, entries, strict=True)
+            for worker, (state, version) in zip(ready, found, strict=True)
             if state == b"ready"
         }
 
@@ -142,14 +142,14 @@ class RolloutActivities:
 
     @activity.defn
     async def retire_workers(self, request: rm.RetireWorkers) -> int:
-        """How many were ended. Each leaves the pool before it is stopped, so that no user can get it.
+        """Ends free workers of other versions; returns how many. Each leaves the pool before it ends.
 
-        A worker that an earlier call took out and did not end is ended, too.
+        A worker that an earlier call took out of the pool and did not end is ended, too.
         """
         taken: list[Task] = []
         for task in await self._others(request.pool, self._version(request.version)):
             claim_id = f"retire-{task.worker_id}"
-            left = await slot.claim_of_worker(self._client, request.pool, task.worker_id) == claim_id
+            left = await entries.claim_of_worker(self._client, request.pool, task.worker_id) == claim_id
             wanted = len(taken) < request.count
             if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
                 taken.append(task)
@@ -168,12 +168,12 @@ class RolloutActivities:
 
     async def _stop(self, pool: str, task: Task) -> None:
         await self._launcher.stop(task.task_id, "replaced by another version")
-        await slot.remove_entry(self._client, pool, task.worker_id)
+        await entries.remove_entry(self._client, pool, task.worker_id)
         log.info("pool_worker_replaced", pool=pool, worker_id=task.worker_id, version=task.version)
 
     @activity.defn
     async def ask_to_move(self, request: rm.AskToMove) -> int:
-        """How many users are asked by now. Each is asked anew when his markets close or open."""
+        """Returns how many users have been asked. Asks again when a user's markets close or open."""
         version = self._version(request.version)
         others = await self._others(request.pool, version)
         async with self._database.session() as session:
@@ -205,7 +205,7 @@ class RolloutActivities:
             self._asked[one.user_id] = wanted  # else the run has ended, and its worker ends
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
-        """Whether one of these markets takes orders; one that we do not know may."""
+        """Whether one of these markets is open; an unknown one may be."""
         now = datetime.now(UTC)
         known = {market.value: market for market in Market}
         return any(one not in known or self._calendar.is_open(known[one], now) for one in markets)
@@ -226,7 +226,7 @@ class RolloutActivities:
                 reason=request.reason,
             )
         log.info(
-            "rollout_told",
+            "rollout_recorded",
             pool=request.pool,
             rollout_event=request.event,
             version=request.release.version,

@@ -1,4 +1,4 @@
-"""Temporal Schedules: what begins by the clock and not because somebody asks."""
+"""Temporal Schedules: maintenance, the morning and the daily statements."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from temporalio.client import (
 from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
+from infra.temporal.client import CALL
 from workflows import names
 from workflows.maintenance import messages as mm
 from workflows.morning import messages as mo
 from workflows.reports import messages as sm
 
-#: What one call may take.
-RPC = timedelta(seconds=5)
 #: Seconds between two tries.
 RETRY = 5.0
 
@@ -37,12 +36,12 @@ log = structlog.get_logger()
 
 
 async def ensure_schedule(client: Client, schedule_id: str, schedule: Schedule) -> None:
-    """Makes the schedule, or brings the one that is there up to date; whether it is paused stays as it is.
+    """Creates the schedule or updates the present one, which stays paused if it is. Raises `RPCError`.
 
-    Several orchestrators may do so at once. Raises `RPCError`.
+    Several orchestrators may do so at once.
     """
     try:
-        await client.create_schedule(schedule_id, schedule, rpc_timeout=RPC)
+        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
         log.info("schedule_made", schedule=schedule_id)
     except ScheduleAlreadyRunningError:
 
@@ -50,114 +49,119 @@ async def ensure_schedule(client: Client, schedule_id: str, schedule: Schedule) 
             schedule.state = given.description.schedule.state
             return ScheduleUpdate(schedule=schedule)
 
-        await client.get_schedule_handle(schedule_id).update(updated, rpc_timeout=RPC)
+        await client.get_schedule_handle(schedule_id).update(updated, rpc_timeout=CALL)
 
 
 async def remove_schedule(client: Client, schedule_id: str) -> None:
-    """No error if there is none. Raises `RPCError`."""
+    """Deletes the schedule, if there is one. Raises `RPCError`."""
     try:
-        await client.get_schedule_handle(schedule_id).delete(rpc_timeout=RPC)
+        await client.get_schedule_handle(schedule_id).delete(rpc_timeout=CALL)
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
 
 
-async def ensure_maintenance(client: Client, settings: Settings) -> None:
-    """A pass every `maintenance_period` seconds; one that is still under way is not overtaken.
+def _schedule(
+    workflow: str,
+    given: object,
+    schedule_id: str,
+    spec: ScheduleSpec,
+    *,
+    limit: timedelta,
+    late: timedelta,
+    summary: str,
+) -> Schedule:
+    """Starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's."""
+    action = ScheduleActionStartWorkflow(
+        workflow,
+        given,
+        id=schedule_id,
+        task_queue=names.BULK_QUEUE,
+        execution_timeout=limit,
+        static_summary=summary,
+    )
+    policy = SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=late)
+    return Schedule(action=action, spec=spec, policy=policy)
 
-    The catch-up window of a minute: after an outage of Temporal one pass is enough, and the first ones do
-    nothing but look.
-    """
+
+def _at(clock: str, zone: str, *, weekdays: bool = False) -> ScheduleSpec:
+    """Every day, or every weekday, at `HH:MM` in `zone`."""
+    hour, minute = (int(part) for part in clock.split(":"))
+    days = ScheduleCalendarSpec(
+        hour=[ScheduleRange(hour)],
+        minute=[ScheduleRange(minute)],
+        day_of_week=[ScheduleRange(1, 5) if weekdays else ScheduleRange(0, 6)],
+    )
+    return ScheduleSpec(calendars=[days], time_zone_name=zone)
+
+
+async def ensure_maintenance(client: Client, settings: Settings) -> None:
+    """A pass every `maintenance_period` seconds; 0: none."""
     if not settings.maintenance_period:
         await remove_schedule(client, names.MAINTENANCE_SCHEDULE)
         return
-    action = ScheduleActionStartWorkflow(
+    every = ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))
+    schedule = _schedule(
         names.MAINTENANCE,
         mm.MaintenanceInput(),
-        id=names.MAINTENANCE_ID,
-        task_queue=names.BULK_QUEUE,
-        # Nobody serves the queue: the pass is of no use later.
-        execution_timeout=timedelta(minutes=10),
-        static_summary="looks at all workers, and cleans up what two looks have seen",
-    )
-    every = ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))
-    schedule = Schedule(
-        action=action,
-        spec=ScheduleSpec(intervals=[every]),
-        policy=SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=1)),
+        names.MAINTENANCE_ID,
+        ScheduleSpec(intervals=[every]),
+        limit=timedelta(minutes=10),  # a pass that nobody served so long is of no use
+        late=timedelta(minutes=1),  # one pass is enough after an outage of Temporal
+        summary="scans all workers, and cleans up what two scans have found",
     )
     await ensure_schedule(client, names.MAINTENANCE_SCHEDULE, schedule)
 
 
 async def ensure_morning(client: Client, settings: Settings) -> None:
-    """On weekdays at `morning_at` in Taiwan; the workflow knows the holidays.
-
-    The catch-up window: a start that is half an hour late still finds users to connect.
-    """
+    """On weekdays at `morning_at` in Taiwan; empty: never. The workflow knows the holidays."""
     if not settings.morning_at:
         await remove_schedule(client, names.MORNING_SCHEDULE)
         return
-    hour, minute = (int(part) for part in settings.morning_at.split(":"))
     given = mo.MorningInput(
         window=settings.morning_window,
         rate=settings.morning_rate,
         abreast=settings.morning_abreast,
         days=settings.morning_days,
     )
-    action = ScheduleActionStartWorkflow(
+    schedule = _schedule(
         names.MORNING,
         given,
-        id=names.MORNING_SCHEDULE,
-        task_queue=names.BULK_QUEUE,
-        execution_timeout=timedelta(hours=12),
-        static_summary="connects the users of recent days ahead of the bell",
-    )
-    weekdays = ScheduleCalendarSpec(
-        hour=[ScheduleRange(hour)], minute=[ScheduleRange(minute)], day_of_week=[ScheduleRange(1, 5)]
-    )
-    schedule = Schedule(
-        action=action,
-        spec=ScheduleSpec(calendars=[weekdays], time_zone_name="Asia/Taipei"),
-        policy=SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=30)),
+        names.MORNING_SCHEDULE,
+        _at(settings.morning_at, "Asia/Taipei", weekdays=True),
+        limit=timedelta(hours=12),
+        late=timedelta(minutes=30),  # then there are still users to connect
+        summary="connects the users of recent days ahead of the bell",
     )
     await ensure_schedule(client, names.MORNING_SCHEDULE, schedule)
 
 
 def sends_statements(settings: Settings) -> bool:
-    """Whether there are daily statements: by themselves they need a mail server, or keys for webhooks."""
+    """Whether there are daily statements; `auto` needs a mail server, or keys for webhooks."""
     if settings.statements == "auto":
         return bool(settings.mail_host or settings.webhook_key_files)
     return settings.statements == "on"
 
 
 async def ensure_statements(client: Client, settings: Settings) -> None:
-    """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading.
-
-    The catch-up window: until the next day has ended, a late start still sends those of the same day.
-    """
+    """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading."""
     if not sends_statements(settings):
         await remove_schedule(client, names.STATEMENTS_SCHEDULE)
         return
-    hour, minute = (int(part) for part in settings.statements_at.split(":"))
-    action = ScheduleActionStartWorkflow(
+    schedule = _schedule(
         names.STATEMENTS,
         sm.StatementsInput(rate=settings.statements_rate),
-        id=names.STATEMENTS_SCHEDULE,
-        task_queue=names.BULK_QUEUE,
-        execution_timeout=timedelta(hours=24),
-        static_summary="sends the statements of the last day that has ended",
-    )
-    daily = ScheduleCalendarSpec(hour=[ScheduleRange(hour)], minute=[ScheduleRange(minute)])
-    schedule = Schedule(
-        action=action,
-        spec=ScheduleSpec(calendars=[daily], time_zone_name=settings.statements_zone),
-        policy=SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(hours=12)),
+        names.STATEMENTS_SCHEDULE,
+        _at(settings.statements_at, settings.statements_zone),
+        limit=timedelta(hours=24),
+        late=timedelta(hours=12),  # until the next day has ended, these are still the last statements
+        summary="sends the statements of the last day that has ended",
     )
     await ensure_schedule(client, names.STATEMENTS_SCHEDULE, schedule)
 
 
 class ScheduleMaker:
-    """A background loop: makes the schedules once, as soon as Temporal lets it."""
+    """A background loop: creates the schedules once, as soon as Temporal answers."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client = client
