@@ -18,14 +18,14 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.messages import Failure
     from workflows import names
     from workflows.user_worker import messages as m
-    from workflows.user_worker.display import attribute_changes, details
     from workflows.user_worker.events import apply_event
     from workflows.user_worker.state import UserWorkerState
+    from workflows.user_worker.visibility import attribute_changes, details
     from workflows.worker_pool import messages as pm
 
 from workflows import calls
 from workflows.calls import cause
-from workflows.user_worker.timeline import Timeline
+from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
 STOP_PAUSE_MAX = 60.0

@@ -31,7 +31,7 @@ from workflows.user_worker.supervision import (
     restore_credentials,
     serve_reload,
 )
-from workflows.user_worker.timeline import Timeline
+from workflows.user_worker.visibility import Timeline
 
 #: Characters of a reason that somebody gives.
 REASON_MAX = 200

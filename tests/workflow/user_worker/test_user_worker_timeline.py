@@ -10,7 +10,7 @@ from temporalio.testing import WorkflowEnvironment
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
 from workflows.user_worker import messages as m
 from workflows.user_worker.state import ALLOWED, UserWorkerState
-from workflows.user_worker.timeline import PENDING_MAX, Timeline
+from workflows.user_worker.visibility import PENDING_MAX, Timeline
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
 S = m.WorkerState
