@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from types import FrameType
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -49,60 +50,27 @@ TITLES = {
 }
 
 
-class ProgressView(Protocol):
-    """Shows the progress of `LocalStack`; `show` may be called from any thread."""
-
-    def show(self, change: StepProgress) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def progress_view(console: Console) -> ProgressView:
-    return LiveList(console) if console.is_terminal else PlainLines(console)
-
-
-class PlainLines:
-    """One line for each step that is done."""
+class ProgressView:
+    """Shows the steps of a start: all of them redrawn in place on a terminal, one line for each in a pipe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lock = threading.Lock()
-
-    def show(self, change: StepProgress) -> None:
-        if change.status is StepStatus.STARTED:
-            return
-        title = TITLES.get(change.step, change.step)
-        word = "ready" if change.status is StepStatus.DONE else "FAILED"
-        detail = f"  ({change.detail})" if change.detail else ""
-        line = f"{word:6} {title:28} {change.seconds:5.1f} s{detail}"
-        with self._lock:
-            self._console.print(line, highlight=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-class LiveList:
-    """All steps with a spinner each, redrawn in place."""
-
-    def __init__(self, console: Console) -> None:
         self._changes: dict[str, StepProgress] = {}
         self._spinners: dict[str, Spinner] = {}
         self._lock = threading.Lock()
-        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=12)
+        #: The view draws while this context is entered.
+        self.drawing: AbstractContextManager[object] = (
+            Live(console=console, get_renderable=self._table, refresh_per_second=12)
+            if console.is_terminal
+            else nullcontext()
+        )
 
     def show(self, change: StepProgress) -> None:
+        """Shows one change of a step; may be called from any thread."""
         with self._lock:
             self._changes[change.step] = change
+            if not self._console.is_terminal and change.status is not StepStatus.STARTED:
+                self._console.print(_plain_line(change), highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -119,14 +87,12 @@ class LiveList:
                 )
         return table
 
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+def _plain_line(change: StepProgress) -> str:
+    title = TITLES.get(change.step, change.step)
+    word = "ready" if change.status is StepStatus.DONE else "FAILED"
+    detail = f"  ({change.detail})" if change.detail else ""
+    return f"{word:6} {title:28} {change.seconds:5.1f} s{detail}"
 
 
 #: Seconds between two checks of the processes.
@@ -146,7 +112,7 @@ def run_up(
     console, errors = Console(), Console(stderr=True)
     overrides: dict[str, Any] = {"pool_target": pool, "api_port": port}
     ports = LocalSettings(ui_port=ui_port) if ui_port else LocalSettings()
-    view = progress_view(console)
+    view = ProgressView(console)
     stack = LocalStack(
         data,
         ports=ports,
@@ -156,7 +122,7 @@ def run_up(
     up = False
     with _signals():
         try:
-            with view:
+            with view.drawing:
                 stack.start()
             up = True
             if main_job:

@@ -50,8 +50,8 @@ def _row(text: str, title: str) -> str:
 
 def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> None:
     console, written = _console(terminal=True)
-    view = progress.progress_view(console)
-    with view:
+    view = progress.ProgressView(console)
+    with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("postgres", StepStatus.STARTED))
         view.show(StepProgress("temporal", StepStatus.STARTED))
@@ -69,8 +69,8 @@ def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> N
 
 def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
     console, written = _console(terminal=False)
-    view = progress.progress_view(console)
-    with view:
+    view = progress.ProgressView(console)
+    with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("valkey", StepStatus.DONE, 0.34, "port 6379"))
         view.show(StepProgress("pool", StepStatus.FAILED, 60.0))
