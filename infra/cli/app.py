@@ -14,7 +14,7 @@ from infra.cli import fleet, jobs, pool, trading, worker
 
 app = typer.Typer(
     name="berth",
-    help="Berth: a worker of their own for every user's broker session.",
+    help="Berth: a worker for every user's broker session.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

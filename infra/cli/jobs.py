@@ -308,7 +308,7 @@ def worker(
 
     from infra.jobs import fleet
 
-    more = {} if config is None else _private(config)
+    more = {} if config is None else _read_private(config)
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
     document = {
         "name": name or socket.gethostname(),
@@ -327,8 +327,8 @@ def worker(
         raise typer.BadParameter(str(error)) from None
 
 
-def _private(config: Path) -> dict[str, Any]:
-    """The configuration in a file that may hold keys and passwords."""
+def _read_private(config: Path) -> dict[str, Any]:
+    """Reads a configuration file, which may hold keys and passwords and must have mode 0600."""
     import json
 
     from infra.vault import key_file

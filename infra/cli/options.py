@@ -68,7 +68,7 @@ def api_command(
 ) -> Callable[[Command], Command]:
     """Adds a command that calls the REST API with an operator's key.
 
-    The API is the function's first argument. `check` gets the other ones before the API is looked for, and
+    The API is the function's first argument. `check` gets the other ones before the API is opened, and
     raises `typer.BadParameter`. A function with a parameter `json` of its own prints in both forms itself.
     """
 

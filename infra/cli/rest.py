@@ -194,10 +194,10 @@ class OperatorApi:
         try:
             problem = answer.json()
             sentence = f"{problem['code']}: {problem.get('detail') or problem['title']}"
-            told = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
+            errors = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
         except (ValueError, KeyError, TypeError, IndexError):
-            sentence, told = f"{self._address.url} answered {answer.status_code}", []
-        raise ApiRefused("; ".join([sentence, *told]), answer.status_code)
+            sentence, errors = f"{self._address.url} answered {answer.status_code}", []
+        raise ApiRefused("; ".join([sentence, *errors]), answer.status_code)
 
     def __enter__(self) -> Self:
         return self

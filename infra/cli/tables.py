@@ -1,23 +1,19 @@
-"""How workers and their timelines are shown: tables on a terminal, wide plain columns in a pipe.
-
-How a pool is shown: a table of what it has and wants, and sentences that say why.
-
-How jobs, queues and runners are shown: tables on a terminal, wide plain columns in a pipe.
-"""
+"""What the commands print of workers, pools and jobs: tables on a terminal, wide plain columns in a pipe."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from infra.jobs.view import JobSnapshot, QueueOverview, QueueSnapshot, RunnerSnapshot
+if TYPE_CHECKING:
+    from infra.jobs.view import JobSnapshot, QueueOverview, QueueSnapshot, RunnerSnapshot
 
 #: Columns of a line in a pipe: no row is cut or wrapped.
 _WIDE = 500
@@ -32,19 +28,19 @@ _WORKER_STYLES = {
 
 
 def console() -> Console:
-    """Of standard output."""
+    """A console on standard output; in a pipe its lines are wide enough for any row."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def plain(value: object) -> str:
-    """Text of a worker or broker, without control characters: a terminal would obey them."""
+    """Text from a worker or broker without control characters, which a terminal would obey."""
     text = "" if value is None else str(value)
     return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def clock(value: str | None) -> str:
-    """The API's time to the second, UTC."""
+    """A time of the API in UTC, to the second."""
     if not value:
         return "-"
     try:
@@ -58,12 +54,12 @@ def _state(name: object) -> Text:
 
 
 def empty_table(out: Console, *columns: str) -> Table:
-    """An empty one, with lines on a terminal only."""
+    """An empty table, with lines on a terminal only."""
     return Table(*columns, box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
 
 
 def show_workers(out: Console, rows: Iterable[Mapping[str, Any]], *, more: bool) -> None:
-    """One line a user."""
+    """Prints one line a user."""
     table = empty_table(out, "user", "state", "worker", "pool", "started (UTC)")
     for row in rows:
         table.add_row(
@@ -74,7 +70,7 @@ def show_workers(out: Console, rows: Iterable[Mapping[str, Any]], *, more: bool)
             clock(row["started_at"]),
         )
     if not table.row_count:
-        out.print("no worker like that runs")
+        out.print("no such worker runs")
         return
     out.print(table)
     if more:
@@ -82,8 +78,8 @@ def show_workers(out: Console, rows: Iterable[Mapping[str, Any]], *, more: bool)
 
 
 def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
-    """All that is known of one user's worker."""
-    told = shown.get("metadata") or {}
+    """Prints all that is known of one user's worker."""
+    metadata = shown.get("metadata") or {}
     life = shown.get("lifecycle")
     table = Table.grid(padding=(0, 2))
     table.add_row("user", Text(plain(shown["user_id"])))
@@ -106,7 +102,7 @@ def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
             ("health", health if life["health"] else ""),
             ("crashes", f"{life['crashes']} of late" if life["crashes"] else ""),
             ("last use", f"{clock(life['last_activity'])} UTC" if life["last_activity"] else ""),
-            ("version", plain(told.get("version"))),
+            ("version", plain(metadata.get("version"))),
         ]
         for name, value in rows:
             if value:
@@ -115,7 +111,7 @@ def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
 
 
 def show_timeline(out: Console, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One line a change."""
+    """Prints one line a change of state."""
     table = empty_table(out, "id", "at (UTC)", "before", "after", "worker", "epoch", "reason")
     for row in rows:
         table.add_row(
@@ -131,7 +127,7 @@ def show_timeline(out: Console, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def show_transition(out: Console, row: Mapping[str, Any]) -> None:
-    """One change as a line, as they come."""
+    """Prints one change of state as a line."""
     line = Text(f"{clock(row['at'])}  {plain(row['before']):>12} → ")
     line.append(f"{plain(row['after']):12}", style=_WORKER_STYLES.get(plain(row["after"]), ""))
     line.append(f"  {plain(row['worker_id'])}  {plain(row['reason'])}")
@@ -151,7 +147,7 @@ _PHASES = {
 
 
 def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
-    """One pool; its windows in a table of their own."""
+    """Prints one pool, and its windows in a second table."""
     policy = shown["policy"]
     table = Table.grid(padding=(0, 2))
     mode = plain(shown["mode"])
@@ -183,22 +179,22 @@ def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
 
 
 def explain_pool(shown: Mapping[str, Any]) -> list[str]:
-    """Why so many are wanted, when that changes, and what is in the way."""
-    said = [f"pool {plain(shown['pool'])} wants {shown['wanted']} free workers:"]
-    said += [f"  {plain(reason)}" for reason in shown["reasons"]]
+    """Sentences: how many workers are wanted and why, when that changes, and what prevents it."""
+    lines = [f"pool {plain(shown['pool'])} wants {shown['wanted']} free workers:"]
+    lines += [f"  {plain(reason)}" for reason in shown["reasons"]]
     if shown["changes_at"]:
-        said.append(f"a window changes that at {clock(shown['changes_at'])} UTC")
-    said.append(f"{shown['ready']} are ready, {shown['starting']} are starting, {shown['in_use']} in use")
+        lines.append(f"a window changes that at {clock(shown['changes_at'])} UTC")
+    lines.append(f"{shown['ready']} are ready, {shown['starting']} are starting, {shown['in_use']} in use")
     if shown["mode"] == "paused":
-        said.append("it is paused: nothing is launched until it is resumed")
+        lines.append("it is paused: nothing is launched until it is resumed")
     elif shown["mode"] == "draining":
-        said.append("it is being drained: free workers are stopped, nothing is launched until it is resumed")
+        lines.append("it is being drained: free workers are stopped, nothing is launched until it is resumed")
     trouble = _trouble(shown)
-    return [*said, trouble] if trouble else said
+    return [*lines, trouble] if trouble else lines
 
 
 def rollout_table(shown: Mapping[str, Any]) -> Table:
-    """One rollout."""
+    """A table of one rollout."""
     table = Table.grid(padding=(0, 2))
     back = "back" in plain(shown["phase"])
     rows: list[tuple[str, str]] = [
@@ -242,7 +238,7 @@ def _bound(number: int | None) -> str:
 
 
 def _demand(minutes: float, claims: int) -> str:
-    return f"{claims} claims within {minutes:g} min" if minutes else "not looked at"
+    return f"{claims} claims within {minutes:g} min" if minutes else "ignored"
 
 
 _JOB_STYLES = {
@@ -256,7 +252,7 @@ _JOB_STYLES = {
 
 
 def job_board(out: Console, shown: QueueOverview, *, workers: bool) -> RenderableType:
-    """Queues and totals; with `workers`, the runners and what runs, too."""
+    """Queues and totals; with `workers`, also the runners and running jobs."""
     total = sum(queue.waiting for queue in shown.queues)
     line = (
         f"{total} waiting, {len(shown.running)} running, {shown.delayed} delayed, {shown.failed} failed; "
@@ -316,7 +312,7 @@ def failed_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
 
 
 def job_table(out: Console, one: JobSnapshot) -> None:
-    """One job with all that is known of it; its traceback and what it wrote, as they are."""
+    """Prints all that is known of one job, with its traceback and output."""
     table = Table.grid(padding=(0, 2))
     rows = [
         ("job", one.job_id),
@@ -346,7 +342,7 @@ def _clock_of_day(milliseconds: int) -> str:
 
 
 def _ago(milliseconds: int) -> str:
-    """How long that is past, by this machine's clock."""
+    """How long ago that was, by this machine's clock."""
     if not milliseconds:
         return "-"
     seconds = max(0, round(time.time() - milliseconds / 1000))

@@ -48,7 +48,7 @@ def show(api: OperatorApi, user: User) -> CommandAnswer:
 
 
 def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandAnswer:
-    """What came of a request. A caller who waited and did not see the end gets exit code 1."""
+    """The outcome of a request; exit code 1 when the caller waited and it was not done in time."""
     if reply.done or not wait:
         return CommandAnswer(reply.body, done if reply.done else asked)
     warning = f"not done within {wait:g} s; it goes on: see `berth worker show`"

@@ -45,7 +45,7 @@ class ProcessLauncher:
         silence: float = SILENCE,
         grace: float | None = None,
     ) -> None:
-        """`grace`: seconds a worker gets to end by itself; None leaves it to the worker's own config."""
+        """`grace`: seconds a worker gets to end; None: what its own config says."""
         self._path = Path(socket_path)
         self._answer_timeout = answer_timeout
         self._silence = silence
@@ -72,7 +72,7 @@ class ProcessLauncher:
         return (await self._ask(protocol.ListTasks(), protocol.TaskList)).tasks
 
     async def ping(self) -> protocol.NodeStatus:
-        """Who answers: pid, number of workers, memory limits."""
+        """The node's pid, number of workers, and memory limits."""
         return await self._ask(protocol.PingNode(), protocol.NodeStatus)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:

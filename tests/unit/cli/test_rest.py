@@ -85,7 +85,7 @@ def event(number: int) -> str:
 def test_the_key_of_the_file_goes_into_the_header_and_nowhere_else(fake: FakeApi) -> None:
     fake.answer({"workers": [], "next_cursor": None})
     code, out, err = fake.run("list")
-    assert (code, out, err) == (0, "no worker like that runs\n", "")
+    assert (code, out, err) == (0, "no such worker runs\n", "")
     (_, path, headers) = fake.asked[0]
     assert headers["X-API-Key"] == "berth_canary"
     assert path == "/v1/workers?limit=100"
