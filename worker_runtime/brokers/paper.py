@@ -42,7 +42,7 @@ from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.4
-#: Replies to a place, cancel or replace with these codes say that nothing was done; any other leaves it open.
+#: Error codes that say that a place, cancel or replace did nothing; any other leaves the outcome open.
 _NOT_TAKEN = frozenset(
     error.code for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
 )
@@ -177,7 +177,7 @@ class PaperBroker:
         return self._link
 
     def _change(self, request: Callable[[int], ClientRequest], timeout: float) -> ExchangeOrder:
-        """A call that may have its effect though no answer comes."""
+        """Makes a call that may take effect even if no answer comes."""
         try:
             reply = self._connected().call(request, time.monotonic() + timeout)
         except NothingSent as error:
@@ -191,7 +191,7 @@ class PaperBroker:
         return reply.order
 
     def _ask(self, request: Callable[[int], ClientRequest], timeout: float) -> ExchangeReply:
-        """A call that changes nothing, so that a missing answer leaves nothing open."""
+        """Makes a call that changes nothing, so that a missing answer leaves nothing open."""
         try:
             reply = self._connected().call(request, time.monotonic() + timeout)
         except (NothingSent, ConnectionLost) as error:

@@ -1,4 +1,4 @@
-"""The one interface between the session and a broker."""
+"""The interface between the session and a broker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
 
 class ConnectionKey(NamedTuple):
-    """What a broker connection is kept under (requirement C1)."""
+    """Identifies a broker connection."""
 
     broker: str
     broker_type: str
@@ -20,16 +20,15 @@ class ConnectionKey(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """An account's orders as the broker showed them, and what it proves that others are not among them."""
+    """An account's orders as the broker showed them, and what their absence proves."""
 
     orders: list[ExchangeOrder]
-    #: Every order that the broker took so many seconds before the answer, or earlier, is listed. None: orders
-    #: may be missing at any time, as where sessions do not see those of others: absence proves nothing.
+    #: Orders that the broker took this many seconds before the answer, or earlier, are listed. None: absence
+    #: proves nothing, as where a session does not see the orders of others.
     behind: float | None = None
-    #: Older orders, taken more than so many seconds before the answer, may be missing.
+    #: Orders taken more than this many seconds before the answer may be missing.
     reaches: float = 0.0
-    #: Positions asked for after this list show at least its fills. False: they come from other books, which
-    #: may learn of a fill later.
+    #: Whether positions asked for after this list include its fills. False where they come from other books.
     positions_agree: bool = False
 
 
@@ -52,26 +51,24 @@ class Broker(Protocol):
         ...
 
     def queries_before_change(self, broker_order_id: str) -> bool:
-        """Whether a cancel or a change of this order asks the broker for its state before: one query more,
-        which Shioaji counts among the orders, too. No I/O."""
+        """Whether a cancel or change of this order first queries its state, which Shioaji counts as an order,
+        too. No I/O."""
         ...
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
-        """Takes a working order back, once; returns the order as far as the broker has told. Raises
-        `OrderRejected` if there is no such working order."""
+        """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there
+        is no such working order."""
         ...
 
     def replace(
         self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
     ) -> ExchangeOrder:
-        """Changes a working order, once: a smaller total quantity (lots), or another price; None: unchanged.
-
-        Returns the order as it stands after it. Raises `OrderRejected` if it cannot be changed so.
-        """
+        """Changes a working order, once, to a smaller total quantity (lots) or another price; None:
+        unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so."""
         ...
 
     def orders(self, timeout: float) -> Listing:
-        """Today's orders of this account, with what the broker itself says of how complete that is."""
+        """Today's orders of this account, and how complete the list is."""
         ...
 
     def positions(self, timeout: float) -> list[Position]: ...
@@ -83,10 +80,8 @@ class Broker(Protocol):
         ...
 
     def alive(self) -> bool:
-        """False as soon as this adapter knows that its session has ended; True says nothing for certain.
-
-        Asked before each order and once a second: no I/O, never raises.
-        """
+        """False as soon as this adapter knows that its session has ended; True proves nothing. Called before
+        each order and once a second: no I/O, never raises."""
         ...
 
     def close(self) -> None:
@@ -95,6 +90,6 @@ class Broker(Protocol):
 
 
 class BrokerFactory(Protocol):
-    """Makes an unconnected `Broker`; the one place that knows all adapters is `brokers/registry.py`."""
+    """Makes an unconnected `Broker`."""
 
     def __call__(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker: ...

@@ -1,4 +1,4 @@
-"""The one place that knows all brokers. An adapter is imported when its first connection is made."""
+"""All brokers by their name. An adapter is imported when its first connection is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _paper(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOr
     from worker_runtime.brokers.paper import PaperBroker
 
     if not config.paper_exchange:
-        raise BrokerError("this worker was not told where the paper exchange is")
+        raise BrokerError("this worker does not know where the paper exchange is")
     return PaperBroker(config.paper_exchange, key.account_id, client, on_order)
 
 

@@ -172,10 +172,6 @@ class Valkey:
         """Sends one command and does not wait for its reply."""
         self._send([command])
 
-    def send_all(self, commands: Sequence[Command]) -> None:
-        """Sends all at once and does not wait for their replies."""
-        self._send(commands)
-
     def receive(self, timeout: float | None = None) -> Any:
         """Waits for one reply. Returns an error reply instead of raising it."""
         reply = self._parse()

@@ -14,7 +14,7 @@ from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, 
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
-    """First request of a session. `client` names who logs in (worker id and epoch) for the ledger."""
+    """The first request of a session. `client` (worker id and epoch) is for the exchange's ledger."""
 
     id: int
     account: str
@@ -32,7 +32,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
-    #: The client's own mark of the order, at most 6 characters; the ledger keeps it.
+    #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
     #: For the ledger only, so that tests can compare it with the database; the real broker lacks it.
     client_note: str = ""
@@ -44,7 +44,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="can
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="replace"):
-    """Change a resting order: a smaller quantity (the total, at least what is filled), another price."""
+    """Changes a resting order to a smaller total quantity, at least the filled one, or to another price."""
 
     id: int
     broker_order_id: str
@@ -110,13 +110,13 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the exchange says of a list of orders: which of the account's orders are certainly in it."""
+    """Says which of the account's orders are certainly in a list of orders."""
 
-    #: Those of all sessions, not only of the one that asks.
+    #: Whether orders of all sessions are listed, not only of the one that asks.
     all_sessions: bool
-    #: Those that were taken at least so many ms before the answer; later ones may be missing.
+    #: Orders that the exchange took less than this many ms before the answer may be missing.
     behind_ms: int
-    #: Those that were taken at most so many ms before the answer; older ones may be missing.
+    #: Orders that it took more than this many ms before the answer may be missing.
     reaches_ms: int
 
 

@@ -1,7 +1,7 @@
-"""Every Valkey key of Berth, and nothing else builds one.
+"""Every Valkey key of Berth. Nothing else builds one.
 
-Braces are literal: they are Valkey Cluster's hash tag, so that all keys of one user (`{user}`), and all
-keys of one pool (`{pool}`), live in one slot and one script may touch them together.
+The braces are Valkey Cluster's hash tag: all keys of one user (`{user}`) and of one pool (`{pool}`) are in
+one slot, so that one script may use them together.
 
 | key | type | lives | holds |
 |---|---|---|---|
@@ -58,7 +58,7 @@ SERVER_SINCE = "berth:since"
 EXITS_TOLD = "berth:exits"
 LAUNCHES = "berth:launches"
 
-#: The user id of a worker that belongs to nobody yet (requirement P1).
+#: The user id of a worker that belongs to nobody yet.
 POOL_USER = "-1"
 
 

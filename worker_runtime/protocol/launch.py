@@ -1,11 +1,7 @@
-"""What a broker allows one person, and how much of it Berth uses (requirement C4).
+"""A worker's configuration, its exit codes, and the limits of its brokers.
 
-How a worker's processes end: the exit codes that the zygote, the launcher and the workflows see.
-
-What a worker is told when it is launched: one JSON document on its standard input.
-
-Standard input, because it shows up neither in the environment nor in the arguments nor in
-`docker inspect` (requirement V3).
+A launcher passes the configuration as one JSON document on standard input, which shows up neither in the
+environment nor in the arguments nor in `docker inspect`.
 """
 
 from __future__ import annotations
@@ -16,10 +12,10 @@ import msgspec
 
 
 class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """A broker's numbers, for one person id. The defaults are Shioaji's (its documentation, "limit").
+    """A broker's limits for one person id. The defaults are Shioaji's (its documentation, "limit").
 
-    Exceeding them gets the person banned, and in the end the address, too. Connections are no such limit: one
-    more is refused, and that is all.
+    A person who exceeds them is banned, and in the end the address, too. One connection too many is only
+    refused.
     """
 
     connections: int = 5
@@ -34,27 +30,27 @@ class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker keeps the limits of its brokers."""
 
-    #: The part of a broker's number that we use. The rest is for calls that arrive closer together than they
-    #: left, and for the last second that a promoted replica of Valkey has lost.
+    #: The share of a broker's limit that we use. The rest is for calls that arrive closer together than they
+    #: were sent, and for the last second that a promoted replica of Valkey has lost.
     share: float = 0.9
     #: The address from which the broker sees this worker's calls; '': calls are counted by person only.
     egress: str = ""
-    #: No broker tells its limit for an address. It may have the calls of so many persons.
+    #: How many persons' calls an address may make: no broker publishes its limit for an address.
     egress_persons: int = 10
-    #: The paper exchange's limits: they can be set.
+    #: The paper exchange's limits.
     paper: BrokerLimits = BrokerLimits()
 
 
 class ExitCode(IntEnum):
-    """0 is a graceful end. The rest start at 64, clear of Python's own 1 and 2 and of 128 + signal.
+    """How a worker's processes end: 0 is graceful; the rest start at 64, above Python's own 1 and 2.
 
-    A worker that was killed itself has no such code: the launcher then tells of a signal.
+    A worker that was killed has none: its launcher reports the signal.
     """
 
     OK = 0
     #: The configuration on standard input cannot be read. The same launch would fail again.
     BAD_CONFIG = 64
-    #: A process ended by an error that nobody caught.
+    #: A process ended with an uncaught error.
     INTERNAL = 65
     #: A later epoch owns the user: this worker must not submit anything any more.
     FENCED = 66
@@ -66,10 +62,9 @@ class ExitCode(IntEnum):
     SHUTDOWN_TIMEOUT = 69
     #: A process died again and again, or could not be forked.
     CRASH_LOOP = 70
-    #: No broker session can be had, also not by a fresh session process; the event FAILED says why.
+    #: Not even a fresh session process could open a broker session; the event FAILED says why.
     BROKER_FAILED = 71
-    #: Of a session process only, never of a worker: it asks for a fresh one in its place, because its
-    #: broker's SDK does not come back.
+    #: Of a session process only: it asks to be replaced, because its broker's SDK does not come back.
     SESSION_REPLACE = 72
 
 

@@ -1,7 +1,7 @@
-"""A launch document where standard input cannot be had: encrypted, in the environment (ADR 0012).
+"""Encrypts a launch document for the environment, where a container has no standard input (ADR 0012).
 
-What stands in the environment is of no use without the launch key, which comes as a file. AES-SIV, because
-the same document must give the same text: a launch that is repeated with other parameters is refused.
+It is useless without the launch key, which comes as a file. AES-SIV gives the same text for the same
+document: a repeated launch with other parameters is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import binascii
 
 from worker_runtime.protocol.errors import BerthError
 
-#: Variables of a container: the encrypted document, whose it is, and where the key lies.
+#: Variables of a container: the encrypted document, its worker's id, and the path of the key.
 DOCUMENT = "BERTH_LAUNCH_DOCUMENT"
 WORKER = "BERTH_LAUNCH_WORKER"
 KEY_FILE = "BERTH_LAUNCH_KEY_FILE"
@@ -52,7 +52,7 @@ def seal(document: bytes, key: bytes, *, worker_id: str) -> str:
 
 def unseal(text: str, key: bytes, *, worker_id: str) -> bytes:
     """Raises `BadLaunchDocument`."""
-    # Here, not above: a zygote or job runner that was given no such document never loads it.
+    # Here, not above: a zygote or job runner without such a document never loads it.
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 

@@ -1,8 +1,8 @@
-"""Messages that cross Valkey, as JSON: an operator can read them with `valkey-cli`.
+"""The messages that cross Valkey, as JSON, which an operator can read with `valkey-cli`.
 
-Each message names its type and its schema version. Unknown fields are ignored, so that an older worker
-understands a newer API; an unknown type or version is refused with `MalformedMessage`. Times are Unix
-milliseconds, prices are decimal strings, quantities are lots.
+Each names its type and schema version. Unknown fields are ignored, so that an older worker understands a
+newer API; an unknown type or version raises `MalformedMessage`. Times are Unix milliseconds, prices are
+decimal strings, quantities are lots.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ FINAL_ORDER_STATES = frozenset(
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages: `type` names the class, `v` the schema version."""
+    """The base of all messages: `type` names the class, `v` the schema version."""
 
     v: int = SCHEMA
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as it travels: its stable code and a sentence."""
+    """An error in a message: its stable code and a sentence."""
 
     code: str
     detail: str
@@ -93,7 +93,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
-    """Submit one order, at most once."""
+    """Submits one order, at most once."""
 
     request_id: str
     order_id: str
@@ -111,22 +111,22 @@ class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
     reply_to: str
     #: Generation of Valkey under which this was enqueued.
     generation: str
-    #: It can only make a position smaller: passes a switch that says REDUCING.
+    #: Whether it can only make a position smaller, and so passes a switch that says REDUCING.
     reduce_only: bool = False
-    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
-    #: `account`, or nothing (`off`).
+    #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole `account`, or
+    #: nothing (`off`).
     unknown_blocks: str = "symbol"
-    #: Milliseconds from its acceptance to its deadline; 0: not told, as by earlier releases.
+    #: Milliseconds from its acceptance to its deadline; 0 if unknown.
     lifetime_ms: int = 0
-    #: The broker's id of it, where it is known already: in `open_orders` only.
+    #: The broker's id of the order, if known. In `open_orders` only.
     broker_order_id: str | None = None
-    #: Our books say that its submission was begun: in `open_orders` only. Never submitted again then, even if
-    #: a Valkey that came back older has it in the queue once more, without its journal entry.
+    #: Whether its submission was begun by our books. In `open_orders` only. It is never submitted again then,
+    #: even if an older copy of Valkey has it in the queue once more, without its journal entry.
     begun: bool = False
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True):
-    """One deal. `fill_id` is the broker's own id of it: duplicates are recognised by it."""
+    """One deal. Duplicates are recognised by `fill_id`, the broker's id of it."""
 
     fill_id: str
     quantity: int
@@ -134,7 +134,7 @@ class Fill(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
 
 
-#: The reason of an order that was cancelled while it stood in its queue: the broker never had it.
+#: The reason of an order that was cancelled while it was in the queue: the broker never had it.
 CANCELLED_IN_QUEUE = "cancelled before it was sent to the broker"
 
 
@@ -147,8 +147,8 @@ class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     filled_quantity: int = 0
     average_price: Decimal | None = None
     reason: str | None = None
-    #: Taken back from its queue, so no worker has spoken. A copy of Valkey that lags behind may hold an order
-    #: there that a worker had taken: this outcome counts for an order that nobody is known to have taken.
+    #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may still hold an order that
+    #: a worker took, so this counts only for an order that nobody is known to have taken.
     withdrawn: bool = False
 
 
@@ -158,7 +158,7 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     request_id: str
     outcome: OrderOutcome | None = None
     failure: Failure | None = None
-    #: For `QueryAccount`: an `AccountReport`, which `requests.report_of` reads.
+    #: For `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
     report: dict[str, Any] | None = None
 
 
@@ -177,7 +177,7 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker login needs, in clear. Never leaves the processes that invariant *sealed* names."""
+    """What a broker login needs, in clear. It never leaves the processes that invariant *sealed* names."""
 
     api_key: str
     secret_key: str
@@ -206,7 +206,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
 
 
 class Connect(Message, frozen=True, kw_only=True, tag="connect"):
-    """A further attempt to connect, after one that failed."""
+    """Asks for another attempt to connect, after one that failed."""
 
     claim_id: str
     worker_id: str
@@ -215,7 +215,7 @@ class Connect(Message, frozen=True, kw_only=True, tag="connect"):
 
 
 class ReleaseClaim(Message, frozen=True, kw_only=True, tag="release"):
-    """Ends a worker that has been claimed and is not wanted after all."""
+    """Ends a claimed worker that is not wanted any more."""
 
     claim_id: str
     worker_id: str
@@ -226,7 +226,7 @@ InboxMessage = Claim | Connect | ReleaseClaim
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
-    """Finish the order in hand, close the broker sessions, remove the mark, exit 0."""
+    """Makes the worker finish its order, close the broker sessions, remove the mark and exit with 0."""
 
     user_id: str
     epoch: int
@@ -234,7 +234,7 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
 
 
 class ReloadCredentials(Message, frozen=True, kw_only=True, tag="reload_credentials"):
-    """New credentials, sealed to this worker; only accounts whose version changed are rebuilt.
+    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in again.
 
     The worker answers with a `ClaimReply` on `pool_reply(pool, reload_id)`.
     """
@@ -274,13 +274,13 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
 
 
 class WorkerEventKind(StrEnum):
-    """What a worker tells of itself. Told once at each change of the whole worker, not once an account."""
+    """Changes in a worker's life, sent once for the whole worker and not for each account."""
 
     CONNECTED = "connected"  # every account has a broker session
-    RECONNECTING = "reconnecting"  # a broker session was found dead and is being rebuilt
-    DEGRADED = "degraded"  # the broker cannot be reached: tried again, the worker stays
+    RECONNECTING = "reconnecting"  # a broker session was dead and is being rebuilt
+    DEGRADED = "degraded"  # the broker cannot be reached: the worker stays and tries again
     SESSION_REPLACED = "session_replaced"  # a fresh session process with a new key waits for credentials
-    FAILED = "failed"  # no broker session can be had, also not by a fresh process: the worker ends
+    FAILED = "failed"  # not even a fresh process could open a broker session: the worker ends
     CLOSED = "closed"  # the session has ended
     OWNER_MISSING = "owner_missing"
     FENCED = "fenced"
@@ -299,7 +299,7 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
 
 
 class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
-    """A change of one order, as the worker saw it. `event_id` is unique: repeats are dropped by it."""
+    """A change of one order, as the worker saw it. Repeats are recognised by the unique `event_id`."""
 
     event_id: str
     order_id: str
@@ -312,15 +312,15 @@ class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
     filled_quantity: int = 0
     average_price: Decimal | None = None
     reason: str | None = None
-    #: What the order is for now, where the broker shows another quantity (lots) or price than our books.
+    #: The order's quantity (lots) and price, where the broker shows others than our books.
     quantity: int | None = None
     price: Decimal | None = None
 
 
 class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
-    """What a session found at the broker right after a login, for a comparison with our books.
+    """What a session found at the broker after a login, for a comparison with our books.
 
-    Its events of orders that it knows came before. `(worker_id, account_id, at_ms)` is unique.
+    It follows the events of the orders that the session knows. `(worker_id, account_id, at_ms)` is unique.
     """
 
     worker_id: str
@@ -328,8 +328,8 @@ class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"
     account_id: str
     epoch: int
     at_ms: int
-    #: An `AccountReport` (`requests.report_of` reads it); of the orders only those that the session could
-    #: not match.
+    #: An `AccountReport` (`requests.decode_report` reads it), with only the orders that the session could not
+    #: match.
     report: dict[str, Any]
 
 
@@ -346,10 +346,8 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | str, wanted: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
-    """Reads one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
-
-    Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version.
-    """
+    """Decodes one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
+    Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version."""
     if len(data) > limit:
         raise MalformedMessage(f"{len(data)} bytes are more than {limit}")
     decoder = _decoders.get(wanted)

@@ -1,9 +1,8 @@
-"""How a request stands on the queue: `deadline ms|request id|payload`, so that Lua can read the deadline.
+"""The requests in a user's queue, framed as `deadline ms|request id|payload` so that Lua can read the
+deadline.
 
-What the API and the orchestrator ask a user's worker for, over the user's queue.
-
-Everything goes through the same FIFO, so that a cancel can never overtake the order it cancels. Quantities
-are lots, prices are decimal strings, times are Unix milliseconds.
+All go through one FIFO, so that a cancel never overtakes its order. Quantities are lots, prices are decimal
+strings, times are Unix milliseconds.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ class Frame:
 
 
 def parse_frame(raw: bytes) -> Frame:
-    """Takes an item apart; raises `MalformedMessage` if it is no frame."""
+    """Splits an item into its parts. Raises `MalformedMessage` if it is no frame."""
     parts = raw.split(b"|", 2)
-    # 15 digits of milliseconds reach the year 33658; `int` itself refuses thousands of them with ValueError.
+    # 15 digits of milliseconds reach the year 33658; `int` would raise ValueError for thousands of them.
     if len(parts) != 3 or not parts[0].isdigit() or len(parts[0]) > 15 or not parts[1].isascii():
         raise MalformedMessage("a queued item is not `deadline|request|payload`")
     return Frame(raw, int(parts[0]), parts[1].decode("ascii"), parts[2])
 
 
 class CancelOrder(Message, frozen=True, kw_only=True, tag="cancel_order"):
-    """Take a working order back. Passes every switch."""
+    """Cancels a working order. Passes every switch."""
 
     request_id: str
     order_id: str
@@ -54,7 +53,7 @@ class CancelOrder(Message, frozen=True, kw_only=True, tag="cancel_order"):
 
 
 class ReplaceOrder(Message, frozen=True, kw_only=True, tag="replace_order"):
-    """Change a working order: a smaller quantity, or another price. At most once, like a submission."""
+    """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
 
     request_id: str
     order_id: str
@@ -63,7 +62,7 @@ class ReplaceOrder(Message, frozen=True, kw_only=True, tag="replace_order"):
     symbol: str
     tag: str
     broker_order_id: str | None
-    #: New total quantity, at least what is filled; None: unchanged. It can only fall (Shioaji, TAIFEX).
+    #: New total quantity, at least the filled one; None: unchanged. It can only fall (Shioaji, TAIFEX).
     quantity: int | None
     price: Decimal | None
     reply_to: str
@@ -71,7 +70,7 @@ class ReplaceOrder(Message, frozen=True, kw_only=True, tag="replace_order"):
 
 
 class QueryAccount(Message, frozen=True, kw_only=True, tag="query_account"):
-    """What the broker knows of one account now. The answer carries an `AccountReport`."""
+    """Asks what the broker knows of one account now. The answer carries an `AccountReport`."""
 
     request_id: str
     user_id: str
@@ -89,20 +88,20 @@ Request = PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
 
 
 class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker's own view of an account, as one session saw it."""
+    """The broker's view of an account, as one session saw it."""
 
     account_id: str
     taken_at_ms: int
-    #: The listing was answered in full.
+    #: Whether the report has everything that was asked for.
     complete: bool
-    #: The broker says which orders are certainly listed: those that it took between `reaches_ms` and
-    #: `behind_ms` before. False where a list may leave out any, as those of earlier sessions (Shioaji's
-    #: simulation, Sinotrade/Shioaji #218): then what is missing may be there all the same.
+    #: Whether all orders that the broker took between `reaches_ms` and `behind_ms` before are certainly
+    #: listed. False where a list may leave out any, such as those of earlier sessions (Shioaji's simulation,
+    #: Sinotrade/Shioaji #218).
     absence_certain: bool
     behind_ms: int = 0
-    #: None: as a worker of an earlier release, which does not tell it.
+    #: None if the broker does not say.
     reaches_ms: int | None = None
-    #: The positions show at least the fills of orders that are certainly listed; False: perhaps not yet.
+    #: Whether the positions include the fills of all orders that are certainly listed.
     positions_agree: bool = False
     orders: list[ExchangeOrder] = []
     positions: list[Position] = []

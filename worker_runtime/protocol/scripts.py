@@ -1,4 +1,4 @@
-"""The Lua scripts, loaded once. Each opens with its table of KEYS and ARGV."""
+"""The Lua scripts. Each is loaded once and begins with its table of KEYS and ARGV."""
 
 from __future__ import annotations
 
@@ -47,27 +47,4 @@ TAKE_CONNECTION = _load("take_connection")
 RENEW_CONNECTIONS = _load("renew_connections")
 TAKE_LAUNCH = _load("take_launch")
 
-ALL = (
-    ENQUEUE,
-    WITHDRAW,
-    RESOLVE_OVERDUE,
-    RING_DOORBELL,
-    SEND_CONTROL,
-    POP,
-    PUT_BACK,
-    ANSWER,
-    RENEW_MARK,
-    REMOVE_MARK,
-    REMOVE_STALE_MARK,
-    SET_OWNER,
-    WRITE_SWITCH,
-    ANNOUNCE_WORKER,
-    CLAIM,
-    SETTLE_CLAIM,
-    JOIN_WAIT_QUEUE,
-    RETIRE_WORKER,
-    SPEND_BUDGET,
-    TAKE_CONNECTION,
-    RENEW_CONNECTIONS,
-    TAKE_LAUNCH,
-)
+ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

@@ -1,10 +1,10 @@
-"""Sealing, signing and proving: what protects a claim on its way through Valkey.
+"""Protects a claim on its way through Valkey: by seals, signatures and proofs.
 
 - *Seal*: HPKE (RFC 9180: X25519, HKDF-SHA256, AES-256-GCM) to one worker's public key. The suite of
   `cryptography` takes no associated data, so user, account, epoch, claim and worker are bound as `info`.
 - *Signature*: Ed25519 by the orchestrator over the whole claim; its public key is given at launch.
-- *Proof*: HMAC-SHA256 under the worker's one-time launch token over its id and public key, so that
-  writing to Valkey alone cannot pass off another key as a worker's own.
+- *Proof*: HMAC-SHA256 under the worker's one-time launch token over its id and public key, so that nobody who
+  can only write to Valkey can pass off another key as a worker's.
 """
 
 from __future__ import annotations

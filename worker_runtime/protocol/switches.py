@@ -50,7 +50,7 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
     def words(self) -> list[str | int]:
-        """The arguments of `switch.lua`, and the last ones of `own.lua`."""
+        """The arguments of `write_switch.lua`, and the last ones of `set_owner.lua`."""
         found: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value]
         if self.server:
             found += [SERVER, self.server]

@@ -1,7 +1,7 @@
-"""The user's broker connections, kept under their `ConnectionKey` (requirement C1).
+"""Opens, checks, rebuilds and closes the user's broker sessions.
 
-Everything here runs in the session's main thread, so that the lease is checked in the thread that calls.
-No call may outlast the lease less its margin, and each says in the shared state how long it may take.
+Everything here runs in the session's main thread, so that the lease is checked in the thread that calls. No
+call may outlast the lease less its margin, and the shared state says how long each may take.
 """
 
 from __future__ import annotations

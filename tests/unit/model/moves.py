@@ -96,7 +96,7 @@ def _orchestrator(world: World, rules: Rules) -> Iterator[Step]:
         yield f"worker {epoch} counts as gone with its host", world._replace(phase="free", waited=0)
     if world.late_own and (world.owner == 0 or world.owner <= world.late_own):
         yield (
-            f"the other orchestrator repeats own.lua of {world.late_own}",
+            f"the other orchestrator repeats set_owner.lua of {world.late_own}",
             world._replace(owner=world.late_own, late_own=0),
         )
 

@@ -34,7 +34,7 @@ class Rules:
     check_lease: bool = True
     #: `pop.lua` gives an order to the owner's epoch only.
     check_epoch_in_pop: bool = True
-    #: `mark.lua` renews for the owner's epoch only.
+    #: `renew_mark.lua` renews for the owner's epoch only.
     check_epoch_in_mark: bool = True
     #: The lease runs from before the renewal was sent; if not, from the arrival of its reply.
     lease_from_send: bool = True
@@ -49,7 +49,7 @@ class Rules:
     host_lost: bool = False
     #: Processes may be stopped and let go at any point.
     freezes: bool = True
-    #: A second orchestrator may repeat an `own.lua` that the first one sent, at any later time.
+    #: A second orchestrator may repeat an `set_owner.lua` that the first one sent, at any later time.
     late_own: bool = True
     #: How often a user's workflow may be terminated: nobody knows its worker any more.
     terminations: int = 0
@@ -107,7 +107,7 @@ class World(NamedTuple):
     #: 'unknown' (a worker of which no workflow knows).
     phase: str = "free"
     waited: int = 0
-    #: An `own.lua` that an orchestrator may still repeat: its epoch.
+    #: An `set_owner.lua` that an orchestrator may still repeat: its epoch.
     late_own: int = 0
     terminations: int = 0
     late_claims: int = 0

@@ -86,4 +86,4 @@ def test_a_flush_and_a_late_orchestrator_on_top_of_a_lost_host_are_outside_the_a
     explored = explore(replace(HOST_LOST, late_own=True))
     assert explored.violation == TWO_SESSIONS
     assert "Valkey loses everything" in explored.story
-    assert "the other orchestrator repeats own.lua of 1" in explored.story
+    assert "the other orchestrator repeats set_owner.lua of 1" in explored.story

@@ -1,7 +1,7 @@
 """The adapter of SinoPac's Shioaji (package `shioaji`, written against 1.7.9).
 
-The SDK is imported by the first login, never before: it starts threads, which no fork survives. All that
-blocks runs through `call_within`, because neither the constructor nor the login takes a timeout.
+The first login imports the SDK, never earlier, because it starts threads, which do not survive a fork.
+Blocking calls run through `call_within`, because neither the constructor nor the login takes a timeout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _LOGOUT_WAIT = 0.8
 #: Seconds of a call's time that are kept for the way back from the SDK.
 _RETURN = 0.05
-#: Seconds: the broker's day, and by how much Taipei is ahead of UTC.
+#: Seconds of the broker's day, and of Taipei's offset from UTC.
 _DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
 
@@ -77,7 +77,7 @@ class ShioajiBroker:
         self._load = load
         self._log = Log(broker="shioaji", account=key.account_id)
         self._blank: mapping.Redactor = str
-        self._book = ReportedOrders(lambda text: self._blank(text))
+        self._reported = ReportedOrders(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
         self._down: str | None = None
@@ -87,8 +87,8 @@ class ShioajiBroker:
     def login(self, credentials: Credentials, timeout: float) -> None:
         """Constructs the client, logs in, activates the certificate (production), loads the contracts.
 
-        A login that takes too long goes on in its thread, which logs out when it succeeds after all: a
-        person has five connections only.
+        A login that takes too long goes on in its thread, which logs out if it succeeds after all: a person
+        has only five connections.
         """
         if self._down is not None:
             raise SessionDown(self._down)
@@ -103,16 +103,16 @@ class ShioajiBroker:
             api = self._load().Shioaji(simulation=self._key.simulation)
             try:
                 accounts = api.login(credentials.api_key, credentials.secret_key)
-                # Only now: before the login, everything raises AuthError, which would pass for a refusal.
-                api.set_order_callback(self._happened)
+                # After the login: before it everything raises AuthError, which would look like a refusal.
+                api.set_order_callback(self._on_event)
                 api.set_session_down_callback(self._session_down)
-                account = self._choose(accounts)
+                account = self._choose_account(accounts)
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
                 left = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(list(SECURITY[self._key.broker_type]), timeout=left)
                 return api, account
-            except BaseException:  # the login itself may have succeeded; perhaps nobody waits any more
+            except BaseException:  # the login itself may have succeeded, and nobody may be waiting any more
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
                 raise
 
@@ -132,12 +132,14 @@ class ShioajiBroker:
         def submit() -> ExchangeOrder:
             contract, native = build_order(self._load(), api, account, self._key.broker_type, order)
             left = deadline - time.monotonic()
-            if left <= 0:  # the caller has given up by now, or is about to: nothing may follow that
+            if left <= 0:  # the caller has given up or is about to: nothing may be sent after that
                 raise OrderRejected("no time was left to send the order; it was not sent")
-            return self._book.listed(api.place_order(contract, native, timeout=to_milliseconds(left)))
+            return self._reported.merge_trade(
+                api.place_order(contract, native, timeout=to_milliseconds(left))
+            )
 
         try:
-            return call_within(timeout, submit, self._told_late)
+            return call_within(timeout, submit, self._report_late)
         except CallTimedOut as error:
             raise OutcomeUnknown(str(error)) from None
         except BerthError:
@@ -158,7 +160,7 @@ class ShioajiBroker:
     def replace(
         self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
     ) -> ExchangeOrder:
-        """One of the two: the SDK sends a quantity and a price as two changes, of which one may fail."""
+        """Changes one of the two: the SDK would send both as two changes, of which one may fail."""
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
 
@@ -171,14 +173,14 @@ class ShioajiBroker:
         return self._change(broker_order_id, timeout, change)
 
     def orders(self, timeout: float) -> Listing:
-        """In simulation, later sessions do not see the orders of earlier ones (Sinotrade/Shioaji #218): what
-        is not listed may be there. Whether last night's orders are listed after midnight is not documented,
-        so it is not relied on. Nor is it when positions show a fill: those are other books."""
+        """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218), so
+        absence proves nothing. It is not documented whether last night's orders are listed after midnight,
+        nor when positions include a fill: neither is relied on."""
         api, account = self._session()
 
         def read() -> list[ExchangeOrder]:
             api.update_status(account, timeout=to_milliseconds(timeout))
-            return [self._book.listed(trade) for trade in api.list_trades() if self._is_ours(trade)]
+            return [self._reported.merge_trade(trade) for trade in api.list_trades() if self._is_ours(trade)]
 
         orders = self._query(timeout, read)
         if self._key.simulation:
@@ -202,13 +204,13 @@ class ShioajiBroker:
         return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
 
     def ping(self, timeout: float) -> None:
-        """Asks for the usage: a real round trip. The SDK's own view of its session is known to be wrong
-        for hours (Sinotrade/Shioaji #215)."""
+        """Queries the usage, which is a real round trip. The SDK's own view of its session can be wrong for
+        hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
         self._query(timeout, lambda: api.usage(timeout=to_milliseconds(timeout)))
 
     def alive(self) -> bool:
-        """Whether the session-down callback has not come. The SDK misses some ends: the ping finds those."""
+        """False once the session-down callback has come. The SDK misses some ends, which the ping finds."""
         return self._down is None and self._api is not None
 
     def close(self) -> None:
@@ -239,19 +241,19 @@ class ShioajiBroker:
     def _change(
         self, broker_order_id: str, timeout: float, call: Callable[[Any, Any, int], Any]
     ) -> ExchangeOrder:
-        """Finds the SDK's own object of the order and makes one call with it."""
+        """Finds the SDK's object of the order and makes one call with it."""
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 
         def run() -> ExchangeOrder:
-            trade = self._working(api, account, broker_order_id, deadline)
+            trade = self._find_working(api, account, broker_order_id, deadline)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise OrderRejected("no time was left for the change; it was not sent")
-            return self._book.listed(call(api, trade, to_milliseconds(left)))
+            return self._reported.merge_trade(call(api, trade, to_milliseconds(left)))
 
         try:
-            return call_within(timeout, run, self._told_late)
+            return call_within(timeout, run, self._report_late)
         except CallTimedOut as error:
             raise OutcomeUnknown(str(error)) from None
         except BerthError:
@@ -259,8 +261,8 @@ class ShioajiBroker:
         except Exception as error:
             raise mapping.place_error(error, self._blank) from None
 
-    def _working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
-        """The SDK's own object of a working order. Whatever this raises, nothing was changed."""
+    def _find_working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
+        """The SDK's object of a working order. Whatever this raises, nothing was changed."""
         try:
             trade = find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
         except Exception as error:
@@ -272,8 +274,8 @@ class ShioajiBroker:
             raise OrderRejected(f"order {broker_order_id} is final")
         return trade
 
-    def _choose(self, accounts: list[Any]) -> Any:
-        """The account of this connection: the one that has its id, or the only one of its type."""
+    def _choose_account(self, accounts: list[Any]) -> Any:
+        """The account of this connection: the one with its id, or the only one of its type."""
         kind = _ACCOUNT[self._key.broker_type]
         found = [account for account in accounts if account.account_type.name == kind]
         named = [account for account in found if account.account_id == self._key.account_id]
@@ -310,19 +312,19 @@ class ShioajiBroker:
         self._down = self._down or "the broker ended the session"
         self._log.warning("shioaji.session_down")
 
-    def _happened(self, state: Any, event: Any) -> None:
+    def _on_event(self, state: Any, event: Any) -> None:
         try:
             owner = event.get("account_id") or (event.get("order") or {}).get("account", {}).get("account_id")
             if self._account is not None and owner and owner != self._account.account_id:
                 return  # the other account of this login
-            change = self._book.happened(state.value, event)
+            change = self._reported.merge_event(state.value, event)
             if change is not None:
                 self._on_order(change)
         except Exception as error:  # the boundary of one event: the SDK's thread must live on
             self._log.crash("shioaji.event_failed", error)
 
-    def _told_late(self, order: ExchangeOrder) -> None:
-        """`place_order` returned after its caller had given up."""
+    def _report_late(self, order: ExchangeOrder) -> None:
+        """Reports an order whose call returned after its caller had given up."""
         event_id = f"late-{order.broker_order_id}-{order.state.value}"
         try:
             self._on_order(OrderChanged(event_id=event_id, order=order))
@@ -331,7 +333,7 @@ class ShioajiBroker:
 
 
 def _check_keys(credentials: Credentials) -> None:
-    """Refuses at once what the SDK would refuse after a trip to the network (up to 5.6 s without one)."""
+    """Refuses at once what the SDK would refuse only after using the network (up to 5.6 s)."""
     for name, key in (("API key", credentials.api_key), ("secret key", credentials.secret_key)):
         if len(key) < _MIN_KEY:
             raise LoginRejected(f"the {name} has fewer than {_MIN_KEY} characters")
@@ -340,7 +342,8 @@ def _check_keys(credentials: Credentials) -> None:
 
 
 def _activate_certificate(api: Any, credentials: Credentials) -> None:
-    """Production orders are signed. The SDK wants a path, so the certificate is a file for a moment."""
+    """Activates the certificate that signs production orders. The SDK needs a path, so it is a file for a
+    moment."""
     if not credentials.ca_certificate:
         raise LoginRejected("orders in production need a certificate, and none is stored")
     folder = private_folder()

@@ -1,10 +1,9 @@
-"""What Shioaji has told of each order, put together from three sources that overlap: the answer of
-`place_order`, order and deal events, and `list_trades`.
+"""Merges what Shioaji reports of each order: answers of `place_order`, order and deal events, and
+`list_trades`.
 
-Deal events may come before the order event and before `place_order` returns. Events may come twice, with
-the same `event_id`. The same deal is named by `exchange_seq` in events and by `seq` in lists; the two are
-taken as equal, and where they are not, a deal of the other source with the same price, quantity and second
-is the same one.
+Deal events may come before the order event and before `place_order` returns. Events may come twice with the
+same `event_id`. Events name a deal by `exchange_seq`, lists by `seq`; where these differ, a deal of the other
+source with the same price, quantity and second is the same one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Fill, OrderStat
 
 #: Event ids that are remembered, to drop repeats.
 _REMEMBERED = 4096
-#: Deals kept whose order is not known yet.
+#: Kept deals whose order is not known yet.
 _MAX_EARLY = 256
 
 ShioajiEvent = Mapping[str, Any]
@@ -32,17 +31,17 @@ class ReportedOrders:
     """Orders of one account by Shioaji's id. Safe to use from several threads."""
 
     def __init__(self, blank: mapping.Redactor = str) -> None:
-        """`blank` takes secrets out of what the SDK says of an order."""
+        """`blank` removes secrets from what the SDK says of an order."""
         self._blank = blank
         self._lock = threading.Lock()
         self._orders: dict[str, ExchangeOrder] = {}
-        #: Fills that an event named: the others came from a list.
+        #: Ids of fills that came by an event; the others came from a list.
         self._from_events: set[str] = set()
         self._early: OrderedDict[str, list[Fill]] = OrderedDict()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def listed(self, trade: Any) -> ExchangeOrder:
-        """Takes in a `Trade`; returns all that is known of its order."""
+    def merge_trade(self, trade: Any) -> ExchangeOrder:
+        """Merges a `Trade`; returns all that is known of its order."""
         told = mapping.order_of(trade)
         with self._lock:
             known = self._orders.get(told.broker_order_id)
@@ -60,11 +59,9 @@ class ReportedOrders:
                 fills.append(done)
             return self._keep(told, known, fills)
 
-    def happened(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
-        """Takes in an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL.
-
-        None: a repeat, nothing new, or a deal whose order is not known yet.
-        """
+    def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
+        """Merges an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL. Returns None for a
+        repeat, nothing new, or a deal whose order is not known yet."""
         with self._lock:
             if self._repeated(kind, event):
                 return None
@@ -124,11 +121,11 @@ class ReportedOrders:
         price_type = mapping.price_type_of(order["price_type"])
         told = ExchangeOrder(
             broker_order_id=order_id,
-            # Futures events lack the tag; what `place_order` told is kept.
+            # Futures events lack the tag: the one of `place_order` is kept.
             tag=order.get("custom_field") or (known.tag if known else ""),
             symbol=known.symbol if known else str(event["contract"]["code"]),
             side=mapping.side_of(order["action"]),
-            # After a cancel the exchange's own quantity is nought; what was asked for is in `order`.
+            # After a cancel the exchange's own quantity is 0; the ordered one is in `order`.
             quantity=int(
                 order["quantity"] if kind == "Cancel" else status["order_quantity"] or order["quantity"]
             ),
@@ -144,7 +141,8 @@ class ReportedOrders:
         return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
 
     def _keep(self, told: ExchangeOrder, known: ExchangeOrder | None, fills: list[Fill]) -> ExchangeOrder:
-        """Stores an order; one that was final stays final, whatever a late word says (#216, #234)."""
+        """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji #216,
+        #234)."""
         state = mapping.with_fills(told.state, sum(done.quantity for done in fills), told.quantity)
         if known is not None and known.state in FINAL_ORDER_STATES and state not in FINAL_ORDER_STATES:
             state = known.state
@@ -155,7 +153,7 @@ class ReportedOrders:
 
 
 def _find_duplicate(done: Fill, others: list[Fill]) -> Fill | None:
-    """The same deal under another id: same price, quantity and second."""
+    """The same deal under another id: with the same price, quantity and second."""
     for other in others:
         if (other.price, other.quantity, other.at_ms // 1000) == (
             done.price,

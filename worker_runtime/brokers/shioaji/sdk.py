@@ -1,4 +1,4 @@
-"""Waiting for a call of a broker SDK no longer than its caller can afford.
+"""Calls the SDK within a time limit, and builds and finds its objects.
 
 Orders in the SDK's own objects: what is made before a submission, and found before a change.
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CallTimedOut(Exception):
-    """The call has not returned in time. It goes on by itself; nobody knows how it ends."""
+    """The call has not returned in time. It goes on, and its outcome is unknown."""
 
 
 class _TimedCall(Generic[T]):

@@ -9,8 +9,8 @@
 -- ARGV[3] seconds the answer stays readable
 -- ARGV[4] channel of the API process that waits, or ''
 --
--- Safe to repeat. Returns {1 if the item was still in processing, else 0; 1 if there is more to pop, else 0: then
--- whatever comes later rings the doorbell, or finds it rung}.
+-- Safe to repeat. Returns {1 if the item was still in processing, else 0; 1 if there is more to pop, else 0: then a
+-- later item rings the doorbell}.
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
 local removed = redis.call('LREM', KEYS[2], 1, ARGV[1])
 if ARGV[4] ~= '' then

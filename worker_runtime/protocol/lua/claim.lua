@@ -12,10 +12,10 @@
 -- ARGV[5] ms after which one who does not ask again has left the line             (with the line)
 -- ARGV[6] version whose workers are left in the pool, or ''                       (with the line)
 --
--- While users wait in line, a worker goes to the first of them, whoever asks more often.
+-- While users wait in line, only the first of them gets a worker, however often others ask.
 -- Returns {'claimed' or 'again', worker id, public key, proof, task, version}, {'empty'}, or
 -- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
--- slept past its entry's end comes back as a free one, and another claim may have it by now.
+-- slept past its entry's end comes back as a free one, and another claim may have it.
 local function found(status, worker)
   local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'task', 'version', 'claim')
   if not w[1] or w[5] ~= ARGV[1] then return {'gone', worker} end

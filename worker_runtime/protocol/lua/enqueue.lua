@@ -9,7 +9,7 @@
 -- ARGV[3] time to live, ms: the deadline is this far from now, by this server's clock
 -- ARGV[4] ms that the id is remembered after the deadline
 --
--- A request that was seen before rings, too, if any waits: its ring may have gone to a worker that is frozen.
+-- A request that was seen before also rings if any waits, because its ring may have gone to a frozen worker.
 -- Returns {1 if enqueued or 0 if seen before, the item as queued, the mark or ''}.
 local function ring()
   if redis.call('LLEN', KEYS[3]) == 0 then

@@ -1,18 +1,18 @@
--- Puts a user in the pool's waiting line, or tells his place in it. Called while the pool may not grow.
+-- Puts a user into the pool's wait queue and returns his place in it. Called while the pool may not grow.
 --
 -- KEYS[1] line       pool:{pool}:line     zset: user → since when he waits (ms)
 -- KEYS[2] asked      pool:{pool}:asked    zset: user → when he asked last (ms)
 -- ARGV[1] user
 -- ARGV[2] ms after which one who does not ask again has left the line
 --
--- Who asks again keeps his place, and asking more often gives no better one. Returns the place; 0 is the first.
+-- A user who asks again keeps his place. Returns the place; 0 is the first.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for _, user in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[2])) do
   redis.call('ZREM', KEYS[1], user)
   redis.call('ZREM', KEYS[2], user)
 end
--- Two who come within a millisecond stand in the order in which they came.
+-- Users who come within a millisecond keep the order in which they came.
 local last = redis.call('ZRANGE', KEYS[1], -1, -1, 'WITHSCORES')
 local since = math.max(now, last[2] and tonumber(last[2]) + 1 or 0)
 redis.call('ZADD', KEYS[1], 'NX', since, ARGV[1])

@@ -1,4 +1,4 @@
--- Takes a worker's next piece of work: control messages first, then requests in order.
+-- Pops a worker's next item: control messages first, then requests in order.
 --
 -- KEYS[1] owner      worker:owner:{user}
 -- KEYS[2] control    worker:control:{user}:messages
@@ -8,17 +8,17 @@
 -- KEYS[6] switch     trading:switch:{user}
 -- ARGV[1] epoch of the caller
 -- ARGV[2] worker id of the caller
--- ARGV[3] session id, <worker>:<number>: another one after every restart of the session process
--- ARGV[4] pop number, growing by one with each new pop; it goes on when the session process is replaced
--- ARGV[5] 'control': leave the requests where they are; '' or missing: take whatever is next
+-- ARGV[3] session id, <worker>:<number>: a new one after each restart of the session process
+-- ARGV[4] pop number, growing by one with each new pop; it goes on growing when the session process is replaced
+-- ARGV[5] 'control': leave the requests where they are; '' or missing: take what is next
 --
 -- A repeat with the same session and number returns the same item: a lost reply loses no order. (A repeat
--- of an empty pop looks anew.) A pop older than the worker's last one takes nothing: it was sent before a
+-- of an empty pop checks again.) A pop older than the worker's last one takes nothing: it was sent before a
 -- connection broke or a session process died, and came late, so nobody reads its reply.
 -- Returns {kind, item, remaining ms, generation}; kind is 'control', 'request' (then moved to the
 -- processing list), 'empty', 'stale' (an older pop), 'fenced' (another epoch owns the user) or 'no_owner'. For
--- a request the remaining time is negative when its deadline has passed, and the switch as it stands now
--- follows as {field, value, …}: empty when it is missing, which means halted.
+-- a request the remaining time is negative when its deadline has passed, and the switch follows
+-- as {field, value, …}: empty when it is missing, which means halted.
 local function remaining(item)
   local deadline = tonumber(string.match(item, '^(%d+)|'))
   if not deadline then return -1 end

@@ -1,4 +1,4 @@
--- Puts a request that a worker took, and has not begun to carry out, back to where it stood in its queue.
+-- Puts a request that a worker popped but has not begun back to its place in the queue.
 --
 -- KEYS[1] owner      worker:owner:{user}
 -- KEYS[2] requests   trading:user:{user}:requests
@@ -11,8 +11,8 @@
 -- ARGV[4] number of the pop that took it
 -- ARGV[5] the item, as popped
 --
--- For the owner alone: a successor answers what it finds in the processing list. Never what stands in the
--- journal: it may have been submitted. Safe to repeat: an item is put back once for each time it was popped,
+-- Only for the owner, because a successor answers what it finds in the processing list. Never for an order in the
+-- journal, which may have been submitted. Safe to repeat: an item is put back once for each time it was popped,
 -- and a call that comes late, after the session's next pop, does nothing.
 -- Returns 'queued' (now, or by an earlier call), 'gone' (another owner's, or Valkey has lost it), or 'left': it
 -- cannot be put back and stays in the processing list, so the caller has to answer it.

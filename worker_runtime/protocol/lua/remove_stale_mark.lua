@@ -1,4 +1,4 @@
--- Removes a user's mark and metadata, if the mark still says what it said when it was looked at.
+-- Removes a user's mark and metadata, if the mark is still the one that the caller has seen.
 --
 -- KEYS[1] mark       worker:active:{user}
 -- KEYS[2] metadata   worker:metadata:{user}

@@ -6,7 +6,7 @@
 -- ARGV[2] lease in ms from now; 0: ended
 -- ARGV[3…] connections
 --
--- A connection that another holder has is left alone; one that is missing comes back (its data were lost).
+-- Leaves the connections of other holders alone; restores a missing one, whose data were lost.
 -- Idempotent. Returns how many connections the owner has now.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -1,4 +1,4 @@
--- Tells what has become of an order whose deadline has passed, and closes the way for it to be executed later.
+-- Returns the fate of an order whose deadline has passed, and makes sure that it is never executed later.
 --
 -- KEYS[1] seen       trading:user:{user}:seen:<request>
 -- KEYS[2] requests   trading:user:{user}:requests
@@ -8,11 +8,11 @@
 -- ARGV[1] request id
 -- ARGV[2] the answer for a request that is taken back
 -- ARGV[3] seconds the answer stays readable
--- ARGV[4] ms that the id of a request that was never queued is remembered, so that it cannot be any more
+-- ARGV[4] ms that the id of a never queued request is remembered, so that it cannot be queued any more
 --
 -- Safe to repeat. Returns {fate, answer or ''}; fate is 'answered', 'journaled' (it may have reached the
--- broker), 'processing' (a worker took it), 'withdrawn' (it was still queued) or 'absent'. To that the caller
--- writes the answer, once it has seen that the server has lost no data: an empty one knows of nothing, too.
+-- broker), 'processing' (a worker took it), 'withdrawn' (it was still queued) or 'absent'. For 'absent' the
+-- caller writes the answer after it has checked that the server has lost no data: an empty server knows nothing.
 local answer = redis.call('GET', KEYS[5])
 if answer then return {'answered', answer} end
 if redis.call('EXISTS', KEYS[4]) == 1 then return {'journaled', ''} end

@@ -1,4 +1,4 @@
--- Takes one certain free worker out of the pool, so that it can be stopped and no user can get it.
+-- Takes a given free worker out of the pool, so that it can be stopped and no user gets it.
 --
 -- KEYS[1] ready      pool:{pool}:ready
 -- KEYS[2] worker     pool:{pool}:worker:<worker>

@@ -1,4 +1,4 @@
--- Gives a control message to a user's worker and rings its doorbell.
+-- Sends a control message to a user's worker and rings its doorbell.
 --
 -- KEYS[1] control    worker:control:{user}:messages
 -- KEYS[2] doorbell   trading:user:{user}:doorbell

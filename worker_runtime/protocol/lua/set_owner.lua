@@ -5,9 +5,9 @@
 -- ARGV[1] epoch
 -- ARGV[2] worker id
 -- ARGV[3] generation of Valkey
--- ARGV[4] version of the switch, ARGV[5]… its fields and states, as in switch.lua
+-- ARGV[4] version of the switch, ARGV[5]… its fields and states, as in write_switch.lua
 --
--- The switch is written with the owner, so that none is missing where there is an owner; a newer one stays.
+-- Writes the switch with the owner, so that none is missing where there is an owner; a newer one stays.
 -- Returns 'ok', or 'older' if a later epoch (or another worker of this one) owns the user already.
 local owner = redis.call('HMGET', KEYS[1], 'epoch', 'worker')
 if owner[1] then

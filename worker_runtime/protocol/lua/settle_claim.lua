@@ -1,4 +1,4 @@
--- Confirms or releases a claim; whoever comes first decides.
+-- Confirms or releases a claim; the first call decides.
 --
 -- KEYS[1] worker     pool:{pool}:worker:<worker>
 -- ARGV[1] claim id

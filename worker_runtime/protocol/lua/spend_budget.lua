@@ -8,12 +8,11 @@
 -- then for each window: how many calls this is in it, its span in ms (0: Taipei's day), its limit, its limit
 --                       for the rest of a day whose count was lost
 --
--- Valkey's clock is the only one. A missing count was lost, unless ARGV[3] says that there never was one:
--- then the new one is whole, until somebody comes who knows another. Who does not know the present count, if
--- it is not whole, waits until it is as old as the span: what was spent before its beginning is out of the
--- window then. So a lost count is a spent one for one window. A day is too long to wait for: its rest has the
--- limit that ARGV gives for that.
--- Returns {granted (1, 0), ms until it is worth while to ask again, the count's id}.
+-- Only Valkey's clock counts. A missing count was lost, unless ARGV[3] says that there never was one: then the
+-- new count is whole, until a caller comes who knows another. A caller who does not know a count that is not
+-- whole waits until it is as old as the span, when calls from before its beginning are out of the window. So a
+-- lost count is a spent one for one window. A day is too long to wait for: its rest has a limit of its own.
+-- Returns {granted (1, 0), ms until it is worth asking again, the count's id}.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local DAY, TAIPEI, KEPT = 86400000, 28800000, 40 * 86400000

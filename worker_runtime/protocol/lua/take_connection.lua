@@ -1,4 +1,4 @@
--- Takes one of a person's broker connections, before the login. A lease: it ends by itself.
+-- Takes one of a person's broker connections, as a lease that ends by itself. Called before the login.
 --
 -- KEYS[1] since       broker:budget:{owner}:since
 -- KEYS[2] connections broker:budget:{owner}:connections  zset: connection → end of its lease (ms)
@@ -8,11 +8,11 @@
 -- ARGV[3] lease in ms
 -- ARGV[4] how many there are
 -- ARGV[5] ms that all holders need to come back after a loss of data
--- ARGV[6] the count that the caller knows, as in budget.lua
--- ARGV[7] '1': as far as the caller knows, this owner has never made a call, as in budget.lua
+-- ARGV[6] the count that the caller knows, as in spend_budget.lua
+-- ARGV[7] '1': as far as the caller knows, this owner has never made a call, as in spend_budget.lua
 --
--- A connection that somebody has already goes over to the new holder: the caller names it by user and
--- account, and a user has one owner at a time. Idempotent. Returns as budget.lua does.
+-- A connection that another holder has goes over to the new one: the caller names it by user and account, and
+-- a user has one owner at a time. Idempotent. Returns as spend_budget.lua does.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local count = redis.call('HMGET', KEYS[1], 'id', 'born', 'whole')

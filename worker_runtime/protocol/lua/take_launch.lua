@@ -4,8 +4,8 @@
 -- ARGV[1] us between two launches in the long run
 -- ARGV[2] launches at once, after a rest
 --
--- Valkey's clock is the only one. What is due further ahead than a whole burst was written before that clock
--- was set back: it must not hold launches up for so long.
+-- Valkey's clock is the only one. A time that is due later than a whole burst was written before that clock
+-- was set back, and must not delay launches.
 -- Returns 0 if a launch was taken, else the us after which to ask again.
 local time = redis.call('TIME')
 local now, every, burst = time[1] * 1000000 + time[2], tonumber(ARGV[1]), tonumber(ARGV[2])

@@ -1,8 +1,8 @@
--- Writes a user's switch: who may trade. A missing one means halted.
+-- Writes a user's switch: who may trade. A missing switch means halted.
 --
 -- KEYS[1] switch     trading:switch:{user}
 -- ARGV[1] version: grows with each change in PostgreSQL
--- Behind it, in pairs: '*' and the state of all accounts (open, reducing or halted), then accounts and theirs;
+-- then, in pairs: '*' and the state of all accounts (open, reducing or halted), then accounts and theirs;
 -- accounts that are not named have none of their own.
 --
 -- Idempotent. Returns 'ok', or 'older' if a newer version stands there already: then nothing is changed.

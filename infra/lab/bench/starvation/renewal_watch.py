@@ -100,6 +100,6 @@ class RenewalWatch:
                 if self._ending.is_set():
                     return
                 words = line["command"].split(" ")
-                # Done by a script (for marks: mark.lua), which is what renews.
+                # Done by a script (for marks: renew_mark.lua), which is what renews.
                 if line["client_type"] == "lua" and words[0] == self._command and words[1] in self._times:
                     self._times[words[1]].append(line["time"])
