@@ -47,7 +47,7 @@ async def test_a_second_token_for_a_running_worker_is_refused(ground: Ground) ->
     assert await launcher.list() == [task]
 
 
-async def test_stop_returns_when_the_worker_has_ended_and_tells_why(ground: Ground) -> None:
+async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(ground: Ground) -> None:
     launcher = ground.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     await launcher.stop(task.task_id, "no longer wanted")
@@ -73,7 +73,7 @@ async def test_stopping_one_worker_leaves_its_neighbours_alone(ground: Ground) -
     assert await launcher.list() == [other]
 
 
-async def test_a_crash_is_told_while_it_happens(ground: Ground) -> None:
+async def test_a_crash_is_reported_while_it_happens(ground: Ground) -> None:
     launcher = ground.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     exits = launcher.exits()

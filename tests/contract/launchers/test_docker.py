@@ -60,7 +60,7 @@ async def test_no_secret_is_seen_from_outside(docker_ground: DockerGround) -> No
         assert base64.b64encode(CANARY).decode() not in text
 
 
-async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_told(
+async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_reported(
     docker_ground: DockerGround,
 ) -> None:
     launcher = docker_ground.client()
@@ -114,21 +114,21 @@ async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
     first = docker_ground.client()
     one, two, three = [await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
     await first.stop(one.task_id, "test")
-    (told,) = await take(first.exits(), 1)
+    (reported,) = await take(first.exits(), 1)
     await first.close()
     await docker_ground.crash(two)
     second = docker_ground.client()
-    exits = second.exits(told.detail["position"])
+    exits = second.exits(reported.detail["position"])
     (end,) = await take(exits, 1)
     assert (end.task_id, end.exit_code, end.reason) == (two.task_id, -9, "killed")
     assert await second.list() == [three]
     assert await second.launch(spec("w-3"), "token-3") == three
-    # A position of another launcher is none: all that is still known is told.
+    # A position of another launcher is ignored: all that is still known is reported.
     again = await take(docker_ground.client().exits("log-of-a-node:7"), 2)
     assert [end.task_id for end in again] == [one.task_id, two.task_id]
 
 
-async def test_what_others_do_with_docker_is_told_as_well(docker_ground: DockerGround) -> None:
+async def test_what_others_do_with_docker_is_reported_as_well(docker_ground: DockerGround) -> None:
     launcher = docker_ground.client()
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     await docker_ground.house.wait_ready(one.task_id)

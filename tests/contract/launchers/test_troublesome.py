@@ -42,14 +42,14 @@ async def test_a_lost_reply_hides_a_launch_that_the_same_token_finds_again() -> 
 async def test_only_a_never_ready_launcher_keeps_workers_from_becoming_ready(
     kind: type[FakeLauncher], ready: list[str]
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     async def on_launch(_: LaunchSpec, task: Task) -> None:
-        told.append(task.worker_id)
+        reported.append(task.worker_id)
 
     launcher = kind(on_launch)
     await launcher.launch(spec("w-1"), "token-1")
-    assert told == ready
+    assert reported == ready
     assert len(await launcher.list()) == 1
 
 
@@ -62,7 +62,7 @@ async def test_a_slow_launcher_has_nothing_until_its_delay_is_over() -> None:
     assert await launcher.list() == [task]
 
 
-async def test_an_unreachable_fake_tells_nothing() -> None:
+async def test_an_unreachable_fake_answers_nothing() -> None:
     launcher = FakeLauncher()
     launcher.unreachable = True
     for call in (launcher.list(), launcher.stop("fake-1", "test"), launcher.launch(spec("w"), "t")):

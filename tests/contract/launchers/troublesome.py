@@ -40,7 +40,7 @@ class FailingLauncher(FakeLauncher):
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         self.attempts += 1
         if self.failures is None or self.attempts <= self.failures:
-            raise LaunchFailed("this launcher was told to fail")
+            raise LaunchFailed("this launcher fails on purpose")
         return await super().launch(spec, token)
 
 

@@ -22,8 +22,8 @@ def processes_of(folder: Path) -> list[str]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            told = Path(f"/proc/{entry}/cmdline").read_bytes() + Path(f"/proc/{entry}/environ").read_bytes()
-            if text in told and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
+            facts = Path(f"/proc/{entry}/cmdline").read_bytes() + Path(f"/proc/{entry}/environ").read_bytes()
+            if text in facts and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
         except (OSError, psutil.Error):
             continue

@@ -47,9 +47,9 @@ def test_a_server_without_options_refuses_a_word_too_many(name: str) -> None:
 
 
 def test_the_help_names_every_part() -> None:
-    told = _berth("--help").stdout
+    found = _berth("--help").stdout
     for name in ("up", "down", "api", "orchestrator", "worker", "exchange", "node", "keys", "bench", "chaos"):
-        assert f" {name} " in told
+        assert f" {name} " in found
 
 
 def test_the_version_is_the_packages() -> None:

@@ -65,7 +65,7 @@ def test_a_path_that_is_no_folder_is_refused_with_the_setting_to_change(folder: 
         DataFolder(folder).open()
 
 
-def test_too_little_disk_space_is_told_before_anything_is_written(folder: Path) -> None:
+def test_too_little_disk_space_is_reported_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(FolderUnusable, match="MiB are needed"):
         DataFolder(folder, min_free=2**62).open()
     assert not (folder / "version").exists()

@@ -38,20 +38,20 @@ def settings(folder: Path, **fields: object) -> Settings:
     return Settings.model_validate(values)
 
 
-def test_a_runner_is_told_what_the_settings_say(tmp_path: Path) -> None:
-    told = parse_config(
+def test_a_runner_gets_what_the_settings_say(tmp_path: Path) -> None:
+    found = parse_config(
         fleet.runner_config(settings(tmp_path), name="night", queues=("webhook", "email"), slots=3)
     )
-    assert (told.name, told.queues, told.slots, told.tag) == (
+    assert (found.name, found.queues, found.slots, found.tag) == (
         "night",
         ("webhook", "email"),
         3,
         job_keys.FLEET_TAG,
     )
-    assert told.webhook is not None
-    assert (told.webhook.keys, told.webhook.allow_private) == ((b"k" * 32,), True)
-    assert told.mail is not None
-    assert (told.mail.host, told.mail.password) == ("mail.example.com", "a secret")
+    assert found.webhook is not None
+    assert (found.webhook.keys, found.webhook.allow_private) == ((b"k" * 32,), True)
+    assert found.mail is not None
+    assert (found.mail.host, found.mail.password) == ("mail.example.com", "a secret")
     bare = parse_config(fleet.runner_config(Settings(data_dir=tmp_path)))
     assert (bare.webhook, bare.mail, bare.queues) == (None, None, ("*",))
 

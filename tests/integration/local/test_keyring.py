@@ -46,7 +46,7 @@ async def test_a_pair_whose_making_was_cut_short_is_completed(
 
 
 @pytest.mark.parametrize("lost", ["master.key", "master.pub"])
-def test_a_lost_half_of_the_master_key_is_told_and_not_replaced(settings: Settings, lost: str) -> None:
+def test_a_lost_half_of_the_master_key_is_reported_and_not_replaced(settings: Settings, lost: str) -> None:
     keyring.create_missing_keys(settings)
     path = settings.master_key_file.with_name(lost)
     path.unlink()

@@ -157,7 +157,7 @@ async def test_no_new_key_is_made_while_the_database_is_away(settings: Settings)
     assert rotation.kept_files(settings.master_key_file) == ()
 
 
-async def test_credentials_under_a_key_that_is_gone_are_told_and_left_alone(
+async def test_credentials_under_a_missing_key_are_reported_and_left_alone(
     settings: Settings, database: Database, folder: Path
 ) -> None:
     await store(database, key_pairs.create_private_key(folder / "foreign.key"), "a")

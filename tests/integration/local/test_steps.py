@@ -63,7 +63,7 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
     assert never == []
 
 
-def test_a_librarys_error_is_told_with_its_part_its_type_and_its_first_line() -> None:
+def test_a_librarys_error_is_shown_with_its_part_its_type_and_its_first_line() -> None:
     error = TimeoutExpired(["pg_isready"], 60)
     assert steps.as_berth_error("postgres", error).detail == f"postgres: TimeoutExpired: {error}"
     assert (
@@ -72,7 +72,7 @@ def test_a_librarys_error_is_told_with_its_part_its_type_and_its_first_line() ->
     )
 
 
-def test_our_own_error_is_told_as_it_is() -> None:
+def test_our_own_error_is_shown_as_it_is() -> None:
     error = ServerFailed("valkey ended while starting:\nits log")
     assert steps.as_berth_error("valkey", error) is error
 

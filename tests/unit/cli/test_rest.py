@@ -114,7 +114,7 @@ def test_pages_are_read_until_the_limit(fake: FakeApi) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "problem", "told"),
+    ("status", "problem", "expected"),
     [
         (
             404,
@@ -137,12 +137,12 @@ def test_pages_are_read_until_the_limit(fake: FakeApi) -> None:
     ],
 )
 def test_a_refusal_is_one_line_on_standard_error_and_exit_1(
-    fake: FakeApi, status: int, problem: Any, told: str
+    fake: FakeApi, status: int, problem: Any, expected: str
 ) -> None:
     fake.answer(problem, status)
     code, out, err = fake.run("show", "x")
     assert (code, out) == (1, "")
-    assert told in err
+    assert expected in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert "canary" not in err

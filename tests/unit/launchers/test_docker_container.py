@@ -87,5 +87,5 @@ def test_a_position_is_read_as_it_was_written(event_at: int, handled: frozenset[
 
 
 @pytest.mark.parametrize("text", ["", "log-4711:12", "docker:", "docker:x:aa", "docker"])
-def test_a_position_of_somebody_else_is_the_first_one(text: str) -> None:
+def test_a_position_of_another_launcher_is_the_first_position(text: str) -> None:
     assert DockerPosition.parse(text) == DockerPosition()

@@ -59,7 +59,7 @@ def listener(daemon: EndedOnes, position: DockerPosition) -> DockerExits:
     return DockerExits(daemon, {container.FLEET: "f"}, StopNotes(), position)  # type: ignore[arg-type]
 
 
-async def all_told(exits: DockerExits) -> DockerPosition:
+async def handle_all(exits: DockerExits) -> DockerPosition:
     ends = await exits.next_exits()
     for end in ends:
         position = exits.mark_handled(end)
@@ -70,12 +70,12 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
     daemon = EndedOnes(550)
     newest = sorted(daemon.ended, key=lambda name: daemon.ended[name], reverse=True)[:KEPT_MOST]
     async with listener(daemon, DockerPosition()) as exits:
-        position = await all_told(exits)
+        position = await handle_all(exits)
         assert len(position.handled) == 550
         assert await exits.next_exits() == []  # removes what may go
     assert set(daemon.ended) == set(newest)
     async with listener(daemon, position) as exits:
-        assert await exits.next_exits() == []  # none is told again
+        assert await exits.next_exits() == []  # none is reported again
         daemon.ended["f" * 64] = datetime.now(UTC)
     async with listener(daemon, position) as exits:
         (end,) = await exits.next_exits()

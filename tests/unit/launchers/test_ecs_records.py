@@ -101,7 +101,7 @@ def test_the_guide_s_example_is_a_running_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop_code", "reason", "container", "told"),
+    ("stop_code", "reason", "container", "reported"),
     [
         ("UserInitiated", "the pool shrinks", {"exitCode": 0}, (0, "stopped")),
         ("EssentialContainerExited", "Essential container in task exited", {"exitCode": 71}, (71, "exited")),
@@ -125,15 +125,15 @@ def test_the_guide_s_example_is_a_running_worker() -> None:
     ],
 )
 def test_each_end_has_its_reason(
-    stop_code: str, reason: str, container: dict[str, Any], told: tuple[int | None, str]
+    stop_code: str, reason: str, container: dict[str, Any], reported: tuple[int | None, str]
 ) -> None:
     end = end_of(stop_code, reason, container)
-    assert (end.exit_code, end.reason) == told
+    assert (end.exit_code, end.reason) == reported
     assert end.detail["stopped_reason"] == reason
     assert position_time(end.detail["position"]) == end.at
 
 
-def test_the_reason_of_a_stop_is_told_and_a_signal_has_its_name() -> None:
+def test_the_reason_of_a_stop_is_reported_and_a_signal_has_its_name() -> None:
     assert (
         end_of("UserInitiated", "the pool shrinks", {"exitCode": 0}).detail["stop_reason"]
         == "the pool shrinks"

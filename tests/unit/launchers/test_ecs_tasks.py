@@ -59,7 +59,7 @@ def test_a_later_state_stays_and_the_version_of_the_worker_with_it() -> None:
     assert found.version == 4
 
 
-def test_a_task_known_by_events_only_is_to_be_looked_at() -> None:
+def test_a_task_known_by_events_only_is_to_be_described() -> None:
     tasks = TaskCache()
     tasks.apply(seen(1, tagged=False))
     assert tasks.unknown(["task-1", "task-2"]) == {"task-1", "task-2"}

@@ -103,7 +103,7 @@ def test_a_v2_group_without_the_memory_controller_is_of_no_use(tmp_path: Path) -
         find_groups("berth-1", proc=facts)
 
 
-def test_a_host_that_refuses_is_told_by_its_reason_and_keeps_no_trace(tmp_path: Path) -> None:
+def test_a_host_that_refuses_is_reported_with_its_reason_and_keeps_no_trace(tmp_path: Path) -> None:
     with pytest.raises(LimitsUnavailable, match="No such file"):
         find_groups("berth-1", parent=tmp_path / "not-there")
     assert list(tmp_path.iterdir()) == []

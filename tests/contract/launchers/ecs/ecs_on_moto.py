@@ -67,7 +67,7 @@ class Faults:
     denied: set[str] = field(default_factory=set)
     #: While True, listings are empty.
     empty_listings: bool = False
-    #: Tasks that do not end when they are told to.
+    #: Tasks that do not end when they are stopped.
     stubborn: bool = False
     #: While True, nobody hears of changes.
     mute: bool = False
@@ -131,8 +131,8 @@ class EcsOnMoto:
     def left(self, queue: str) -> int:
         """Messages that nobody has deleted, those under way included."""
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        told = self.sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=names)["Attributes"]
-        return sum(int(told[name]) for name in names)
+        reported = self.sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=names)["Attributes"]
+        return sum(int(reported[name]) for name in names)
 
     def crash(self, task_id: str, exit_code: int | None = 137, **how: Any) -> None:
         """The worker's container ends by itself. `how` sets other fields of its life."""

@@ -169,7 +169,7 @@ async def test_listings_that_are_empty_by_mistake_lose_nobody(ecs_ground: EcsGro
     assert await watching.list() == tasks
 
 
-async def test_the_end_of_a_task_that_no_event_told_of_is_found_by_a_listing(ecs_ground: EcsGround) -> None:
+async def test_the_exit_of_a_task_without_an_event_is_found_by_a_listing(ecs_ground: EcsGround) -> None:
     launcher = ecs_ground.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     exits = launcher.exits()
@@ -237,7 +237,7 @@ async def test_an_event_that_was_overtaken_changes_nothing(ecs_ground: EcsGround
     following.cancel()
 
 
-async def test_an_unreadable_message_is_told_once_and_kept_for_the_dead_letter_queue(
+async def test_an_unreadable_message_is_logged_once_and_kept_for_the_dead_letter_queue(
     ecs_ground: EcsGround,
 ) -> None:
     queue = ecs_ground.aws.queue()

@@ -78,7 +78,7 @@ async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(node:
     assert (end.reason, end.detail["forced"]) == ("stopped", "true")
 
 
-async def test_an_end_while_no_node_ran_is_told_by_the_next(node: NodeProcess) -> None:
+async def test_an_exit_while_no_node_ran_is_reported_by_the_next(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
     child = int((await node.until_ready("w-1")).split()[1])
@@ -91,10 +91,12 @@ async def test_an_end_while_no_node_ran_is_told_by_the_next(node: NodeProcess) -
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
     assert await launcher.list() == []
     left = processes.read_process(child)
-    assert left is None or not left.alive  # what the worker left behind was ended before its end was told
+    assert (
+        left is None or not left.alive
+    )  # what the worker left behind was ended before its exit was reported
 
 
-async def test_ends_from_before_a_crash_of_the_node_are_still_told(node: NodeProcess) -> None:
+async def test_exits_from_before_a_crash_of_the_node_are_still_reported(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")
     await until(lambda: "node.ended" in node.log.read_text(), "the end is recorded")
@@ -148,7 +150,7 @@ async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(node
         assert stranger.returncode == 0
 
 
-async def test_workers_of_an_earlier_boot_are_told_as_lost_with_their_host(node: NodeProcess) -> None:
+async def test_workers_of_an_earlier_boot_are_reported_as_lost_with_their_host(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1"), "token-1")
     pid = node.pid_of(task.task_id)

@@ -75,7 +75,7 @@ async def test_a_frozen_worker_is_woken_so_that_it_can_end_gracefully(node: Node
     assert end.exit_code == 0
 
 
-async def test_an_end_is_told_only_when_all_processes_of_the_worker_are_gone(node: NodeProcess) -> None:
+async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gone(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
     child = int((await node.until_ready("w-1")).split()[1])
@@ -86,7 +86,7 @@ async def test_an_end_is_told_only_when_all_processes_of_the_worker_are_gone(nod
     assert left is None or not left.alive
 
 
-async def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code(node: NodeProcess) -> None:
+async def test_a_worker_that_ends_by_itself_is_reported_with_its_exit_code(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")
     (end,) = await take(launcher.exits(), 1)
@@ -221,7 +221,7 @@ async def test_positions_outlive_the_listening_process(node: NodeProcess) -> Non
     first, _ = await take(launcher.exits(), 2)
     (second,) = await take(ProcessLauncher(node.socket).exits(first.detail["position"]), 1)
     assert second.worker_id == "w-2"
-    # A position in the log of a node that lost its state folder says nothing: all ends are told.
+    # A position in the log of a node that lost its state folder says nothing: all exits are reported.
     (end,) = await take(ProcessLauncher(node.socket).exits("another-log:2"), 1)
     assert end.worker_id == "w-1"
 
@@ -258,8 +258,8 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
         await asyncio.sleep(choice.uniform(0, 0.02))  # the moment of the crash is what varies
         await node.restart(signal.SIGKILL)
         tasks += await asyncio.gather(*launching)
-    # A node killed between its record and the config leaves a worker without one: it ends, and is told. The
-    # others say that they are ready.
+    # A node killed between its record and the config leaves a worker without a config: that worker ends, and
+    # its exit is reported. The others say that they are ready.
     deadline = time.monotonic() + PATIENCE
     listed = {task.task_id for task in tasks}
     while any(task.task_id in listed and "ready" not in node.output_of(task.worker_id) for task in tasks):
