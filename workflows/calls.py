@@ -170,7 +170,7 @@ async def count_pool(request: pm.CountPool) -> pm.PoolCount:
     """A round trip to the launcher and two to Valkey, after every claim. The pool itself counts again.
 
     Not a local activity: on a host without CPU its workflow task may take more than 10 s, and signals that
-    come meanwhile would stand before the count in the history, but after it in what the run did.
+    come in between would stand before the count in the history, but after it in what the run did.
     """
     limits = _Limits(None, each=_LOOKUP, retry=_ONCE)
     return await _call(LIFECYCLE_QUEUE, "count_pool", request, pm.PoolCount, limits, "count the pool")
@@ -282,7 +282,7 @@ async def tell_rollout(request: rm.TellRollout) -> None:
 async def plan_morning(request: mo.PlanMorning) -> mo.MorningPlan:
     """One count over the orders' index: seconds for millions of orders."""
     limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
-    why = "is it a trading day, and who traded of late?"
+    why = "is it a trading day, and who traded recently?"
     return await _call(BULK_QUEUE, "plan_morning", request, mo.MorningPlan, limits, why)
 
 

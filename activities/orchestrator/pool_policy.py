@@ -57,7 +57,7 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
     """Starts the pool's workflow, or gives the running one the policy of the settings, if that is new.
 
     What an operator has set since stays, until the settings change. Each call may take `patience`. Returns
-    how many free workers there will be at the least, whatever the hour. Raises `RPCError`, and
+    how many free workers there will be at least, at any hour. Raises `RPCError`, and
     `WorkflowUpdateFailedError` while the workflow is still on a version that knows no policy.
     """
     policy = policy_of(settings)

@@ -7,6 +7,7 @@ when two passes in quiet times have found it, and the clean-up checks it once mo
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from temporalio import workflow
 from temporalio.exceptions import FailureError
@@ -45,9 +46,11 @@ class MaintenanceWorkflow:
             return cleaned.outcomes
 
         firsts = range(0, scanned.confirmed, given.batch)
-        outcomes = _sum_outcomes(await asyncio.gather(*(clean(first) for first in firsts)))
-        await calls.finish_pass(mm.FinishPass(number=scanned.number, outcomes=outcomes))
-        return mm.Maintained(scanned=scanned, outcomes=outcomes)
+        total: Counter[str] = Counter()
+        for outcomes in await asyncio.gather(*(clean(first) for first in firsts)):
+            total.update(outcomes)
+        await calls.finish_pass(mm.FinishPass(number=scanned.number, outcomes=dict(total)))
+        return mm.Maintained(scanned=scanned, outcomes=dict(total))
 
 
 @workflow.defn(name=names.MAINTENANCE_BATCH)
@@ -55,11 +58,3 @@ class MaintenanceBatchWorkflow:
     @workflow.run
     async def run(self, batch: mm.Batch) -> mm.Cleaned:
         return await calls.clean_up(batch)
-
-
-def _sum_outcomes(parts: list[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.items():
-            total[name] = total.get(name, 0) + count
-    return total

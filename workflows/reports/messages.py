@@ -59,7 +59,7 @@ class StatementsPage:
     #: Jobs that were put on their queues, and those that were there before.
     enqueued: int = 0
     known: int = 0
-    #: Users with more orders than one job can carry: they are told so.
+    #: Users with more orders than one job can carry; their message only says so.
     too_many: int = 0
     #: Jobs that no runner would take, because of the address.
     refused: int = 0

@@ -98,7 +98,7 @@ class WorkerLifecycle:
         self.given_up = ""
         #: Times in a row that nobody could give a fresh session its credentials.
         self.restore_failures = 0
-        #: The end that is to be confirmed counts as a crash, whoever asks for it in the end.
+        #: The end that is to be confirmed counts as a crash, even if a later request asks for it.
         self._crashed = False
         self._ended: dict[str, int | None] = {}
         self._early: list[m.WorkerEventSignal] = []
