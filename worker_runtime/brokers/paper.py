@@ -129,10 +129,10 @@ class PaperBroker:
 
     def orders(self, timeout: float) -> Listing:
         reply = self._ask(lambda number: ListOrders(id=number), timeout)
-        told = reply.coverage
-        if told is None or not told.all_sessions:
+        coverage = reply.coverage
+        if coverage is None or not coverage.all_sessions:
             return Listing(reply.orders)
-        behind, reaches = told.behind_ms / 1000, told.reaches_ms / 1000
+        behind, reaches = coverage.behind_ms / 1000, coverage.reaches_ms / 1000
         return Listing(reply.orders, behind=behind, reaches=reaches, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:

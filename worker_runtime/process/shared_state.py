@@ -104,7 +104,7 @@ class HealthCondition(IntEnum):
     DEGRADED = 3
 
 
-#: Error codes by their number in the shared state; the first stands for all others.
+#: Error codes by their number in the shared state; the first is for all others.
 ERROR_CODES = (
     errors.BrokerError.code,
     errors.BrokerUnreachable.code,
@@ -138,7 +138,7 @@ class SharedState:
     session_number = _Word(1)  # zygote; grows with every fork of a session
     session_lost = _Word(2)  # zygote; 1 when a claimed session died
     launched_at_ms = _Word(3)  # zygote; Unix ms
-    key_session = _Word(4)  # session; number of the session whose public key stands here
+    key_session = _Word(4)  # session; number of the session whose public key is here
     pulse = _Word(5)  # session; monotonic ns of its last sign of life
     state = _Word(6)  # session; a `WorkerActivity`
     last_activity_ms = _Word(7)  # session, supervisor; Unix ms of the last order, control message, job
@@ -163,7 +163,7 @@ class SharedState:
     claimed_session = _Word(27)  # session; number of the session that was claimed
     owner_missing = _Word(26)  # supervisor; how often it found the owner key missing: Valkey lost its data
 
-    assigned_ns = _Word(31)  # session; monotonic ns of the claim: whoever served the user before had ended
+    assigned_ns = _Word(31)  # session; monotonic ns of the claim, before which the former worker had ended
 
     jobs_pid = _Word(28)  # zygote; the job runner, 0 while there is none
     jobs_number = _Word(29)  # zygote; grows with every fork of a job runner

@@ -194,7 +194,7 @@ class Valkey:
         return reply
 
     def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """Sends all and returns all replies; error replies stand in the list as `hiredis.ReplyError`."""
+        """Sends all and returns all replies; error replies are in the list as `hiredis.ReplyError`."""
         self._send(commands)
         return [self.receive() for _ in commands]
 

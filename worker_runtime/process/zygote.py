@@ -166,7 +166,7 @@ class Zygote:
             return
         self._end = end
         self._kill_at = time.monotonic() + self._config.shutdown_timeout
-        for child in (self._session, self._jobs):  # a job in hand may end, too
+        for child in (self._session, self._jobs):  # a running job may end, too
             if child.pid:
                 os.kill(child.pid, signal.SIGTERM)
 

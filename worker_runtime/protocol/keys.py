@@ -25,17 +25,17 @@ one slot, so that one script may use them together.
 | pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
 | pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, state, claim |
 | pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
-| pool:{pool}:trial | hash | 1 h | what a rollout tries: version, what was before, users served |
+| pool:{pool}:trial | hash | 1 h | a rollout's canary: its version, the former one, users served |
 | pool:{pool}:faults | set | 1 h | users in a row whom a worker of that version failed |
 | pool:{pool}:line | zset | 30 s | users who wait for a worker → since when (ms) |
 | pool:{pool}:asked | zset | 30 s | the same users → when they asked last (ms) |
-| pool:{pool}:inbox:<worker> | list | 1 h | what a worker without a user waits on |
+| pool:{pool}:inbox:<worker> | list | 1 h | messages for a worker without a user |
 | pool:{pool}:reply:<claim> | list | 1 h | the worker's answers to a claim |
 | pool:{pool}:born:<claim> | list | 1 h | the worker launched for this claim, once ready |
-| worker:events | stream | trimmed | what workers tell the orchestrator |
+| worker:events | stream | trimmed | events of workers for the orchestrator |
 | berth:generation | string | for ever | random; another one means that data was lost |
 | berth:since | hash | for ever | `server`: run id; `at_ms`: since when it is known, 0: it is the first |
-| berth:exits | string | for ever | position behind the last end of a worker that was told |
+| berth:exits | string | for ever | position behind the last handled end of a worker |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process> | channel |  | answers for one API process |
 """

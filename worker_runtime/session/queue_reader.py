@@ -59,8 +59,8 @@ class RequestQueueReader:
         requests stay in their queue until the watcher has told it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
-            told = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SERVER)
-            if told and told.decode("utf-8", "replace") != server:
+            told_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SERVER)
+            if told_to and told_to.decode("utf-8", "replace") != server:
                 return False
             self._since_ns = self._known_since(server)
             self._current_server = server

@@ -255,12 +255,14 @@ class OrderSubmitter:
         while True:
             self._send_buffer.read_switch()
             if not self._send_buffer.flush():
-                raise WorkerUnavailable("Valkey could not be told of the submission; it was not made")
+                raise WorkerUnavailable("Valkey did not record the submission; it was not made")
             if not self._send_buffer.journaled:
                 raise OutcomeUnknown("a submission of the order was begun before")
             if self._send_buffer.switch_is_stale:
                 if time.monotonic() >= until:
-                    raise WorkerUnavailable("who may trade was not told to this Valkey yet; it was not made")
+                    raise WorkerUnavailable(
+                        "this server of Valkey does not know who may trade yet; the submission was not made"
+                    )
                 self._broker_calls.pause(item)
                 continue
             check_switch(self._send_buffer.switch, order)  # once more: a reconnect may have taken seconds

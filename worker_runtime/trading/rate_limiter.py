@@ -35,7 +35,8 @@ CONNECTION_LEASE = 150.0
 CONNECTION_RENEWAL = 60.0
 #: Seconds until a renewal that failed is tried again.
 _RETRY = 5.0
-#: Longest sleep without a look at the caller's limit: a waiting worker has to notice the end of its lease.
+#: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of its
+#: lease.
 _LONGEST_SLEEP = 0.2
 _DAY = 0
 
@@ -65,7 +66,7 @@ class RateLimiter(Protocol):
 
     def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
         """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
-        in time, `CountUnavailable` if Valkey cannot tell; nothing may be sent then."""
+        in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
         ...
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:

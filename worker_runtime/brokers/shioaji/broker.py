@@ -266,8 +266,10 @@ class ShioajiBroker:
         try:
             trade = find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
         except Exception as error:
-            told = mapping.query_error(error, self._blank)
-            raise told if isinstance(told, SessionDown) else OrderRejected(f"not sent: {told}") from None
+            reason = mapping.query_error(error, self._blank)
+            raise (
+                reason if isinstance(reason, SessionDown) else OrderRejected(f"not sent: {reason}")
+            ) from None
         if trade is None or not self._is_ours(trade):
             raise OrderRejected(f"no order {broker_order_id}")
         if mapping.order_of(trade).state in FINAL_ORDER_STATES:

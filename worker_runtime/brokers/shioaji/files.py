@@ -1,7 +1,7 @@
 """Where Shioaji keeps its log, its tokens and its contracts: in memory, for this process's user alone.
 
 A worker's processes end without `atexit`, and some by SIGKILL. So the folder is emptied when the last session
-is closed, and what a killed session left is taken away by the fresh one that stands in its place.
+is closed, and what a killed session left is removed by its successor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SessionFiles:
 
 @cache
 def session_files() -> SessionFiles:
-    """This process's folder; the SDK is told of it."""
+    """This process's folder, made known to the SDK."""
     remove_stale_folders()
     made = SessionFiles()
     atexit.register(shutil.rmtree, made.folder, ignore_errors=True)

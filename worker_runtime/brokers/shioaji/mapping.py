@@ -1,6 +1,6 @@
 """Shioaji's words in ours: pure functions, which never import the SDK.
 
-Errors are told apart by the names of their classes and those of their parents, so that this file, and its
+Errors are distinguished by the names of their classes and those of their parents, so that this file, and its
 tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 """
 
@@ -26,7 +26,7 @@ from worker_runtime.protocol.messages import Credentials, Fill, OrderState, Pric
 #: Takes secrets out of a text.
 Redactor = Callable[[str], str]
 
-#: An HTTP status that stands alone.
+#: An HTTP status as a word of its own.
 _STATUS = re.compile(r"(?<!\S)[45]\d\d(?![^\s:,.])")
 #: What the real broker keeps of our tag.
 MAX_TAG = 6
@@ -54,7 +54,7 @@ _STATES = {
     "Filled": OrderState.FILLED,
     "Cancelled": OrderState.CANCELLED,
     "Failed": OrderState.REJECTED,
-    # Undocumented; neither final nor alive for certain, so reconciliation has to look.
+    # Undocumented; neither final nor alive for certain, so reconciliation has to check.
     "Inactive": OrderState.UNKNOWN,
 }
 

@@ -42,14 +42,14 @@ class ReportedOrders:
 
     def merge_trade(self, trade: Any) -> ExchangeOrder:
         """Merges a `Trade`; returns all that is known of its order."""
-        told = mapping.order_of(trade)
+        reported = mapping.order_of(trade)
         with self._lock:
-            known = self._orders.get(told.broker_order_id)
+            known = self._orders.get(reported.broker_order_id)
             fills = list(known.fills) if known else []
-            fills += self._early.pop(told.broker_order_id, [])
+            fills += self._early.pop(reported.broker_order_id, [])
             pairs = [done for done in fills if done.fill_id in self._from_events]
             ids = {done.fill_id for done in fills}
-            for done in told.fills:
+            for done in reported.fills:
                 if done.fill_id in ids:
                     pairs = [other for other in pairs if other.fill_id != done.fill_id]
                     continue
@@ -57,7 +57,7 @@ class ReportedOrders:
                     pairs.remove(twin)
                     continue
                 fills.append(done)
-            return self._keep(told, known, fills)
+            return self._keep(reported, known, fills)
 
     def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
         """Merges an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL. Returns None for a
@@ -119,7 +119,7 @@ class ReportedOrders:
         elif kind == "New":
             state = OrderState.SUBMITTED
         price_type = mapping.price_type_of(order["price_type"])
-        told = ExchangeOrder(
+        reported = ExchangeOrder(
             broker_order_id=order_id,
             # Futures events lack the tag: the one of `place_order` is kept.
             tag=order.get("custom_field") or (known.tag if known else ""),
@@ -136,19 +136,19 @@ class ReportedOrders:
             reason=operation["op_msg"] or None,
         )
         fills = [*(known.fills if known else ()), *self._early.pop(order_id, ())]
-        kept = self._keep(told, known, fills)
+        kept = self._keep(reported, known, fills)
         event_id = str(event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}")
         return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
 
-    def _keep(self, told: ExchangeOrder, known: ExchangeOrder | None, fills: list[Fill]) -> ExchangeOrder:
+    def _keep(self, reported: ExchangeOrder, known: ExchangeOrder | None, fills: list[Fill]) -> ExchangeOrder:
         """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji #216,
         #234)."""
-        state = mapping.with_fills(told.state, sum(done.quantity for done in fills), told.quantity)
+        state = mapping.with_fills(reported.state, sum(done.quantity for done in fills), reported.quantity)
         if known is not None and known.state in FINAL_ORDER_STATES and state not in FINAL_ORDER_STATES:
             state = known.state
-        reason = None if told.reason is None else self._blank(told.reason)
-        kept = replace(told, state=state, fills=fills, reason=reason)
-        self._orders[told.broker_order_id] = kept
+        reason = None if reported.reason is None else self._blank(reported.reason)
+        kept = replace(reported, state=state, fills=fills, reason=reason)
+        self._orders[reported.broker_order_id] = kept
         return kept
 
 

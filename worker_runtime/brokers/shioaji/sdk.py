@@ -36,7 +36,7 @@ class _TimedCall(Generic[T]):
     def run(self) -> None:
         try:
             result = self._work()
-        except BaseException as error:  # handed to the waiting thread; without one there is nobody to tell
+        except BaseException as error:  # passed to the waiting thread, if there still is one
             self.error = error
             self.done.set()
             return
@@ -121,7 +121,7 @@ def find_trade(api: Any, account: Any, broker_type: str, broker_order_id: str, d
 
 
 def queries_first(api: Any, broker_type: str, broker_order_id: str) -> bool:
-    """Whether `find_trade` will ask the broker, and not only look at what the SDK holds."""
+    """Whether `find_trade` will ask the broker instead of reading what the SDK holds."""
     return broker_type == "futures" or _find_cached(api, broker_order_id) is None
 
 

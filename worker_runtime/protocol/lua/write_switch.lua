@@ -5,7 +5,7 @@
 -- then, in pairs: '*' and the state of all accounts (open, reducing or halted), then accounts and theirs;
 -- accounts that are not named have none of their own.
 --
--- Idempotent. Returns 'ok', or 'older' if a newer version stands there already: then nothing is changed.
+-- Idempotent. Returns 'ok', or 'older' without a change if the switch has a newer version already.
 local current = tonumber(redis.call('HGET', KEYS[1], '*version') or '')
 if current and current > tonumber(ARGV[1]) then return 'older' end
 redis.call('DEL', KEYS[1])

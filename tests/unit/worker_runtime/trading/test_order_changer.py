@@ -76,7 +76,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnectio
         broker_timeout=5.0,
         log=log,
     )
-    changing = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
+    changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
     taken = setting.market.take("a1", resting())
     item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {
@@ -94,7 +94,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnectio
         ReplaceOrder(**words, quantity=1, price=None),
         CancelOrder(**words),
     ]
-    outcomes = [changing.change_order(change, item) for change in changes]
+    outcomes = [changer.change_order(change, item) for change in changes]
     assert [failure for _, failure in outcomes] == [None, None]
     assert [outcome and outcome.state for outcome, _ in outcomes] == [
         OrderState.SUBMITTED,

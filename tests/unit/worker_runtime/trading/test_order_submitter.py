@@ -17,7 +17,7 @@ from worker_runtime.trading.rate_limiter import CallKind
 
 
 class Late:
-    """Stands for `Calls`: each grant is void when the order could be sent, until its time is up."""
+    """Stands for `BrokerCalls`: each grant is void when the order could be sent, until its time is up."""
 
     grant_is_fresh = False
 
