@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from worker_runtime.jobs.children.child_messages import RunOutcome
+from worker_runtime.jobs.child_process import RunOutcome
 from worker_runtime.jobs.protocol.messages import (
     MAX_CRASHES,
     NULL,

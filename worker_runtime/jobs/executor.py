@@ -7,10 +7,8 @@ import signal
 
 import msgspec
 
-from worker_runtime.jobs.children import child_messages
-from worker_runtime.jobs.children.child_messages import JobAssignment, RunOutcome
-from worker_runtime.jobs.children.child_pool import ChildPool, JobChild, NotForked
-from worker_runtime.jobs.children.runs import JobRun, RunningJobs
+from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
+from worker_runtime.jobs.child_process import JobAssignment, RunOutcome, encode_message, read_report
 from worker_runtime.jobs.completion import PendingRunEnds, RunJudge, RunVerdict
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED, PrefetchedJobs, RuntimeEstimate
@@ -144,7 +142,7 @@ class JobExecutor:
 
     def _assign(self, claimed: ClaimedJob) -> JobChild:
         """Sends a job to a child, and to another one if the first has just ended. Raises `NotForked`."""
-        packet = child_messages.encode_message(
+        packet = encode_message(
             JobAssignment(fence=claimed.fence, attempt=claimed.attempt, job=msgspec.Raw(claimed.body))
         )
         child = self._pool.take()
@@ -219,7 +217,7 @@ class JobExecutor:
     def _handle_report(self, child: JobChild, packet: bytes) -> None:
         run = self._runs.find(child)
         try:
-            report = child_messages.read_report(packet)
+            report = read_report(packet)
         except (msgspec.DecodeError, UnicodeDecodeError):
             self._log.error("job_child_talks_nonsense", pid=child.pid)
             child.kill(signal.SIGKILL)

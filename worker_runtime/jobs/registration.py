@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker_runtime.jobs.children.runs import RunningJobs
+from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.event_sink import EventSink
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity

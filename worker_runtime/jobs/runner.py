@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from worker_runtime.jobs.children.runs import RunningJobs
+from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
 from worker_runtime.jobs.listener import QueueListener

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from worker_runtime.jobs.children.child_pool import OutputCapture
+from worker_runtime.jobs.child_pool import OutputCapture
 
 
 def pipe() -> tuple[OutputCapture, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.jobs.children.child_pool import ChildPool, NotForked
+from worker_runtime.jobs.child_pool import ChildPool, NotForked
 from worker_runtime.jobs.types.job_registry import JobRegistry
 
 

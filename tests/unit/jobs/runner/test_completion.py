@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker_runtime.jobs.children.child_messages import RunOutcome
-from worker_runtime.jobs.children.child_pool import NotForked
+from worker_runtime.jobs.child_pool import NotForked
+from worker_runtime.jobs.child_process import RunOutcome
 from worker_runtime.jobs.completion import RunJudge, RunVerdict, jittered
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, UnknownJob
 from worker_runtime.jobs.queue import ClaimedJob

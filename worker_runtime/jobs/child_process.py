@@ -1,7 +1,8 @@
-"""The child's side: a process that runs one job, or a few, and nothing else.
+"""The child: a process that runs one job, or a few, and its messages to the runner.
 
 Its parent runs no job code. The child has a session of its own, so it can be killed with everything it has
-started. Its standard output and error are a pipe that the runner reads.
+started. It talks to the runner over a socket pair, one message a packet. Its standard output and error are a
+pipe that the runner reads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
-from worker_runtime.jobs.children import child_messages
-from worker_runtime.jobs.children.child_messages import JobAssignment, JobProgress, RunOutcome
-from worker_runtime.jobs.protocol.messages import MAX_RESULT, JobFailed, ResultTooLarge, read_job
+from worker_runtime.jobs.protocol.messages import MAX_RESULT, NULL, JobFailed, ResultTooLarge, read_job
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
@@ -41,6 +40,57 @@ _DESCRIPTORS = 1024
 _DEFAULT = int(signal.SIG_DFL)
 #: Seconds between two messages of progress; those that come sooner are dropped.
 _PROGRESS_PERIOD = 0.1
+#: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
+MAX_PACKET = 160 * 1024
+
+
+class JobAssignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Runner → child: run this job."""
+
+    fence: int
+    attempt: int
+    job: msgspec.Raw
+
+
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Child → runner: the job's progress."""
+
+    fence: int
+    value: msgspec.Raw
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+    """Child → runner: how the job ended; `value` counts unless `failure` is set."""
+
+    fence: int
+    value: msgspec.Raw = NULL
+    failure: Failure | None = None
+    #: Seconds that the job ran.
+    took: float = 0.0
+    traceback: str = ""
+    #: Seconds until another attempt, if the job asked for that.
+    delay: float | None = None
+    #: The child takes no further job.
+    last: bool = False
+
+
+ChildReport = JobProgress | RunOutcome
+
+encode_message = msgspec.json.Encoder().encode
+read_assignment = msgspec.json.Decoder(JobAssignment).decode
+#: One buffer for all sockets of the process, which has one thread. A new one for each packet costs 15 us
+#: (measured), as much as the rest of the call.
+_buffer = bytearray(MAX_PACKET)
+_view = memoryview(_buffer)
+
+
+def receive_packet(link: socket.socket) -> bytes:
+    """One packet; b"" when the other side has closed. Raises `OSError`."""
+    return bytes(_view[: link.recv_into(_buffer)])
+
+
+_reports: msgspec.json.Decoder[ChildReport] = msgspec.json.Decoder(ChildReport)
+read_report = _reports.decode
 
 
 class ChildProcess:
@@ -60,11 +110,11 @@ class ChildProcess:
         code = 1
         try:
             self._isolate(parent)
-            while self._uses > 0 and (packet := child_messages.receive_packet(self._link)):
+            while self._uses > 0 and (packet := receive_packet(self._link)):
                 self._uses -= 1
-                outcome = self._run_job(child_messages.read_assignment(packet))
+                outcome = self._run_job(read_assignment(packet))
                 self._flush_output()
-                self._link.send(child_messages.encode_message(outcome))
+                self._link.send(encode_message(outcome))
                 if outcome.last:
                     break
             code = 0
@@ -138,9 +188,7 @@ class ChildProcess:
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_PERIOD
-            packet = child_messages.encode_message(
-                JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value)))
-            )
+            packet = encode_message(JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value))))
             self._link.send(packet)
 
     def _flush_output(self) -> None:
