@@ -44,10 +44,12 @@ def _harms(
     result: JobResult | None,
     *runs: RecordedExecution,
     forgotten: bool = False,
-    anew: bool = False,
+    restarted: bool = False,
 ) -> list[JobHarm]:
     results = {} if result is None else {"j": result}
-    found = ledger.judge_jobs([job], results, {"j"} if forgotten else set(), runs, {"j"} if anew else set())
+    found = ledger.judge_jobs(
+        [job], results, {"j"} if forgotten else set(), runs, {"j"} if restarted else set()
+    )
     return [finding.harm for finding in found]
 
 
@@ -100,7 +102,7 @@ def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
     runs = (_run(1, 1.0, ended=4.0), _run(2, 3.0, ended=5.0, runner=8))
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=2), *runs) == []
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs) == [JobHarm.WRONG]
-    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs, anew=True) == []
+    assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs, restarted=True) == []
 
 
 def test_a_result_that_is_written_over_is_wrong() -> None:
@@ -127,11 +129,11 @@ def test_a_job_that_began_after_its_report_as_unknown_began_late() -> None:
 
 
 def test_spells_are_shorter_and_longer_than_a_lease_and_the_same_for_the_same_seed() -> None:
-    spells = [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
-    longer = sum(spell.seconds > 2.0 for spell in spells)
+    plans = [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+    longer = sum(spell.seconds > 2.0 for spell in plans)
     assert 60 < longer < 160
-    assert 60 < sum(spell.children for spell in spells) < 140
-    assert spells == [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
+    assert 60 < sum(spell.children for spell in plans) < 140
+    assert plans == [plan_freeze(random.Random(seed), 2.0) for seed in range(200)]  # noqa: S311
 
 
 @pytest.mark.parametrize("children", [False, True])
@@ -168,10 +170,10 @@ async def _comes_to(pid: int, *, stopped: bool) -> bool:
 
 
 def test_the_end_of_a_long_job_is_told_from_others() -> None:
-    trap, finish = TRAPS[RunnerStep.LONG_END_ASKED], TRAPS[RunnerStep.END_ASKED].says[0]
-    assert trap.sees(finish + f" {LONG}7 ".encode())
-    assert not trap.sees(finish + b" j7 ")
-    assert TRAPS[RunnerStep.END_ASKED].sees(finish + b" j7 ")
+    trap, finish = TRAPS[RunnerStep.LONG_END_ASKED], TRAPS[RunnerStep.END_ASKED].request_contains[0]
+    assert trap.matches(finish + f" {LONG}7 ".encode())
+    assert not trap.matches(finish + b" j7 ")
+    assert TRAPS[RunnerStep.END_ASKED].matches(finish + b" j7 ")
 
 
 def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
@@ -187,13 +189,13 @@ def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
 
 
 def test_half_of_a_torn_message_arrives() -> None:
-    assert TRAPS[RunnerStep.END_TORN].lets_through(b"*2 EVALSHA") == b"*2 EV"
-    assert TRAPS[RunnerStep.END_ASKED].lets_through(b"*2 EVALSHA") == b""
+    assert TRAPS[RunnerStep.END_TORN].sent_part(b"*2 EVALSHA") == b"*2 EV"
+    assert TRAPS[RunnerStep.END_ASKED].sent_part(b"*2 EVALSHA") == b""
 
 
 def test_a_claim_is_seen_alone_and_behind_the_ends_of_jobs() -> None:
     for script in (job_scripts.CLAIM, job_scripts.FINISH_AND_CLAIM):
-        assert TRAPS[RunnerStep.CLAIM_ASKED].sees(script.sha.encode())
+        assert TRAPS[RunnerStep.CLAIM_ASKED].matches(script.sha.encode())
     for script in (job_scripts.FINISH, job_scripts.FINISH_AND_CLAIM):
-        assert TRAPS[RunnerStep.END_ASKED].sees(script.sha.encode())
-    assert not TRAPS[RunnerStep.CLAIM_ASKED].sees(job_scripts.FINISH.sha.encode())
+        assert TRAPS[RunnerStep.END_ASKED].matches(script.sha.encode())
+    assert not TRAPS[RunnerStep.CLAIM_ASKED].matches(job_scripts.FINISH.sha.encode())

@@ -1,15 +1,15 @@
-"""`berth bench jobs`: our job runner beside RQ, huey and what cannot be beaten, on one Valkey.
+"""`berth bench jobs`: our job runner beside RQ, huey and two floors, on one Valkey.
 
-Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue; its rate
-counts from the moment when all its processes have taken work. The rounds of all contenders are interleaved,
-so that a moment in which the host does something else strikes each of them, and the median counts.
+Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue, and its
+rate counts once all its processes have taken work. The rounds of all contenders are interleaved, so a pause
+of the host affects all of them, and the median counts.
 
-Pick-up is the time from the begin of the enqueuing call until the job's own first line, of single jobs that
-meet idle runners. Leases, results and events are on in all of our figures. Then the time from kill -9 of a
-runner to the next start of its job, and the memory of an idle runner.
+Pick-up is the time from the start of the enqueuing call to the job's first line, for single jobs and idle
+runners. Leases, results and events are on in all of our figures. Then follow the time from kill -9 of a runner
+to the next start of its job, and the memory of an idle runner.
 
-Valkey keeps no append-only file here, for anybody. With one, our rates with recycled children are a quarter
-lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
+Valkey keeps no append-only file here, for any contender. With one, our rates with recycled children are a
+quarter lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from worker_runtime.jobs.protocol.messages import Job
 RUNNERS = (1, 2)
 #: CPU seconds of one job of the second kind.
 BUSY = 0.005
-#: Jobs a second that a contender is expected to reach with one runner, with room: so many are enqueued for
-#: each second. The queue may run empty; then the rate is that of the time it took.
+#: Jobs a second that a contender may reach with one runner: this many are enqueued for each second. If the
+#: queue runs empty, the rate is that of the time it took.
 _EXPECTED = {"fresh": 1500, "recycled": 12_000, "rq": 300, "rq_simple": 1500, "huey": 12_000}
 _PATIENCE = 30.0
 #: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
@@ -60,7 +60,7 @@ POPS, FORKS = 20_000, 300
 
 @dataclass
 class _RateSamples:
-    """What the rounds of one contender brought, by number of runners."""
+    """The samples of one contender, by number of runners."""
 
     plain: dict[int, list[float]] = field(default_factory=dict)
     busy: dict[int, list[float]] = field(default_factory=dict)
@@ -87,23 +87,23 @@ def run(
     ):
         measure = _JobMeasurement(folder, server.url, client)
         stolen = StolenTime()
-        everybody = field_of.contenders(client, server.url)
-        rates = {one.name: _RateSamples() for one in everybody}
-        for turn in range(rounds):
-            for count, one in product(runners, everybody):
-                say(f"jobs: round {turn + 1} of {rounds}, {one.name}, {count} runners")
-                mine = rates[one.name]
-                mine.plain.setdefault(count, []).append(measure.rate(one, count, 0.0, seconds))
-                mine.busy.setdefault(count, []).append(measure.rate(one, count, BUSY, seconds))
+        all_contenders = field_of.contenders(client, server.url)
+        rates = {one.name: _RateSamples() for one in all_contenders}
+        for round_ in range(rounds):
+            for count, one in product(runners, all_contenders):
+                say(f"jobs: round {round_ + 1} of {rounds}, {one.name}, {count} runners")
+                samples = rates[one.name]
+                samples.plain.setdefault(count, []).append(measure.rate(one, count, 0.0, seconds))
+                samples.busy.setdefault(count, []).append(measure.rate(one, count, BUSY, seconds))
                 taken = measure.pick_up(one, count, -(-pickups // rounds))
-                mine.pick_up.setdefault(count, []).extend(taken)
+                samples.pick_up.setdefault(count, []).extend(taken)
         say("jobs: floors")
         popped = _floor("pop", server.url, pops)
         forked = _floor("fork", server.url, forks)
         say(f"jobs: {kills} runners killed, lease {lease:g} s")
         rerun = measure.reruns(kills, lease)
         idle = measure.idle_pss()
-    result: dict[str, Any] = {name: _figures(mine) for name, mine in rates.items()}
+    result: dict[str, Any] = {name: _figures(samples) for name, samples in rates.items()}
     return {
         **result,
         "floor_per_s": round(popped),
@@ -147,7 +147,7 @@ class _JobMeasurement:
         self._ledger = folder / "ledger"
 
     def rate(self, one: Contender, runners: int, busy: float, seconds: float) -> float:
-        """Jobs a second of so many runners."""
+        """Jobs a second with `runners` runners."""
         self._client.flushall()
         expected = min(_EXPECTED[one.name], 1 / busy if busy else 1e9) * runners
         count = round(expected * (seconds + 0.5))
@@ -156,8 +156,8 @@ class _JobMeasurement:
             first, began = count, time.perf_counter()
 
             def started() -> bool:
-                """Past the start of all of them: a twentieth is done. It is measured from the look before,
-                for whoever stands still here may find the queue empty."""
+                """Whether all have started: a twentieth of the jobs is done. The rate counts from the check
+                before, because the queue may be empty after a pause of this process."""
                 nonlocal first, began
                 left, now = one.left(), time.perf_counter()
                 if left < count * 0.95:
@@ -189,7 +189,7 @@ class _JobMeasurement:
             stamps.bind(str(self._stamps))
             stamps.settimeout(_PATIENCE)
             _wait(lambda: one.left() == 0, processes)
-            time.sleep(0.5)  # all have started, and found nothing more
+            time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
                 time.sleep(chance.uniform(*_GAP))
                 began = time.monotonic()
@@ -200,7 +200,7 @@ class _JobMeasurement:
         return taken
 
     def reruns(self, kills: int, lease: float) -> list[float]:
-        """Seconds from kill -9 of a runner to the next start of the job that it had in hand."""
+        """Seconds from kill -9 of a runner to the next start of the job that it held."""
         taken = []
         for number in range(kills):
             self._client.flushall()
@@ -208,12 +208,12 @@ class _JobMeasurement:
             one = OurRunner("killed", self._client, self._url, 1, lease=lease)
             with ContenderProcesses(one, 1, self._log) as victim:
                 self._registered(1, victim)
-                # Longer than all that follows: its runner is killed while it runs.
+                # It outlasts all that follows: its runner is killed while it runs.
                 one.put({"sleeps": 2 * _PATIENCE + lease, "ledger": str(self._ledger)})
                 self._started(1, victim)
                 with ContenderProcesses(one, 1, self._log) as other:
                     self._registered(2, other)
-                    # Anywhere between two of its beats, of which there are three a lease.
+                    # At another point between two beats each time: there are three a lease.
                     time.sleep(lease * (0.3 + number / kills / 3))
                     killed = time.monotonic()
                     os.kill(victim.pids[0], signal.SIGKILL)
@@ -228,7 +228,7 @@ class _JobMeasurement:
             call = job_calls.enqueue(Job(job_id="ping", name="ping"))
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
             _wait(lambda: self._client.exists(job_keys.result(job_keys.FLEET_TAG, "ping")), processes)
-            time.sleep(1.0)  # the next child stands ready
+            time.sleep(1.0)  # the next child is ready
             return pss_mib(processes.pids[0])
 
     def _registered(self, count: int, processes: ContenderProcesses) -> None:
@@ -236,29 +236,29 @@ class _JobMeasurement:
         _wait(lambda: self._client.hlen(beats) >= count, processes)
 
     def _started(self, times: int, processes: ContenderProcesses) -> float:
-        """The moment of the start number `times`, by the ledger."""
+        """The time of start number `times` in the ledger."""
         found: list[float] = []
 
-        def look() -> bool:
+        def has_started() -> bool:
             lines = self._ledger.read_text().splitlines() if self._ledger.exists() else []
             found[:] = [float(line.split()[-1]) for line in lines if line.startswith("start")]
             return len(found) >= times
 
-        _wait(look, processes)
+        _wait(has_started, processes)
         return found[times - 1]
 
 
 class _RunnerFleet(OurRunner):
-    """The runner as the fleet has it, without our job."""
+    """A runner of the fleet, without the load-test job."""
 
     def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
         module = field_of.runner_command("worker_runtime.jobs")
         return [(module, config) for _, config in super().commands(runners)]
 
 
-def _wait(look: Any, processes: ContenderProcesses) -> None:
+def _wait(condition: Any, processes: ContenderProcesses) -> None:
     until = time.monotonic() + _PATIENCE
-    while not look():
+    while not condition():
         if not processes.alive:
             raise ServerFailed("a runner ended, or did not start")
         if time.monotonic() > until:

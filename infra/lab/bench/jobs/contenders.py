@@ -1,4 +1,4 @@
-"""Who runs jobs here: our runner, RQ and huey, each filled, started and looked at in the same way."""
+"""The contenders: our runner, RQ and huey behind one interface."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _PIPELINE = 500
 
 
 class Contender(Protocol):
-    """One way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the moment of the start."""
+    """One way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the time of the start."""
 
-    #: Names the part of the figures.
+    #: Its key in the result.
     name: str
 
     def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
-        """The processes: argument list and what comes on standard input."""
+        """The processes: argument list and standard input."""
 
     def fill(self, count: int, busy: float) -> None:
-        """Enqueues so many jobs."""
+        """Enqueues `count` jobs."""
 
     def enqueue(self, stamp: str) -> None:
-        """Enqueues one job, in the plainest way there is."""
+        """Enqueues one job in the simplest way."""
 
     def left(self) -> int:
-        """Jobs that nobody has taken yet."""
+        """The number of jobs that no runner has taken yet."""
 
 
 class OurRunner:
@@ -136,7 +136,7 @@ class HueyContender:
 
 
 class ContenderProcesses:
-    """The processes of one contender, in sessions of their own; ended with the block."""
+    """The processes of one contender, each in a session of its own; the block ends them."""
 
     def __init__(self, contender: Contender, runners: int, log: Path) -> None:
         self._running = []
@@ -176,7 +176,7 @@ class ContenderProcesses:
 
 def new_job(**arguments: Any) -> Job:
     """One of our jobs, with a random id, as producers make them."""
-    # No need for a secret: an id has to be another one each time.
+    # An id need not be secret, only unique.
     job_id = f"{random.getrandbits(64):016x}"
     return Job(job_id=job_id, name=LOADTEST, idempotent=True, args=job_calls.encode_arguments(arguments))
 
@@ -186,7 +186,7 @@ def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
 
 
 def runner_config(name: str, url: str, **more: Any) -> bytes:
-    """What one of our runners reads on standard input."""
+    """The configuration of one of our runners."""
     return json.dumps({"name": name, "valkey_url": url, **more}).encode()
 
 

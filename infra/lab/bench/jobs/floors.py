@@ -1,4 +1,4 @@
-"""What cannot be beaten: `python -m infra.lab.bench.jobs.floors pop|fork URL N`, which prints N a second."""
+"""Floors that no runner can beat: `python -m infra.lab.bench.jobs.floors pop|fork URL N` prints a rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "floor"
 
 
 def pop(url: str, count: int) -> float:
-    """A loop of BZPOPMAX by the leanest client there is: no lease, no result, no process for the job."""
+    """A loop of BZPOPMAX by the leanest client: no lease, no result, no process."""
     parts = urlsplit(url)
     reader = hiredis.Reader(notEnoughData=None)
     with socket.create_connection((parts.hostname or "", parts.port or 6379)) as link:
@@ -37,7 +37,7 @@ def pop(url: str, count: int) -> float:
 
 
 def fork(count: int) -> float:
-    """A fork and a wait for each, by a parent of a runner's size: what a process for each job costs."""
+    """A fork and a wait for each job, by a parent of a runner's size."""
     import worker_runtime.jobs.protocol.calls  # noqa: F401 — for the size of the parent
 
     gc.collect()

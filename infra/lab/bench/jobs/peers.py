@@ -1,6 +1,6 @@
 """One process of a peer: `python -m infra.lab.bench.jobs.peers worker|simple|huey URL WORKERS`.
 
-Each as its own documentation starts it, with results on, and the log quiet.
+Each is started as its documentation says, with results on and a quiet log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The peers' jobs: the same that ours are (`infra.lab.loadtest_job`)."""
+"""The peers' job, which does what ours does (`infra.lab.loadtest_job`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def perform(busy: float = 0.0, stamp: str = "") -> None:
-    """`busy`: seconds of CPU; `stamp`: a datagram socket that gets the moment of the start."""
+    """`busy`: seconds of CPU; `stamp`: a datagram socket that gets the time of the start."""
     began = time.monotonic()
     if stamp:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:

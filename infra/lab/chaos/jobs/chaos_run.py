@@ -1,4 +1,4 @@
-"""Runners that are killed or frozen at every step while jobs flow, and Valkey that forgets or dies."""
+"""The chaos run: runners are killed or frozen at every step while jobs flow; Valkey is flushed or killed."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, JobCrashed, JobResult, JobStatus, read_result
 
-#: Runners that live at the same time, beside those that were frozen. Some live for seconds: a runner has to
-#: watch another one for a whole lease before it takes its jobs back.
+#: Runners that live at the same time, beside frozen ones. Some live for seconds: a runner has to watch
+#: another one for a whole lease before it takes its jobs back.
 RUNNERS = 8
 _STEADY = 3
-#: Jobs that have not ended, at the most; runners shall neither starve nor drown.
+#: Jobs that have not ended, at most.
 _UNDER_WAY = 80
 _POLL_PERIOD = 0.05
-#: How many of those that do not notice the end of others are frozen before they are killed.
+#: Share of the short-lived runners that are frozen before they are killed.
 _FROZEN = 0.3
 #: Share of jobs that take about a lease.
 _LONG = 0.02
-#: How often not one job comes but many brief ones at once, which runners with recycled children claim ahead;
-#: how many; and the share of these that is slow, so that what was claimed behind it goes back.
+#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to prefetch; jobs of a
+#: burst; and the share of them that is slow, so that the jobs prefetched behind it go back.
 _BURSTS, _BURST, _SLOW = 0.15, 12, 0.08
-#: Results that are read at once.
+#: Results that one call reads.
 _PAGE = 1000
 _GROUPS = 6
-#: Seconds after a fault of Valkey in which a rerun tells nothing about a runner's lease.
+#: Seconds after a fault of Valkey in which a rerun says nothing about a runner's lease.
 _AFTERMATH = 1.5
 
 
 class JobChaosRun:
-    """Keeps runners and jobs coming until so many runners were killed, then waits for all ends."""
+    """Starts runners and jobs until `kills` runners were killed, then waits for all ends."""
 
     def __init__(self, folder: Path, server: ValkeyServer, *, seed: int, kills: int, lease: float, say: Say):
         self._folder = folder
@@ -61,10 +61,10 @@ class JobChaosRun:
         self._wanted = kills
         self._lease = lease
         self._say = say
-        self._chance = random.Random(f"jobs {seed}")  # noqa: S311 — who is struck is no secret
+        self._chance = random.Random(f"jobs {seed}")  # noqa: S311 — the choice is no secret
         self._live: dict[str, ProxiedRunner] = {}
         self._numbers = 0
-        self._calm = False
+        self._faults_over = False
         self._failure = ""
         self._due: asyncio.Queue[None] = asyncio.Queue()
         self._births: asyncio.Queue[ProxiedRunner] = asyncio.Queue()
@@ -72,17 +72,17 @@ class JobChaosRun:
         self.sent: dict[str, SentJob] = {}
         self.open: dict[str, Job] = {}
         self.results: dict[str, JobResult] = {}
-        #: Jobs that a flush took and that must not run twice.
+        #: Jobs that a flush has deleted and that must not run twice.
         self.forgotten: set[str] = set()
-        #: Jobs whose attempts are counted from one again: requeued, or enqueued again after a flush.
-        self.anew: set[str] = set()
+        #: Jobs whose attempts count from one again: requeued, or enqueued again after a flush.
+        self.restarted: set[str] = set()
         self.kills: list[RunnerKill] = []
         self.freezes: list[RunnerFreeze] = []
-        #: The results as Valkey has them after everything, without those that a flush took.
+        #: The results in Valkey at the end, without those that a flush has deleted.
         self.final: dict[str, JobResult] = {}
         self.by_step: Counter[str] = Counter()
-        #: How often runners gave back what they had claimed ahead.
-        self.returns = 0
+        #: How often runners gave prefetched jobs back.
+        self.releases = 0
         self.outages: list[tuple[float, float]] = []
         self.requeued = 0
         self.faults: Counter[str] = Counter()
@@ -103,10 +103,10 @@ class JobChaosRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for victim in list(self._live.values()):
-                self._note_freeze(victim)
-                self.returns += victim.returns
-                victim.close()
+            for runner in list(self._live.values()):
+                self._record_freeze(runner)
+                self.releases += runner.releases
+                runner.close()
             fleet.kill()
             await fleet.wait()
             await self._client.aclose()
@@ -129,63 +129,63 @@ class JobChaosRun:
             await self._due.get()
             self._numbers += 1
             name = f"r{self._numbers}"
-            victim = ProxiedRunner(name, self._folder, (HOST, self._server.port), self._ended, self._need_one)
-            await victim.open()
-            self._live[name] = victim
-            self._arm_runner(victim)
+            runner = ProxiedRunner(name, self._folder, (HOST, self._server.port), self._ended, self._need_one)
+            await runner.open()
+            self._live[name] = runner
+            self._arm(runner)
             config = {
                 "name": name,
-                "valkey_url": victim.url,
+                "valkey_url": runner.url,
                 "slots": self._chance.choice((1, 2, 4)),
                 "recycle": self._chance.choice((1, 5, 50)),
                 "lease": self._lease,
             }
-            self._births.put_nowait(victim)
+            self._births.put_nowait(runner)
             fleet.stdin.write(json.dumps(config).encode() + b"\n")
             await fleet.stdin.drain()
 
     async def _register(self, fleet: asyncio.subprocess.Process) -> None:
         assert fleet.stdout is not None  # noqa: S101 — a pipe was asked for
         while line := await fleet.stdout.readline():
-            self._births.get_nowait().born(int(line))
+            self._births.get_nowait().started(int(line))
         raise ServerFailed("the runners' parent has ended")
 
-    def _arm_runner(self, victim: ProxiedRunner) -> None:
-        if self._calm:
+    def _arm(self, runner: ProxiedRunner) -> None:
+        if self._faults_over:
             return
         if sum(one.steady for one in self._live.values()) < _STEADY:
-            victim.steady = True
-            victim.arm(RunnerStep.ANY, self._chance.uniform(3, 6) * self._lease)
+            runner.steady = True
+            runner.arm(RunnerStep.ANY, self._chance.uniform(3, 6) * self._lease)
             return
-        frost = freeze.plan_freeze(self._chance, self._lease) if self._chance.random() < _FROZEN else None
-        weights = FREEZE_WEIGHTS if frost else WEIGHTS
+        plan = freeze.plan_freeze(self._chance, self._lease) if self._chance.random() < _FROZEN else None
+        weights = FREEZE_WEIGHTS if plan else WEIGHTS
         step = self._chance.choices(list(weights), list(weights.values()))[0]
         delay = {RunnerStep.ANY: 1.0, RunnerStep.RUNNING: 0.03}.get(step, 0.0)
-        victim.arm(step, self._chance.uniform(0, delay), frost)
-        # One that never gets there does not live for ever.
-        victim.expire(self._chance.uniform(2, 4) * self._lease + (frost.seconds if frost else 0.0))
+        runner.arm(step, self._chance.uniform(0, delay), plan)
+        # A runner that never reaches its step ends, too.
+        runner.expire_after(self._chance.uniform(2, 4) * self._lease + (plan.seconds if plan else 0.0))
 
-    def _ended(self, victim: ProxiedRunner) -> None:
-        del self._live[victim.name]
-        self.returns += victim.returns
-        if victim.struck is None:
-            self._failure = f"runner {victim.name} ended by itself"
+    def _ended(self, runner: ProxiedRunner) -> None:
+        del self._live[runner.name]
+        self.releases += runner.releases
+        if runner.killed_step is None:
+            self._failure = f"runner {runner.name} ended by itself"
             return
-        self._note_freeze(victim)
-        self.kills.append(RunnerKill(victim.pid, victim.killed_at))
-        self.by_step[victim.struck] += 1
-        if victim.freeze is None:
+        self._record_freeze(runner)
+        self.kills.append(RunnerKill(runner.pid, runner.killed_at))
+        self.by_step[runner.killed_step] += 1
+        if runner.freeze is None:
             self._need_one()
 
     def _need_one(self) -> None:
         self._due.put_nowait(None)
 
-    def _note_freeze(self, victim: ProxiedRunner) -> None:
-        if victim.freeze is not None:
-            self.freezes.append(victim.freeze)
+    def _record_freeze(self, runner: ProxiedRunner) -> None:
+        if runner.freeze is not None:
+            self.freezes.append(runner.freeze)
 
-    def _warm(self) -> bool:
-        """Whether all that stood still have gone on for a lease: what they have to say, they have said."""
+    def _all_thawed(self) -> bool:
+        """Whether all frozen runners have gone on for a lease, and so have written their late ends."""
         ends = [one.freeze.until for one in self._live.values() if one.freeze is not None]
         return time.monotonic() > max(ends, default=0.0) + self._lease
 
@@ -199,15 +199,15 @@ class JobChaosRun:
                 raise ServerFailed(f"{self._failure}; its log is {self._folder / 'runners.log'}")
             if faults and len(self.kills) >= faults[0][0]:
                 await faults.pop(0)[1]()
-            if not self._calm and len(self.kills) >= self._wanted and not faults:
-                self._calm, until = True, time.monotonic() + patience
-                for victim in self._live.values():
-                    victim.disarm()
-            while not self._calm and len(self.open) < _UNDER_WAY:
+            if not self._faults_over and len(self.kills) >= self._wanted and not faults:
+                self._faults_over, until = True, time.monotonic() + patience
+                for runner in self._live.values():
+                    runner.disarm()
+            while not self._faults_over and len(self.open) < _UNDER_WAY:
                 for job in self._new_jobs():
                     await self._enqueue(job)
             await self._collect()
-            if self._calm and ((not self.open and self._warm()) or time.monotonic() > until):
+            if self._faults_over and ((not self.open and self._all_thawed()) or time.monotonic() > until):
                 await self._read_again()
                 return
             self._say(
@@ -218,7 +218,7 @@ class JobChaosRun:
             await asyncio.sleep(_POLL_PERIOD)
 
     def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
-        """Faults of Valkey and the number of kills after which they come: each once at the least."""
+        """The faults of Valkey, with the number of kills after which they come: each at least once."""
         every = max(1, min(self._wanted // 3, 250))
         times = range(every, self._wanted - every // 2, every)
         return [(at, self._flush if number % 2 == 0 else self._crash) for number, at in enumerate(times)]
@@ -227,9 +227,9 @@ class JobChaosRun:
         if self._chance.random() >= _BURSTS:
             return [self._new_job()]
         queue = self._chance.choice(("default", "other"))
-        return [self._new_brief(queue) for _ in range(_BURST)]
+        return [self._new_brief_job(queue) for _ in range(_BURST)]
 
-    def _new_brief(self, queue: str) -> Job:
+    def _new_brief_job(self, queue: str) -> Job:
         length = self._chance.uniform(0.03, 0.06) if self._chance.random() < _SLOW else 0.0
         job = Job(
             job_id=f"b{len(self.sent)}",
@@ -259,7 +259,7 @@ class JobChaosRun:
         return job
 
     def _length(self, long: bool) -> float:
-        """Seconds of a job. A long one still runs somewhere else when the runner that had it goes on."""
+        """Seconds of a job. A long one still runs elsewhere when its frozen runner goes on."""
         return self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
 
     async def _enqueue(self, job: Job) -> None:
@@ -267,20 +267,20 @@ class JobChaosRun:
         await self._call(job_calls.enqueue(job))
 
     async def _stored(self, job_ids: list[str]) -> dict[str, JobResult]:
-        stored = await self._again(
+        stored = await self._retry(
             lambda client: client.mget([job_keys.result(job_keys.FLEET_TAG, job_id) for job_id in job_ids])
         )
         pairs = zip(job_ids, stored, strict=True)
         return {job_id: read_result(body) for job_id, body in pairs if body is not None}
 
     async def _read_again(self) -> None:
-        """Late results of runners that stood still must have changed nothing."""
+        """Late results of frozen runners must have changed nothing."""
         job_ids = list(self.results)
         for start in range(0, len(job_ids), _PAGE):
             self.final |= await self._stored(job_ids[start : start + _PAGE])
 
     async def _collect(self) -> None:
-        """Reads the ends that are there; what has crashed too often is tried again, as an operator would."""
+        """Reads the ends so far. Requeues jobs that have crashed too often, as an operator would."""
         crashed = []
         for job_id, result in (await self._stored(list(self.open))).items():
             if result.status is JobStatus.FAILED and _code(result) == JobCrashed.code:
@@ -289,14 +289,14 @@ class JobChaosRun:
                 self.results[job_id] = result
                 del self.open[job_id]
         if crashed:
-            self.anew.update(crashed)
+            self.restarted.update(crashed)
             self.requeued += len(await self._call(job_calls.requeue(crashed)))
 
     async def _call(self, call: job_calls.QueueCall) -> Any:
-        return await self._again(lambda client: valkey.run_script(client, *call))
+        return await self._retry(lambda client: valkey.run_script(client, *call))
 
-    async def _again(self, ask: Callable[[Redis], Awaitable[Any]]) -> Any:
-        """All that is asked here is safe to repeat. Raises `ServerFailed` when Valkey stays away."""
+    async def _retry(self, ask: Callable[[Redis], Awaitable[Any]]) -> Any:
+        """Repeats a call, all of which are safe to repeat. Raises `ServerFailed` when Valkey stays away."""
         until = time.monotonic() + 30.0
         while True:
             try:
@@ -309,14 +309,14 @@ class JobChaosRun:
     # --- Valkey -----------------------------------------------------------------------------------
 
     async def _flush(self) -> None:
-        """Valkey forgets everything. A producer enqueues again what may run twice, and nothing else."""
+        """Flushes Valkey. A producer enqueues again the jobs that may run twice, and no others."""
         await self._collect()
         began = time.monotonic()
-        await self._again(lambda client: client.flushall())
+        await self._retry(lambda client: client.flushall())
         self.faults["flush"] += 1
         for job_id, job in list(self.open.items()):
             if job.idempotent:
-                self.anew.add(job_id)
+                self.restarted.add(job_id)
                 await self._enqueue(job)
             else:
                 self.forgotten.add(job_id)
@@ -324,7 +324,7 @@ class JobChaosRun:
         self.outages.append((began, time.monotonic() + _AFTERMATH))
 
     async def _crash(self) -> None:
-        """kill -9 of Valkey, which comes back with all it has acknowledged."""
+        """Kills Valkey with SIGKILL. It comes back with everything that it has acknowledged."""
         began = time.monotonic()
         down = self._chance.uniform(0.05, 0.5)
         await asyncio.to_thread(self._server.restart, signal.SIGKILL, down)

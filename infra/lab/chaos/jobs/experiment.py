@@ -1,15 +1,13 @@
-"""`berth chaos jobs`: runners killed and frozen at every step, Valkey flushed and killed; then the books are
-compared.
+"""`berth chaos jobs`: kills and freezes runners at every step, flushes and kills Valkey, judges the jobs.
 
-Every job writes a line at its start and at its end into a ledger that no one else writes to. A line between
-each runner and Valkey kills the runner before what it sends arrives, or after that had its effect and before
-it hears of it; others die at any moment. Some are frozen there instead, for less or more than a lease, with
-their children or without them, and go on as if nothing had been: what they say then of jobs that were taken
-from them must change nothing. Jobs that may run again must end as done; those that must not run
-twice end as done or as `JOB_OUTCOME_UNKNOWN`, and never begin a second time.
+Every job writes a line into a ledger at its start and at its end. A proxy between each runner and Valkey
+kills the runner before a request arrives, or after it took effect and before the reply; other runners die at
+random times. Some are frozen instead, for less or more than a lease, with or without their children, and go
+on later: what they write then about jobs that were taken from them must change nothing. Jobs that may run
+twice must end as done. The others end as done or as `JOB_OUTCOME_UNKNOWN`, and never start a second time.
 
-A job that has seen three runners die goes to the failed queue, as it should: it is requeued, as an operator
-would do. After a flush, what may run twice is enqueued again; of the rest only the ledger knows.
+A job that has seen three runners die is requeued from the failed queue, as an operator would do. After a
+flush, the jobs that may run twice are enqueued again; only the ledger knows of the others.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from infra.lab.chaos.jobs.ledger import JobHarm
 from infra.lab.figures import Say, silent
 from infra.local.servers import ValkeyServer
 
-#: Seconds that all jobs get to end once nobody is killed any more.
+#: Seconds in which all jobs have to end after the last kill.
 _PATIENCE = 60.0
 
 
@@ -46,20 +44,20 @@ def run(
     """`lease` in seconds. Raises `ServerFailed` when a runner ends by itself."""
     began = time.monotonic()
     with _run_folder(folder) as where, ValkeyServer(where / "valkey") as server:
-        storm = JobChaosRun(where, server, seed=seed, kills=kills, lease=lease, say=say)
-        asyncio.run(storm.run(_PATIENCE + 3 * lease))
-        say("jobs: comparing the books")
-        executions = ledger.read_executions(storm.ledger)
-        sent, ends = storm.sent.values(), storm.results
-        findings = ledger.judge_jobs(sent, ends, storm.forgotten, executions, storm.anew)
-        findings += ledger.changed_results(storm.results, storm.final)
-        again = ledger.reruns(executions, storm.kills, storm.outages, storm.freezes)
+        chaos_run = JobChaosRun(where, server, seed=seed, kills=kills, lease=lease, say=say)
+        asyncio.run(chaos_run.run(_PATIENCE + 3 * lease))
+        say("jobs: comparing ledger and results")
+        executions = ledger.read_executions(chaos_run.ledger)
+        sent, ends = chaos_run.sent.values(), chaos_run.results
+        findings = ledger.judge_jobs(sent, ends, chaos_run.forgotten, executions, chaos_run.restarted)
+        findings += ledger.changed_results(chaos_run.results, chaos_run.final)
+        again = ledger.reruns(executions, chaos_run.kills, chaos_run.outages, chaos_run.freezes)
     harms = [finding.harm for finding in findings]
-    unknown = sum(result.failure is not None for result in storm.results.values())
+    unknown = sum(result.failure is not None for result in chaos_run.results.values())
     return {
-        "jobs": len(storm.sent),
-        "kills": len(storm.kills),
-        "freezes": len(storm.freezes),
+        "jobs": len(chaos_run.sent),
+        "kills": len(chaos_run.kills),
+        "freezes": len(chaos_run.freezes),
         "lost": harms.count(JobHarm.LOST),
         "doubled": harms.count(JobHarm.DOUBLED),
         "wrong": harms.count(JobHarm.WRONG),
@@ -69,15 +67,15 @@ def run(
         "lease_s": lease,
         "executions": len(executions),
         "outcome_unknown": unknown,
-        "forgotten": len(storm.forgotten),
-        "requeued": storm.requeued,
-        "returns": storm.returns,
-        "freezes_past_lease": sum(lease < freeze.seconds < inf for freeze in storm.freezes),
-        "begun_late": ledger.begun_late(executions, storm.results, time.time() - time.monotonic()),
-        "late_ends": ledger.late_ends(executions, storm.results, storm.freezes),
-        "kills_by_step": dict(sorted(storm.by_step.items())),
-        "freezes_by_step": dict(sorted(Counter(freeze.step for freeze in storm.freezes).items())),
-        "faults": dict(storm.faults),
+        "forgotten": len(chaos_run.forgotten),
+        "requeued": chaos_run.requeued,
+        "returns": chaos_run.releases,
+        "freezes_past_lease": sum(lease < freeze.seconds < inf for freeze in chaos_run.freezes),
+        "begun_late": ledger.begun_late(executions, chaos_run.results, time.time() - time.monotonic()),
+        "late_ends": ledger.late_ends(executions, chaos_run.results, chaos_run.freezes),
+        "kills_by_step": dict(sorted(chaos_run.by_step.items())),
+        "freezes_by_step": dict(sorted(Counter(freeze.step for freeze in chaos_run.freezes).items())),
+        "faults": dict(chaos_run.faults),
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "findings": [{"harm": one.harm, "job": one.job_id, "what": one.what} for one in findings],
@@ -85,13 +83,13 @@ def run(
 
 
 def _percentile(taken: list[float], share: float) -> float | None:
-    """Seconds; None: nothing had to run again."""
+    """Seconds; None: no job ran again."""
     return round(figures.percentile(taken, share), 3) if taken else None
 
 
 @contextmanager
 def _run_folder(folder: Path | None) -> Iterator[Path]:
-    """A short path: a runner's line is a Unix socket in it."""
+    """A short path, because a runner's Unix socket is in it."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -104,7 +102,7 @@ def _run_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def table(result: dict[str, Any]) -> None:
-    """What a person reads."""
+    """Prints the result for a person."""
     steps = "   ".join(f"{step} {count}" for step, count in result["kills_by_step"].items())
     frozen = "   ".join(f"{step} {count}" for step, count in result["freezes_by_step"].items())
     faults = "   ".join(f"{name} {count}" for name, count in result["faults"].items())
@@ -120,10 +118,10 @@ def table(result: dict[str, Any]) -> None:
             ("outcome unknown", str(result["outcome_unknown"])),
             ("not repeated after a flush", str(result["forgotten"])),
             ("requeued after three crashes", str(result["requeued"])),
-            ("given back what was claimed ahead", f"{result['returns']} times"),
+            ("prefetched jobs given back", f"{result['returns']} times"),
             ("killed at", steps),
             ("frozen   past the lease", f"{result['freezes']}   {result['freezes_past_lease']}"),
-            ("late ends, not taken", str(result["late_ends"])),
+            ("late ends, refused", str(result["late_ends"])),
             ("begun after the report as unknown", str(result["begun_late"])),
             ("frozen at", frozen or "none"),
             ("Valkey", faults or "left alone"),

@@ -1,4 +1,4 @@
-"""A spell in which a runner stands still, as on a suspended host or one without CPU, and then goes on."""
+"""Freezes a runner for a while, as on a suspended host or one without CPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Leases that a spell takes: too short for others to notice, and long enough that they take its jobs.
+#: Leases that a freeze lasts: too short for others to notice, or long enough that they take its jobs.
 _SHORT, _LONG = (0.1, 0.8), (1.4, 2.5)
-#: Leases that a runner lives on after it.
+#: Leases that a runner lives on afterwards.
 _LIFE = (0.3, 1.5)
-#: Seconds until a stopped process has really come to a stop.
+#: Seconds that a process may take to stop.
 _STOP = 5.0
 
 
 @dataclass(frozen=True)
 class FreezePlan:
-    """What is in store for a runner."""
+    """How long a runner is frozen, and how long it lives afterwards."""
 
     seconds: float
-    #: Its children stand still with it; else they go on without it, and end their jobs while nobody hears.
+    #: Its children are frozen, too; otherwise they go on and end their jobs while nobody reads.
     children: bool
-    #: Seconds that it lives on.
+    #: Seconds that it lives on afterwards.
     life: float
 
 
@@ -41,24 +41,24 @@ def plan_freeze(chance: random.Random, lease: float) -> FreezePlan:
 
 
 class FrozenProcess:
-    """A process under SIGSTOP and, if wanted, its children. Known by descriptors: by the time they go on, a
-    number may belong to another process."""
+    """A process under SIGSTOP and, if wanted, its children. It keeps descriptors, because a process id may be
+    another's by the time they go on."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """`pidfd` stays its owner's."""
+        """`pidfd` is duplicated."""
         self._pid = pid
         self._pidfd = os.dup(pidfd)
         self._children: list[int] = []
 
     async def begin(self, children: bool) -> None:
-        """Comes back when it stands still, or has ended."""
+        """Returns once the process has stopped or ended."""
         _send(self._pidfd, signal.SIGSTOP)
         until = time.monotonic() + _STOP
-        # The kernel tells only its parent.
+        # Only its parent gets a signal, so this polls.
         while _state(self._pid) not in ("T", "Z", "X", "") and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if children:
-            # It stands still, so it neither forks nor reaps: their numbers are their own.
+            # It has stopped, so it neither forks nor reaps, and these process ids are its children's.
             for child in _children(self._pid):
                 with contextlib.suppress(ProcessLookupError):
                     self._children.append(os.pidfd_open(child))
@@ -66,7 +66,7 @@ class FrozenProcess:
                 _send(pidfd, signal.SIGSTOP)
 
     def end(self) -> None:
-        """The children go on first: what they end then is late. To be called once."""
+        """The children go on first, so that they end jobs late. To be called once."""
         for pidfd in (*self._children, self._pidfd):
             _send(pidfd, signal.SIGCONT)
             os.close(pidfd)
@@ -78,7 +78,7 @@ def _send(pidfd: int, number: signal.Signals) -> None:
 
 
 def _state(pid: int) -> str:
-    """As `ps` tells it; '' for a process that is gone."""
+    """The state letter that `ps` shows; '' for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

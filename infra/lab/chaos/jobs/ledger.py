@@ -1,4 +1,4 @@
-"""What was really executed: a line at each start and each end of a job, written by the job itself."""
+"""The ledger of what was really executed, written by the jobs themselves, and the judge that reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.lab.chaos.jobs.steps import RunnerStep
 from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown, JobResult, JobStatus
 
-#: Seconds that two clocks of one host may differ, as they are written down.
+#: Seconds that two clocks of one host may differ when they are written down.
 _ROUNDED = 0.01
 
 
@@ -44,7 +44,7 @@ class RunnerKill:
 
 @dataclass(frozen=True)
 class RunnerFreeze:
-    """A runner that stood still for a while. `until` is infinite if it was killed before that was over."""
+    """A runner that was frozen for a while. `until` is infinite if it was killed meanwhile."""
 
     runner: int
     at: float
@@ -57,11 +57,11 @@ class RunnerFreeze:
 
 
 class JobHarm(StrEnum):
-    #: No end, or an end as done without an execution that came to its end.
+    #: It has no end, or is done although no execution has ended.
     LOST = "lost"
-    #: A job that must not run twice did.
+    #: It must not run twice, and did.
     DOUBLED = "doubled"
-    #: Ended in a way that no kill and no freeze explains, or has another end afterwards.
+    #: No kill or freeze explains its end, or its end has changed afterwards.
     WRONG = "wrong"
 
 
@@ -78,7 +78,7 @@ def read_executions(path: Path) -> list[RecordedExecution]:
     ends: dict[tuple[str, int, int], float] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         what, job_id, attempt, fence, runner, at = line.split()
-        one = job_id, int(fence), int(runner)  # after a flush the fences begin anew
+        one = job_id, int(fence), int(runner)  # after a flush, fences start again
         if what == "start":
             starts[one] = int(attempt), float(at)
         else:
@@ -94,12 +94,12 @@ def judge_jobs(
     results: Mapping[str, JobResult],
     forgotten: set[str],
     executions: Iterable[RecordedExecution],
-    anew: Set[str] = frozenset(),
+    restarted: Set[str] = frozenset(),
 ) -> list[JobFinding]:
-    """Every job has an end that its executions explain, and none but an idempotent one began twice.
+    """Checks that executions explain each job's end, and that only idempotent jobs started twice.
 
-    `forgotten`: jobs that a flush took and that must not run twice; whether they ran, only the ledger knows.
-    `anew`: jobs whose attempts were counted from one again.
+    `forgotten`: jobs that a flush has deleted and that must not run twice; only the ledger knows of them.
+    `restarted`: jobs whose attempts count from one again.
     """
     by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
     for one in executions:
@@ -115,8 +115,8 @@ def judge_jobs(
             found.append(JobFinding(JobHarm.LOST, job.job_id, f"no end; {len(runs)} executions"))
         elif result.status is JobStatus.DONE:
             if not any(run.ended is not None for run in runs):
-                found.append(JobFinding(JobHarm.LOST, job.job_id, "done, and no execution came to its end"))
-            elif job.job_id not in anew and any(run.attempt > result.attempt for run in runs):
+                found.append(JobFinding(JobHarm.LOST, job.job_id, "done, and no execution has ended"))
+            elif job.job_id not in restarted and any(run.attempt > result.attempt for run in runs):
                 what = f"done by attempt {result.attempt}, which had been taken over"
                 found.append(JobFinding(JobHarm.WRONG, job.job_id, what))
         elif not _explained(job, result):
@@ -130,7 +130,7 @@ def _explained(job: SentJob, result: JobResult) -> bool:
 
 
 def changed_results(before: Mapping[str, JobResult], after: Mapping[str, JobResult]) -> list[JobFinding]:
-    """Results that were written over: a fencing number did not hold."""
+    """Results that were overwritten although a fencing number should prevent it."""
     return [
         JobFinding(JobHarm.WRONG, job_id, f"{before[job_id].status} became {result.status}")
         for job_id, result in after.items()
@@ -141,19 +141,19 @@ def changed_results(before: Mapping[str, JobResult], after: Mapping[str, JobResu
 def late_ends(
     executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], freezes: Iterable[RunnerFreeze]
 ) -> int:
-    """Executions that came to their end, and are not the job's, because their runner stood still over it."""
-    spells = {freeze.runner: freeze for freeze in freezes}
+    """Counts executions whose end was refused because their runner was frozen meanwhile."""
+    freezes_by_runner = {freeze.runner: freeze for freeze in freezes}
     count = 0
     for run in executions:
-        spell, result = spells.get(run.runner), results.get(run.job_id)
-        if spell is None or result is None or run.ended is None or run.at > spell.until:
+        freeze, result = freezes_by_runner.get(run.runner), results.get(run.job_id)
+        if freeze is None or result is None or run.ended is None or run.at > freeze.until:
             continue
         count += result.status is not JobStatus.DONE or result.attempt != run.attempt
     return count
 
 
 def begun_late(executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], boot: float) -> int:
-    """Jobs that began after they had been reported as `JOB_OUTCOME_UNKNOWN`: who looks then sees nothing.
+    """Counts jobs that started after they had been reported as `JOB_OUTCOME_UNKNOWN`.
 
     `boot`: the wall clock's seconds at which CLOCK_MONOTONIC was 0.
     """
@@ -173,10 +173,10 @@ def reruns(
 ) -> list[float]:
     """Seconds from the kill of a runner to the next start of each job it had begun.
 
-    Not counted: jobs that another runner had claimed in between, which was killed before the job began, those
-    whose wait touches an outage of Valkey, and those of a runner that was frozen: they are taken back sooner.
+    Leaves out jobs that another runner claimed in between and was killed before they started, jobs whose wait
+    touches an outage of Valkey, and jobs of a frozen runner, which are taken back sooner.
     """
-    spells = {freeze.runner: freeze for freeze in freezes}
+    freezes_by_runner = {freeze.runner: freeze for freeze in freezes}
     by_runner: dict[int, list[float]] = defaultdict(list)
     for kill in kills:
         by_runner[kill.runner].append(kill.at)
@@ -190,8 +190,8 @@ def reruns(
             killed = min((at for at in by_runner[earlier.runner] if at >= earlier.at), default=None)
             if killed is None or later.attempt != earlier.attempt + 1 or later.at < killed:
                 continue
-            spell = spells.get(earlier.runner)
-            if spell is not None and spell.until >= earlier.at:  # it stood still with the job in hand
+            freeze = freezes_by_runner.get(earlier.runner)
+            if freeze is not None and freeze.until >= earlier.at:  # it was frozen while it held the job
                 continue
             if not any(began < later.at and killed < ended for began, ended in outages):
                 found.append(later.at - killed)

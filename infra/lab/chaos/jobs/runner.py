@@ -1,4 +1,4 @@
-"""One runner under fire: its process, and its line to Valkey, which kills or freezes it at a step."""
+"""One runner behind a proxy to Valkey, which kills or freezes it at a chosen step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CHUNK = 1 << 16
 
 
 class ProxiedRunner:
-    """A runner that connects through a socket of its own. `on_end` is called once, after its process ended;
-    `on_freeze` when it is stopped: somebody has to take its place.
+    """A runner that connects to Valkey through a socket of its own.
 
-    Nothing of this is in the product: what a runner does for a job and others can see passes this line.
-    With a `FreezePlan` it is not killed at its step but frozen; then it goes on, and is killed later.
+    All effects that others can see pass this proxy, so the product needs no code for it. With a `FreezePlan`
+    the runner is frozen at its step instead of killed; it goes on later, and is killed then. `on_end` is
+    called once its process has ended, `on_freeze` when it is frozen and needs a replacement.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class ProxiedRunner:
         self._on_freeze = on_freeze
         self._step: RunnerStep | None = None
         self._delay = 0.0
-        self._spell: FreezePlan | None = None
+        self._freeze_plan: FreezePlan | None = None
         self._freezing: asyncio.Task[None] | None = None
         self._still = asyncio.Event()
         self._spared = False
-        self._born = asyncio.Event()
-        #: 0 until it is born.
+        self._pid_known = asyncio.Event()
+        #: 0 until it is known.
         self.pid = 0
         self._pidfd = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
-        #: Lives long enough to notice the end of others.
+        #: Lives long enough to notice that others have died.
         self.steady = False
         #: The step at which it was killed, and when (CLOCK_MONOTONIC).
         self.killed_at = 0.0
-        self.struck: RunnerStep | None = None
-        #: How often it gave jobs back that it had claimed ahead.
-        self.returns = 0
+        self.killed_step: RunnerStep | None = None
+        #: How often it gave prefetched jobs back.
+        self.releases = 0
         #: When it was frozen, and at which step.
         self.freeze: RunnerFreeze | None = None
 
@@ -70,26 +70,26 @@ class ProxiedRunner:
         """Listens; to be called before the runner starts."""
         self._server = await asyncio.start_unix_server(self._accepted, self.path)
 
-    def born(self, pid: int) -> None:
+    def started(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
         self.pid = pid
-        self._born.set()
+        self._pid_known.set()
 
-    def arm(self, step: RunnerStep, delay: float = 0.0, spell: FreezePlan | None = None) -> None:
-        """It is struck at the next such step; at `ANY` and `RUNNING` after `delay` more seconds."""
-        self._step, self._delay, self._spell = step, delay, spell
+    def arm(self, step: RunnerStep, delay: float = 0.0, plan: FreezePlan | None = None) -> None:
+        """Injects the fault at the next such step; at `ANY` and `RUNNING` after `delay` more seconds."""
+        self._step, self._delay, self._freeze_plan = step, delay, plan
         if step is RunnerStep.ANY:
             self._spawn(self._inject_later(step, delay))
 
-    def expire(self, seconds: float) -> None:
-        """It is struck after so long in any case."""
+    def expire_after(self, seconds: float) -> None:
+        """Injects the fault after `seconds` in any case."""
         self._spawn(self._inject_later(RunnerStep.ANY, seconds))
 
     def disarm(self) -> None:
-        """It may live. If it stands still, it goes on when its time has come."""
+        """Injects no further fault. A frozen runner still goes on at its time."""
         self._spared = True
-        self._step = self._spell = None
+        self._step = self._freeze_plan = None
         for task in self._tasks:
             task.cancel()
 
@@ -97,15 +97,15 @@ class ProxiedRunner:
     def frozen(self) -> bool:
         return self._freezing is not None and not self._freezing.done()
 
-    def strike(self, step: RunnerStep) -> bool:
-        """Freezes it if that is in store, else kills it; true if it is killed."""
-        spell, self._spell = self._spell, None
-        if spell is None:
+    def inject_fault(self, step: RunnerStep) -> bool:
+        """Freezes the runner if that is planned, else kills it; true if it is killed."""
+        plan, self._freeze_plan = self._freeze_plan, None
+        if plan is None:
             self.kill(step)
             return True
-        if self.struck is None and self._pidfd >= 0:
+        if self.killed_step is None and self._pidfd >= 0:
             self._step = None
-            self._freezing = asyncio.get_running_loop().create_task(self._freeze(step, spell))
+            self._freezing = asyncio.get_running_loop().create_task(self._freeze(step, plan))
         return False
 
     async def wait_thawed(self) -> None:
@@ -113,31 +113,31 @@ class ProxiedRunner:
         if self._freezing is not None:
             await asyncio.wait([self._freezing])
 
-    async def _freeze(self, step: RunnerStep, spell: FreezePlan) -> None:
-        """A task of its own: whatever else is given up, what was stopped goes on."""
+    async def _freeze(self, step: RunnerStep, plan: FreezePlan) -> None:
+        """Runs as a task that is never cancelled before the process goes on."""
         still = FrozenProcess(self.pid, self._pidfd)
         began = time.monotonic()
         try:
-            await still.begin(spell.children)
+            await still.begin(plan.children)
             self.freeze = RunnerFreeze(self.pid, began, inf, step)
             self._on_freeze()
             self._still.set()
-            await asyncio.sleep(spell.seconds)
+            await asyncio.sleep(plan.seconds)
             self.freeze = RunnerFreeze(self.pid, began, time.monotonic(), step)
         finally:
             still.end()
         if not self._spared:
-            self._spawn(self._inject_later(RunnerStep.THAWED, spell.life))
+            self._spawn(self._inject_later(RunnerStep.THAWED, plan.life))
 
     def kill(self, step: RunnerStep) -> None:
-        """SIGKILL, to this process and no other one that has its number by now."""
-        if self.struck is None and self._pidfd >= 0:
-            self.struck, self.killed_at, self._step = step, time.monotonic(), None
+        """Sends SIGKILL by descriptor: the process id may be another's by now."""
+        if self.killed_step is None and self._pidfd >= 0:
+            self.killed_step, self.killed_at, self._step = step, time.monotonic(), None
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the line; the process is somebody else's."""
+        """Closes the proxy; the process has another owner."""
         if self._freezing is not None:
             self._freezing.cancel()
             self._still.set()
@@ -164,11 +164,11 @@ class ProxiedRunner:
         task.add_done_callback(self._tasks.discard)
 
     async def _inject_later(self, step: RunnerStep, delay: float) -> None:
-        await self._born.wait()
+        await self._pid_known.wait()
         await asyncio.sleep(delay)
-        self.strike(step)
+        self.inject_fault(step)
 
-    # --- the line ---------------------------------------------------------------------------------
+    # --- the proxy --------------------------------------------------------------------------------
 
     async def _accepted(self, reader: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
         try:
@@ -177,24 +177,24 @@ class ProxiedRunner:
             near.transport.abort()
             return
         self._links |= {near, far}
-        line = _ProxyConnection(self, near, far)
+        connection = _ProxyConnection(self, near, far)
         try:
-            await asyncio.gather(line.asks(reader), line.answers(answers))
+            await asyncio.gather(connection.forward_requests(reader), connection.forward_replies(answers))
         finally:
             for link in (near, far):
                 link.transport.abort()
                 self._links.discard(link)
 
-    async def trigger(self, step: RunnerStep) -> bool:
-        """True if it is killed; if it is frozen, it stands still by then."""
-        await self._born.wait()  # it may be quicker than those who tell its number
-        killed = self.strike(step)
+    async def inject_at(self, step: RunnerStep) -> bool:
+        """True if it was killed. If it was frozen, it has stopped by then."""
+        await self._pid_known.wait()  # it may connect before its process id is known
+        killed = self.inject_fault(step)
         if self.frozen:
             await self._still.wait()
         return killed
 
-    def running(self) -> None:
-        """The jobs are in its hands."""
+    def jobs_started(self) -> None:
+        """A claim has brought jobs."""
         self._step = None
         self._spawn(self._inject_later(RunnerStep.RUNNING, self._delay))
 
@@ -204,44 +204,44 @@ class ProxiedRunner:
 
 
 class _ProxyConnection:
-    """One connection of a runner and its other half."""
+    """One connection of a runner and the one to Valkey behind it."""
 
-    def __init__(self, victim: ProxiedRunner, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
-        self._victim = victim
+    def __init__(self, runner: ProxiedRunner, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+        self._runner = runner
         self._near = near
         self._far = far
-        #: The step that the next answer belongs to.
-        self._asked: RunnerStep | None = None
+        #: The step that the next reply belongs to.
+        self._step_asked: RunnerStep | None = None
 
-    async def asks(self, reader: asyncio.StreamReader) -> None:
+    async def forward_requests(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                self._victim.returns += TRAPS[RunnerStep.RETURN_ASKED].sees(data)
-                step = self._victim.step
+                self._runner.releases += TRAPS[RunnerStep.RETURN_ASKED].matches(data)
+                step = self._runner.step
                 trap = TRAPS.get(step) if step is not None else None
-                if step is not None and trap is not None and trap.sees(data):
+                if step is not None and trap is not None and trap.matches(data):
                     if trap.before:
-                        heard = trap.lets_through(data)
+                        heard = trap.sent_part(data)
                         self._far.write(heard)
                         await self._far.drain()
-                        if await self._victim.trigger(step):
+                        if await self._runner.inject_at(step):
                             return
-                        await self._victim.wait_thawed()  # then the rest arrives, a spell late
+                        await self._runner.wait_thawed()  # then the rest arrives late
                         data = data[len(heard) :]
                     else:
-                        self._asked = step
+                        self._step_asked = step
                 self._far.write(data)
                 await self._far.drain()
         self._far.transport.abort()
 
-    async def answers(self, reader: asyncio.StreamReader) -> None:
+    async def forward_replies(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                step, self._asked = self._asked, None
-                if step is not None and self._victim.step is step and TRAPS[step].hears in data:
+                step, self._step_asked = self._step_asked, None
+                if step is not None and self._runner.step is step and TRAPS[step].reply_contains in data:
                     if step is RunnerStep.RUNNING:
-                        self._victim.running()
-                    elif await self._victim.trigger(step):
+                        self._runner.jobs_started()
+                    elif await self._runner.inject_at(step):
                         return
                 self._near.write(data)
                 await self._near.drain()

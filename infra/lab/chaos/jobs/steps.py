@@ -1,4 +1,4 @@
-"""The steps of a runner at which it is killed or frozen, as its line to Valkey shows them."""
+"""The steps of a runner at which it is killed or frozen, as the proxy sees them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from worker_runtime.protocol.scripts import Script
 
 
 class RunnerStep(StrEnum):
-    """Asked: what it sent never arrives. The others: it had its effect, and the runner never hears of it."""
+    """At "asked" steps the request never arrives. At the others it takes effect, and the reply is lost."""
 
     JOIN_ASKED = "join asked"
     JOINED = "joined"
     CLAIM_ASKED = "claim asked"
     CLAIMED = "claimed"
-    #: Some milliseconds after the jobs were in hand.
+    #: Some milliseconds after the claim.
     RUNNING = "running"
     END_ASKED = "end asked"
-    #: Half of it arrives.
+    #: Half of the request arrives.
     END_TORN = "end torn"
     ENDED = "ended"
-    #: As `END_ASKED`, of a job that takes long: when its end arrives, it may be under way a second time.
+    #: As `END_ASKED`, of a long job: when its end arrives, it may be running a second time.
     LONG_END_ASKED = "long end asked"
-    #: Of jobs that were claimed ahead and have not begun.
+    #: The release of prefetched jobs.
     RETURN_ASKED = "return asked"
     RETURNED = "returned"
     RENEW_ASKED = "renew asked"
     RENEWED = "renewed"
-    #: Whatever it does then.
+    #: At a random time.
     ANY = "any moment"
-    #: Some time after it stood still. No trap: what has stood still dies so.
+    #: Some time after a freeze. It has no trap: every frozen runner is killed so.
     THAWED = "thawed"
 
 
 @dataclass(frozen=True)
 class StepTrap:
-    """What a message of the runner contains, and what its answer must, for the trap to spring."""
+    """What a request and its reply contain if the trap is to spring."""
 
-    #: One of these.
-    says: tuple[bytes, ...]
+    #: The request contains one of these.
+    request_contains: tuple[bytes, ...]
     before: bool
-    hears: bytes = b""
-    #: Half of the message still arrives.
+    reply_contains: bytes = b""
+    #: Half of the request still arrives.
     torn: bool = False
-    #: Another thing that the message contains.
-    about: bytes = b""
+    #: The request contains this, too.
+    job_contains: bytes = b""
 
-    def sees(self, message: bytes) -> bool:
-        return any(word in message for word in self.says) and self.about in message
+    def matches(self, message: bytes) -> bool:
+        return any(word in message for word in self.request_contains) and self.job_contains in message
 
-    def lets_through(self, message: bytes) -> bytes:
-        """What still arrives before the trap springs."""
+    def sent_part(self, message: bytes) -> bytes:
+        """The part that still arrives before the trap springs."""
         return message[: len(message) // 2] if self.torn else b""
 
 
@@ -60,22 +60,22 @@ def _runs(*scripts: Script) -> tuple[bytes, ...]:
     return tuple(script.sha.encode() for script in scripts)
 
 
-#: What the id of a job that takes long begins with.
+#: The beginning of a long job's id.
 LONG = "long"
 _CLAIMS = _runs(job_scripts.CLAIM, job_scripts.FINISH_AND_CLAIM)
 _ENDS = _runs(job_scripts.FINISH, job_scripts.FINISH_AND_CLAIM)
-#: How a claim says that it took some. A bell, whose name may come before it, has a longer name.
+#: In the reply to a claim that brings jobs.
 _JOBS = b"$4\r\njobs\r\n"
 TRAPS = {
     RunnerStep.JOIN_ASKED: StepTrap(_runs(job_scripts.JOIN), before=True),
     RunnerStep.JOINED: StepTrap(_runs(job_scripts.JOIN), before=False),
     RunnerStep.CLAIM_ASKED: StepTrap(_CLAIMS, before=True),
-    RunnerStep.CLAIMED: StepTrap(_CLAIMS, before=False, hears=_JOBS),
-    RunnerStep.RUNNING: StepTrap(_CLAIMS, before=False, hears=_JOBS),
+    RunnerStep.CLAIMED: StepTrap(_CLAIMS, before=False, reply_contains=_JOBS),
+    RunnerStep.RUNNING: StepTrap(_CLAIMS, before=False, reply_contains=_JOBS),
     RunnerStep.END_ASKED: StepTrap(_ENDS, before=True),
     RunnerStep.END_TORN: StepTrap(_ENDS, before=True, torn=True),
     RunnerStep.ENDED: StepTrap(_ENDS, before=False),
-    RunnerStep.LONG_END_ASKED: StepTrap(_ENDS, before=True, about=LONG.encode()),
+    RunnerStep.LONG_END_ASKED: StepTrap(_ENDS, before=True, job_contains=LONG.encode()),
     RunnerStep.RETURN_ASKED: StepTrap(_runs(job_scripts.RELEASE), before=True),
     RunnerStep.RETURNED: StepTrap(_runs(job_scripts.RELEASE), before=False),
     RunnerStep.RENEW_ASKED: StepTrap(_runs(job_scripts.RENEW), before=True),
@@ -83,7 +83,7 @@ TRAPS = {
 }
 
 
-#: How often each is chosen for a kill, and for a freeze: mostly those at which jobs are in hand.
+#: How often each is chosen for a kill, and for a freeze: mostly steps at which the runner holds jobs.
 WEIGHTS = {
     RunnerStep.JOIN_ASKED: 1,
     RunnerStep.JOINED: 1,

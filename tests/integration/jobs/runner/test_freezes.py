@@ -17,43 +17,43 @@ from tests.integration.jobs.scripted import JobScript
 from worker_runtime.jobs.protocol.messages import JobStatus
 
 #: Longer than others need to take its jobs, on a machine that stands still for seconds.
-SPELL = FreezePlan(seconds=8 * LEASE, children=False, life=3600.0)
+PLAN = FreezePlan(seconds=8 * LEASE, children=False, life=3600.0)
 
 
 @pytest.fixture
-async def victim(fleet: RunnerFleet, short_directory: Path) -> AsyncIterator[ProxiedRunner]:
+async def proxied(fleet: RunnerFleet, short_directory: Path) -> AsyncIterator[ProxiedRunner]:
     """The line of a runner named `frozen`; another one notices its end, and takes only jobs of `other`."""
     parts = urlsplit(fleet.stage.url)
     target = parts.hostname or "", parts.port or 0
-    victim = ProxiedRunner("frozen", short_directory, target, lambda _: None, lambda: None)
-    await victim.open()
-    yield victim
-    victim.close()
+    proxied = ProxiedRunner("frozen", short_directory, target, lambda _: None, lambda: None)
+    await proxied.open()
+    yield proxied
+    proxied.close()
     if lines := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(lines, timeout=20)
 
 
-async def start(fleet: RunnerFleet, victim: ProxiedRunner) -> RunnerProcess:
+async def start(fleet: RunnerFleet, proxied: ProxiedRunner) -> RunnerProcess:
     """The runner on the line; to be called before it is armed."""
-    runner = await asyncio.to_thread(fleet.start, victim.name, valkey_url=victim.url)
-    victim.born(runner.process.pid)
+    runner = await asyncio.to_thread(fleet.start, proxied.name, valkey_url=proxied.url)
+    proxied.started(runner.process.pid)
     return runner
 
 
 @pytest.mark.timeout(120)
 async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
-    fleet: RunnerFleet, victim: ProxiedRunner
+    fleet: RunnerFleet, proxied: ProxiedRunner
 ) -> None:
-    frozen = await start(fleet, victim)
-    victim.arm(RunnerStep.END_ASKED, spell=SPELL)
+    frozen = await start(fleet, proxied)
+    proxied.arm(RunnerStep.END_ASKED, plan=PLAN)
     fleet.add("j", script=JobScript(until=fleet.gate(), returns="x"), idempotent=True)
     old = await asyncio.to_thread(fleet.started, "j")
     fleet.open()
-    await asyncio.to_thread(eventually, lambda: victim.freeze, "the freeze")
+    await asyncio.to_thread(eventually, lambda: proxied.freeze, "the freeze")
     await asyncio.to_thread(Path(fleet.gate()).unlink)
     await asyncio.to_thread(fleet.start, "second")
     new = await asyncio.to_thread(fleet.started, "j", 2)
-    await victim.wait_thawed()
+    await proxied.wait_thawed()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.stage.result("j") is None
     assert fleet.stage.field("j", "fence") == str(new.fence) != str(old.fence)
@@ -65,16 +65,16 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
 
 @pytest.mark.timeout(120)
 async def test_a_job_that_was_reported_as_unknown_does_not_begin_afterwards(
-    fleet: RunnerFleet, victim: ProxiedRunner
+    fleet: RunnerFleet, proxied: ProxiedRunner
 ) -> None:
-    frozen = await start(fleet, victim)
+    frozen = await start(fleet, proxied)
     await asyncio.to_thread(fleet.start, "second", queues=("other",))
-    victim.arm(RunnerStep.CLAIMED, spell=SPELL)
+    proxied.arm(RunnerStep.CLAIMED, plan=PLAN)
     fleet.add("j")
     result = await asyncio.to_thread(fleet.result, "j")
     assert result.failure is not None
     assert result.failure.code == "JOB_OUTCOME_UNKNOWN"
     assert fleet.ledger("j") == []  # an operator may look now, and requeue it
-    await victim.wait_thawed()
+    await proxied.wait_thawed()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.ledger("j") == []
