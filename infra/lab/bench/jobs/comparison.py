@@ -5,8 +5,8 @@ rate counts once all its processes have taken work. The rounds of all contenders
 of the host affects all of them, and the median counts.
 
 Pick-up is the time from the start of the enqueuing call to the job's first line, for single jobs and idle
-runners. Leases, results and events are on in all of our figures. Then follow the time from kill -9 of a runner
-to the next start of its job, and the memory of an idle runner.
+runners. Leases, results and events are on in all of our figures. Then follow the time from kill -9 of a
+runner to the next start of its job, and the memory of an idle runner.
 
 Valkey keeps no append-only file here, for any contender. With one, our rates with recycled children are a
 quarter lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
