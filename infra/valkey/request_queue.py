@@ -70,12 +70,10 @@ class RequestQueue:
             keys.mark(user),
         ]
         args = [request.request_id, encode(request), max(1, int(ttl * 1000)), SEEN_AFTER_DEADLINE]
-        link = self._link()
-        if link is None:
-            reply = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
+        if (link := self._link()) is not None:
+            new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:
-            reply = await link.run(scripts.ENQUEUE, key_names, args)
-        new, item, mark = reply
+            new, item, mark = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
         return QueuedRequest(frame=parse_frame(item), new=bool(new), marked=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:

@@ -89,7 +89,7 @@ def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
     return folder / "public.pem", context
 
 
-async def test_tls_is_checked_as_the_client_is_told_to(tmp_path: Path) -> None:
+async def test_tls_is_checked_as_the_client_does(tmp_path: Path) -> None:
     public, context = certificate(tmp_path)
     server = await asyncio.start_server(ScriptedServer().serve, "localhost", 0, ssl=context)
     url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}"
@@ -117,7 +117,7 @@ async def test_many_calls_at_once_have_their_own_replies(link: ValkeyLink) -> No
     assert replies == [str(number).encode() for number in range(500)]
 
 
-async def test_the_reply_of_a_cancelled_call_goes_to_nobody_else(link: ValkeyLink) -> None:
+async def test_no_other_call_gets_the_reply_of_a_cancelled_call(link: ValkeyLink) -> None:
     calls = [asyncio.create_task(link.execute("ECHO", str(number))) for number in range(3)]
     await asyncio.sleep(0)  # all are sent
     calls[0].cancel()

@@ -146,7 +146,7 @@ def _check_resolution(order: Order, found: Resolution) -> None:
     if filled > order.quantity:
         raise ResolutionInvalid(f"{filled} lots filled of {order.quantity}")
     if filled < order.filled_quantity:
-        raise ResolutionInvalid(f"the broker has told of {order.filled_quantity} filled lots")
+        raise ResolutionInvalid(f"the broker has reported {order.filled_quantity} filled lots")
     if (found.state == OrderState.FILLED) != (filled == order.quantity):
         raise ResolutionInvalid("an order is filled when all its lots are, and not before")
     if found.state == OrderState.REJECTED and filled:

@@ -53,7 +53,7 @@ class PassRecord:
     place: PassBasis
     #: Seconds since it began, by PostgreSQL's clock.
     age: float
-    #: The host's boot, and seconds since then: a clock that nobody sets.
+    #: The host's boot id, and seconds since the boot: a clock that cannot be set.
     boot: str
     boottime: float
     guarded: str

@@ -106,9 +106,7 @@ async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused
         await acceptance.accept_order_alone(database, new_order("c-2", account_id="other"))
 
 
-async def test_connections_that_ended_while_nobody_used_them_are_replaced(
-    database: Database, migrated_database: str
-) -> None:
+async def test_idle_connections_that_ended_are_replaced(database: Database, migrated_database: str) -> None:
     await asyncio.gather(*(said(database, str(number)) for number in range(4)))
     assert await end_connections(migrated_database) > 0
     await asyncio.sleep(0.2)  # their ends are heard of
@@ -164,7 +162,7 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     await database.close()
 
 
-async def test_what_a_url_tells_sqlalchemy_is_heard_here_too(migrated_database: str) -> None:
+async def test_the_options_of_the_url_hold_for_single_statements_too(migrated_database: str) -> None:
     options = "prepared_statement_cache_size=0&command_timeout=3&timeout=4"
     database = Database(f"{migrated_database}?{options}", pool_size=1)
     assert await said(database, "word") == "word"
@@ -175,7 +173,7 @@ async def test_what_a_url_tells_sqlalchemy_is_heard_here_too(migrated_database: 
     await database.close()
 
 
-async def test_the_answer_to_a_call_that_was_given_up_is_read_by_nobody_else(database: Database) -> None:
+async def test_no_other_call_reads_the_answer_to_a_cancelled_call(database: Database) -> None:
     cut = 0
     for number in range(30):
         given_up = asyncio.create_task(database.row(_SLEEP, {"seconds": 0.02}))

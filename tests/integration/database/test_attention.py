@@ -48,7 +48,7 @@ async def row(database: Database, order_id: uuid.UUID) -> Order:
 
 
 @pytest.mark.parametrize("by_answer", [True, False])
-async def test_a_final_order_is_looked_at_by_nobody(database: Database, by_answer: bool) -> None:
+async def test_a_final_order_is_never_checked_again(database: Database, by_answer: bool) -> None:
     order_id = await placed(database)
     assert (await row(database, order_id)).verify_at is not None
     async with database.session() as session:

@@ -255,7 +255,7 @@ async def test_a_worker_that_served_and_ended_in_order_clears_earlier_crashes(da
     assert (await crashes(database, "six")).crashes == ()
 
 
-async def test_a_crash_is_noted_also_after_the_worker_said_that_it_closes(database: Database) -> None:
+async def test_a_crash_is_recorded_even_after_an_orderly_end(database: Database) -> None:
     async with database.session() as session:
         await worker_sessions.assign_epoch(session, user_id="42", claim_id="c", pool="p")
         await worker_sessions.end_session(session, claim_id="c", reason="worker closed")

@@ -28,7 +28,7 @@ async def told(server: PostgresServer, name: str, statement: str) -> object:
         await link.close()
 
 
-async def test_rows_and_numbers_of_an_earlier_test_are_gone_and_whoever_is_connected_is_cut_off(
+async def test_rows_and_numbers_of_an_earlier_test_are_gone_and_open_connections_are_ended(
     postgres_server: PostgresServer, databases: MigratedDatabases
 ) -> None:
     name = databases.take()

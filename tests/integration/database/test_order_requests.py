@@ -62,7 +62,7 @@ async def shown(
         return await recording.get_order(session, order_id)
 
 
-async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(database: Database) -> None:
+async def test_a_change_whose_api_died_is_applied_once_the_broker_shows_it(database: Database) -> None:
     order_id = await resting(database)
     await ask(database, order_id, "r", 2, "101")
     for _ in range(2):
@@ -73,7 +73,7 @@ async def test_a_change_whose_api_died_is_in_the_books_once_the_broker_shows_it(
     assert events.count(f"{order_id}:replace:r#confirmed") == 1
 
 
-async def test_what_nobody_asked_for_changes_no_books(database: Database) -> None:
+async def test_a_change_that_was_not_requested_is_not_applied(database: Database) -> None:
     order_id = await resting(database)
     order = await shown(database, order_id, 2, "101")
     assert (order.quantity, order.price) == (5, Decimal(100))
@@ -94,7 +94,7 @@ async def test_a_list_that_is_behind_takes_no_change_back(database: Database) ->
 
 
 @pytest.mark.parametrize("looks", [[(5, "101"), (3, "101")], [(3, "100"), (3, "101")], [(3, "101")]])
-async def test_two_changes_under_way_together_are_both_in_the_books(
+async def test_two_concurrent_changes_are_both_applied(
     database: Database, looks: list[tuple[int, str]]
 ) -> None:
     """In whatever order they were made, and however often the broker was looked at."""

@@ -19,7 +19,7 @@ __all__ = ["database"]  # the fixture, shared with the room's first file
 
 
 @pytest.mark.parametrize("event_first", [True, False])
-async def test_a_rejected_order_keeps_its_code_whoever_reports_first(
+async def test_a_rejected_order_keeps_its_code_whether_event_or_answer_comes_first(
     database: Database,
     event_first: bool,
 ) -> None:

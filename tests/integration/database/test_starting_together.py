@@ -50,7 +50,7 @@ async def test_after_its_connections_were_cut_the_pool_comes_back_by_itself(empt
     await database.close()
 
 
-async def test_a_caller_waits_for_a_connection_only_as_long_as_it_was_told(empty_database: str) -> None:
+async def test_a_caller_waits_for_a_connection_at_most_pool_wait_seconds(empty_database: str) -> None:
     database = Database(empty_database, pool_size=1, pool_wait=0.1)
     async with database.session():
         try:

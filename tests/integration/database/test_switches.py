@@ -46,7 +46,7 @@ async def put(database: Database, scope: TradingScope, state: SwitchState) -> in
         return row.version
 
 
-async def test_nobody_is_switched_until_somebody_switches(database: Database) -> None:
+async def test_without_a_switch_everybody_may_trade(database: Database) -> None:
     async with database.session() as session:
         assert await switches.switch_of_user(session, "alice") == OPEN
         assert (await switches.read_switches(session)).for_user("alice") == OPEN

@@ -44,7 +44,7 @@ async def stored(
         return await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
 
 
-async def test_a_transition_that_is_told_twice_stands_once(database: Database) -> None:
+async def test_a_transition_recorded_twice_is_stored_once(database: Database) -> None:
     assert await record(database, "42", "run-1", row(1), row(2)) == 2
     assert await record(database, "42", "run-1", row(2), row(3)) == 1
     assert await record(database, "42", "run-1", row(1), row(2), row(3)) == 0
@@ -67,7 +67,7 @@ async def test_a_reader_goes_on_behind_what_it_has_seen(database: Database) -> N
     assert [one.number for one in first + rest] == [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_ids_of_one_user_appear_in_order_whoever_writes(database: Database) -> None:
+async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Database) -> None:
     """A reader that resumes behind the highest id it saw must not miss one that is committed later."""
     seen: list[int] = []
 
@@ -85,7 +85,7 @@ async def test_ids_of_one_user_appear_in_order_whoever_writes(database: Database
     assert seen == [one.id for one in await stored(database, "42")]
 
 
-async def test_listeners_are_told_of_new_transitions_only(database: Database, migrated_database: str) -> None:
+async def test_listeners_are_notified_of_new_transitions(database: Database, migrated_database: str) -> None:
     heard: asyncio.Queue[str] = asyncio.Queue()
     listener = await asyncpg.connect(migrated_database.replace("postgresql+asyncpg", "postgresql"))
 

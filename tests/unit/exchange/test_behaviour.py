@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from infra.exchange.behaviour import ALWAYS, Behaviour, FaultPoint
 
 
-def test_a_fault_strikes_as_often_as_it_was_set() -> None:
+def test_a_fault_hits_as_often_as_it_was_set() -> None:
     behaviour = Behaviour(faults={FaultPoint.LOST_ACK: 2, FaultPoint.LOST_EVENT: 1})
     once = behaviour.after_fault(FaultPoint.LOST_ACK)
     twice = once.after_fault(FaultPoint.LOST_ACK)

@@ -18,7 +18,7 @@ from worker_runtime.protocol.exchange import Login, Replace
 from worker_runtime.protocol.messages import OrderState
 
 
-def test_a_plain_acceptance_is_told_by_the_answer_alone(exchange: PaperExchange) -> None:
+def test_only_the_answer_reports_a_plain_acceptance(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     taken = exchange.place(login(exchange), limit("90"))
     assert taken.order.state is OrderState.SUBMITTED
@@ -72,7 +72,7 @@ def test_a_delayed_fill_comes_when_its_time_is_up_and_once(
     assert [event.order.state for event in client.events] == [OrderState.FILLED]
 
 
-def test_an_order_that_nobody_fills_rests_until_the_behaviour_changes(exchange: PaperExchange) -> None:
+def test_an_unfilled_order_rests_until_the_behaviour_changes(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(fill=FillMode.NEVER))
     exchange.market.set_price("2330", Decimal(90))
     taken = exchange.place(login(exchange), limit("90"))
@@ -191,7 +191,7 @@ def test_the_behaviour_of_an_unknown_account_cannot_be_set(exchange: PaperExchan
         exchange.set_behaviour("nobody", Behaviour())
 
 
-def test_lost_events_are_not_told_and_duplicates_are_told_twice(exchange: PaperExchange) -> None:
+def test_lost_events_are_not_sent_and_duplicates_are_sent_twice(exchange: PaperExchange) -> None:
     client = TraderClient()
     session = login(exchange, client=client)
     exchange.market.set_price("2330", Decimal(100))

@@ -56,13 +56,13 @@ async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() ->
     assert (await loop.round()).wanted == 2
 
 
-async def test_the_margin_is_for_the_workers_of_a_look_and_a_cold_start() -> None:
+async def test_spare_hosts_cover_the_workers_of_one_period_and_a_cold_start() -> None:
     hosts = SimulatedHosts(KIND, seed=1)
     made = await keeping(hosts, FakeLauncher(), ScriptedPools(0), rate=2.0).round()
     assert made.warm == 5  # 2 a second for 63 and 10 s are 146 workers
 
 
-async def test_a_platform_that_does_not_tell_is_told_nothing() -> None:
+async def test_a_platform_that_does_not_answer_is_not_scaled() -> None:
     hosts = SimulatedHosts(KIND, seed=1)
     hosts.unreachable = True
     with pytest.raises(HostsUnreachable):

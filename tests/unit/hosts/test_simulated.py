@@ -70,7 +70,7 @@ async def test_no_host_with_a_worker_is_ended_by_a_smaller_plan() -> None:
     assert [host.host_id for host in await hosts.hosts()] == ["host-1"]
 
 
-async def test_an_unreachable_platform_is_said_so() -> None:
+async def test_an_unreachable_platform_raises() -> None:
     hosts = SimulatedHosts(KIND, seed=1)
     hosts.unreachable = True
     with pytest.raises(HostsUnreachable):

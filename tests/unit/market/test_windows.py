@@ -59,7 +59,7 @@ def test_an_evening_ends_on_the_next_day_and_a_short_day_has_none() -> None:
     assert current_window([night], CALENDAR, at("2026-11-18 05:00")) == (None, at("2026-11-23 14:50"))
 
 
-def test_the_first_window_that_holds_counts_and_changes_between_two_are_told() -> None:
+def test_the_first_window_counts_and_the_next_change_is_found() -> None:
     bell = Window(begins=time(9), ends=time(10), weekdays=WORKDAYS, zone=TAIPEI)
     assert current_window([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (1, at("2026-11-16 09:00"))
     assert current_window([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 10:00"))
@@ -100,9 +100,7 @@ windows = st.builds(
     moment=st.integers(int(at("2026-01-01 00:00")), int(at("2026-12-01 00:00"))),
     between=st.floats(0, 1, exclude_max=True),
 )
-def test_nothing_changes_before_the_time_that_is_told(
-    hours: list[Window], moment: int, between: float
-) -> None:
+def test_nothing_changes_before_the_returned_time(hours: list[Window], moment: int, between: float) -> None:
     """And something does at that time, but for a window that begins again when it ends."""
     now, until = current_window(hours, CALENDAR, moment)
     horizon = (AHEAD - 2) * timedelta(days=1).total_seconds()

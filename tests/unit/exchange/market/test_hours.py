@@ -61,7 +61,7 @@ def test_half_a_day_off_is_far_from_now_at_any_time(clock: ExchangeClock, hours:
     assert since / 1000 == pytest.approx(12 * HOUR, abs=60)
 
 
-def test_what_rests_expires_at_the_end_of_the_day_and_its_owner_is_told(exchange: PaperExchange) -> None:
+def test_resting_orders_expire_at_the_end_of_the_day_with_an_event(exchange: PaperExchange) -> None:
     exchange.market.set_price("2330", Decimal(100))
     client = TraderClient()
     session = login(exchange, client=client)

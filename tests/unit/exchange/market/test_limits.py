@@ -160,7 +160,7 @@ def test_an_address_can_be_limited_for_all_persons_behind_it(exchange: PaperExch
     assert kinds(exchange, "other") == []
 
 
-def test_a_wrong_key_counts_for_nobody(exchange: PaperExchange) -> None:
+def test_a_login_with_a_wrong_key_is_not_counted(exchange: PaperExchange) -> None:
     exchange.sessions.set_limits(ExchangeLimits(logins_per_day=1))
     exchange.accounts.register(
         AccountRegistration(account="a", api_key="other", secret_key="s", person_id="person")

@@ -24,9 +24,7 @@ def path(exchange: PaperExchange, clock: ExchangeClock, steps: int = 50) -> list
     return found
 
 
-def test_prices_stand_still_until_they_are_told_to_walk(
-    exchange: PaperExchange, clock: ExchangeClock
-) -> None:
+def test_prices_stand_still_without_a_walk(exchange: PaperExchange, clock: ExchangeClock) -> None:
     exchange.market.set_price("2330", Decimal(100))
     assert set(path(exchange, clock)) == {Decimal(100)}
 

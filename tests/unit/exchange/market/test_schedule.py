@@ -45,7 +45,7 @@ def test_accounts_points_and_seeds_have_courses_of_their_own(ledger: ExchangeLed
     assert len({tuple(one) for one in courses}) == 5
 
 
-def test_a_point_without_a_rate_never_strikes_and_a_rate_of_one_always(ledger: ExchangeLedger) -> None:
+def test_a_fault_without_a_rate_never_hits_and_a_rate_of_one_always(ledger: ExchangeLedger) -> None:
     schedule = FaultSchedule(ledger)
     schedule.set(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     assert all(course(schedule, "a", FaultPoint.LOST_PONG))

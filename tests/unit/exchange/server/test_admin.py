@@ -90,7 +90,7 @@ async def test_a_question_may_stay_without_answer_or_break_the_line(server: Exch
         assert wire.closed()
 
 
-async def test_a_ban_is_told_by_codes_and_stands_in_the_ledger(server: ExchangeServer) -> None:
+async def test_a_ban_has_a_code_and_is_in_the_ledger(server: ExchangeServer) -> None:
     await register(server, "busy")
     async with ExchangeAdmin(server.admin_url) as admin:
         await admin.set_limits(ExchangeLimits(orders=2, suspend_after=1))
@@ -138,7 +138,7 @@ async def test_maintenance_has_a_code_of_its_own(server: ExchangeServer) -> None
             await admin.end_maintenance()
 
 
-async def test_a_fault_plan_strikes_alike_twice(server: ExchangeServer) -> None:
+async def test_a_fault_plan_repeats_itself(server: ExchangeServer) -> None:
     await register(server, "planned")
     plan = FaultPlan(seed=5, rates={FaultPoint.LOST_PONG: 0.5})
     courses = []
