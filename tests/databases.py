@@ -18,7 +18,7 @@ from infra.database.migrate import migrate
 from infra.local.process import HOST
 from infra.local.servers import PostgresServer
 
-#: Ends whoever is still connected, as `drop database … with (force)` would.
+#: Ends every open connection, as `drop database … with (force)` would.
 _ALONE = """
 select pg_terminate_backend(pid, 5000) from pg_stat_activity
 where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'

@@ -1,4 +1,4 @@
-"""What asyncio's tasks wait for, told when a test meets its time limit."""
+"""What asyncio's tasks wait for, shown when a test meets its time limit."""
 
 from __future__ import annotations
 

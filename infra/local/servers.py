@@ -236,15 +236,6 @@ class TemporalServer(Server):
     def answers(self) -> bool:
         if not accepts(self.port):
             return False
-        done = subprocess.run(
-            [self.binary(), "operator", "cluster", "health", "--address", self.address],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-            timeout=START_TIMEOUT,
-        )
-        if done.returncode:
-            return False
         listed = subprocess.run(
             [self.binary(), "operator", "search-attribute", "list", "--address", self.address],
             capture_output=True,

@@ -23,7 +23,7 @@ WATCH_CONFIRM = 1.0
 #: Seconds; a healthy session is not replaced because the machine stood still for a moment: tests compare
 #: the processes of workers before and after.
 PULSE_TIMEOUT = 8.0
-#: Users with a worker to whom nothing happens. They are many, because nobody is told of missing marks while
+#: Users with a worker to whom nothing happens. They are many, because no missing mark is reported while
 #: a fifth of all is missing (no-healthy-kill).
 BYSTANDERS = 18
 

@@ -13,43 +13,43 @@ from tests.chaos.line import LineTrouble, WorkerLines
 
 @dataclass(frozen=True)
 class Fault:
-    """`strike` does the harm and returns how to let the old worker go again."""
+    """`inject` breaks something, and returns the function that frees the old worker again."""
 
     name: str
     #: Whether it takes a fresh login, in place or elsewhere, until the user is served for good again.
     relogin: bool
-    strike: Callable[[WorkerProcesses, WorkerLines, str, str], Callable[[], None]]
+    inject: Callable[[WorkerProcesses, WorkerLines, str, str], Callable[[], None]]
 
 
 def _stopping(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
-    def strike(
+    def inject(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
         pids = chosen(found)
         send_signal(signal.SIGSTOP, *pids)
         return lambda: send_signal(signal.SIGCONT, *pids)
 
-    return Fault(name, relogin, strike)
+    return Fault(name, relogin, inject)
 
 
 def _killing(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
-    def strike(
+    def inject(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
         send_signal(signal.SIGKILL, *chosen(found))
         return lambda: None
 
-    return Fault(name, relogin, strike)
+    return Fault(name, relogin, inject)
 
 
 def _line(line: LineTrouble) -> Fault:
-    def strike(
+    def inject(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
         lines.trouble(line, worker_id, user_id)
         return lambda: lines.heal(worker_id)
 
-    return Fault(f"valkey {line.value}", True, strike)
+    return Fault(f"valkey {line.value}", True, inject)
 
 
 FAULTS = (

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from infra.exchange.records import LedgerOrder, LedgerSession
 from infra.lab.chaos.orders.judge import orders_of_old_epochs, overlapping_sessions, sessions_in_order
 
-#: States in which an order may rest for good: final ones, and the one that says that nobody knows.
+#: States in which an order may stay: final ones, and those that a person has to decide.
 SETTLED = frozenset({"filled", "cancelled", "rejected", "expired", "unknown", "needs_attention"})
 #: States that say that the broker never took the order.
 NOT_TAKEN = frozenset({"rejected", "expired"})
 
 
 @dataclass(frozen=True)
-class ToldOrder:
-    """What the API said last about an order."""
+class AnsweredOrder:
+    """The API's last answer about an order."""
 
     order_id: str
     state: str
@@ -26,19 +26,19 @@ class ToldOrder:
 
 
 def violations(
-    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], told: Mapping[str, ToldOrder]
+    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], answers: Mapping[str, AnsweredOrder]
 ) -> list[str]:
-    """In sentences; none if all is well. Times are the exchange's own, in ms."""
+    """Returns what is wrong, in sentences. Times are the exchange's own, in ms."""
     opened = sessions_in_order(sessions)
     ledger = list(orders)
-    return [*overlapping_sessions(opened), *orders_of_old_epochs(opened, ledger), *_outcomes(ledger, told)]
+    return [*overlapping_sessions(opened), *orders_of_old_epochs(opened, ledger), *_outcomes(ledger, answers)]
 
 
-def _outcomes(orders: list[LedgerOrder], told: Mapping[str, ToldOrder]) -> list[str]:
+def _outcomes(orders: list[LedgerOrder], answers: Mapping[str, AnsweredOrder]) -> list[str]:
     counted = Counter(order.client_note for order in orders)
     states = {order.client_note: order.state.value for order in orders}
     found = [f"order {name} arrived {count} times" for name, count in counted.items() if count > 1]
-    for one in told.values():
+    for one in answers.values():
         there = states.get(one.order_id)
         if one.state not in SETTLED:
             found.append(f"order {one.order_id} rests in {one.state}")
@@ -46,6 +46,6 @@ def _outcomes(orders: list[LedgerOrder], told: Mapping[str, ToldOrder]) -> list[
             found.append(f"order {one.order_id} is {one.state} ({one.code}), but the broker has it: {there}")
         if one.state == "filled" and there != "filled":
             found.append(f"order {one.order_id} is filled, but the broker says {there}")
-    unknown = set(counted) - {one.order_id for one in told.values()}
+    unknown = set(counted) - {one.order_id for one in answers.values()}
     found += [f"order {name} at the broker was never accepted from anybody" for name in sorted(unknown)]
     return found

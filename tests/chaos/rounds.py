@@ -45,26 +45,26 @@ def play(chaos: ChaosHouse, fault: Fault, seed: int) -> FencingRound:
         with stream:
             wait_filled(stream, 0.0)
             time.sleep(chance.uniform(0.0, 0.3))  # anywhere in the life of an order
-            struck = time.monotonic()
-            let_go = fault.strike(found, chaos.lines, worker_id, trader.user_id)
+            injected = time.monotonic()
+            let_go = fault.inject(found, chaos.lines, worker_id, trader.user_id)
             # Half of them early, in the middle of the change of owners; the rest when it is over.
             early = chance.random() < 0.5
             timer = threading.Timer(chance.uniform(0.5, 1.5 * MARK_TTL), let_go) if early else None
             if timer is not None:
                 timer.start()
             try:
-                served = _served_again(chaos, trader, fault, known, stream, struck, early=early)
+                served = _served_again(chaos, trader, fault, known, stream, injected, early=early)
             finally:
                 if timer is not None:
                     timer.join(2 * MARK_TTL)
                 let_go()
             wait_filled(stream, time.monotonic())  # with the old one let go
-        told = {one.order_id: one for one in stream.settle().values()}
-        judged = violations(house.sessions(trader), house.ledger(trader), told)
+        answers = {one.order_id: one for one in stream.settle().values()}
+        judged = violations(house.sessions(trader), house.ledger(trader), answers)
     finally:
         stream.close()
     house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
-    done = FencingRound(fault.name, trader.user_id, served - struck, len(told), tuple(judged))
+    done = FencingRound(fault.name, trader.user_id, served - injected, len(answers), tuple(judged))
     logging.getLogger(__name__).info("%s", done)
     return done
 
@@ -75,12 +75,12 @@ def _served_again(
     fault: Fault,
     known: set[str],
     stream: OrderStream,
-    struck: float,
+    injected: float,
     *,
     early: bool,
 ) -> float:
     """When the first order was filled that was sent after the fault, by a fresh login if it needs one."""
-    after = struck
+    after = injected
     if fault.relogin and not early:  # one that is let go early may go on as if nothing had been
 
         def fresh() -> bool:

@@ -11,7 +11,7 @@ from tests.chaos.traps import KillTrap, Program, ServerLine, When
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, RESOLVE_OVERDUE, SPEND_BUDGET
 
-#: Lots by which the answer to one order is told from all others: it names nothing else that is known before.
+#: Lots by which the answer to one order is recognised: it names nothing else that is known before.
 _TOLD = 137
 
 

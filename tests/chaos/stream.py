@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import httpx
 
-from tests.chaos.judge import SETTLED, ToldOrder
+from tests.chaos.judge import SETTLED, AnsweredOrder
 from tests.e2e.conftest import PATIENCE, Trader, until
 
 #: Seconds; orders of one stream come this close to each other, unless an answer takes longer.
@@ -25,7 +25,7 @@ class OrderStream:
     trader: Trader
     pause: float = PAUSE
     #: Client order id → what the API said last; None while it said nothing.
-    told: dict[str, ToldOrder | None] = field(default_factory=dict)
+    answers: dict[str, AnsweredOrder | None] = field(default_factory=dict)
     #: Of each order that was filled: when it was sent and when its answer came, monotonic seconds.
     fills: list[tuple[float, float]] = field(default_factory=list)
 
@@ -51,10 +51,10 @@ class OrderStream:
             self.place()
             self._stopping.wait(self.pause)
 
-    def place(self, client_order_id: str = "", wait: float = 20.0) -> ToldOrder | None:
+    def place(self, client_order_id: str = "", wait: float = 20.0) -> AnsweredOrder | None:
         """One order; the same id again is the same order."""
         name = client_order_id or uuid4().hex
-        self.told.setdefault(name, None)
+        self.answers.setdefault(name, None)
         body = {
             "client_order_id": name,
             "account_id": self.trader.account_id,
@@ -69,41 +69,41 @@ class OrderStream:
         view = answer.json()
         order = view if answer.is_success else view.get("order")
         if order is None:  # refused before it was an order: nothing may be at the broker
-            self.told[name] = None
+            self.answers[name] = None
             return None
-        told = ToldOrder(order["id"], order["state"], order.get("code"), order.get("reason"))
-        self.told[name] = told
-        if told.state == "filled":
+        shown = AnsweredOrder(order["id"], order["state"], order.get("code"), order.get("reason"))
+        self.answers[name] = shown
+        if shown.state == "filled":
             self.fills.append((began, time.monotonic()))
-        return told
+        return shown
 
     def _symbol_of(self, name: str) -> str:
         """One of its own for each order: an order whose outcome is unknown blocks its symbol."""
-        return f"S{list(self.told).index(name) + 1}"
+        return f"S{list(self.answers).index(name) + 1}"
 
-    def settle(self, patience: float = PATIENCE) -> dict[str, ToldOrder]:
+    def settle(self, patience: float = PATIENCE) -> dict[str, AnsweredOrder]:
         """Every order that was accepted, by client order id, once each has an outcome.
 
         An order that got no answer at all is asked for by its own id: a repeat places nothing new. Raises
         AssertionError after `patience` seconds.
         """
-        for name, told in list(self.told.items()):
-            if told is None or told.state not in SETTLED:
+        for name, shown in list(self.answers.items()):
+            if shown is None or shown.state not in SETTLED:
                 until(lambda name=name: self._settled(name), f"outcome of {name}", patience)  # type: ignore[misc]
-        return {name: told for name, told in self.told.items() if told is not None}
+        return {name: shown for name, shown in self.answers.items() if shown is not None}
 
-    def _settled(self, name: str) -> ToldOrder | None:
-        told = self.told[name]
-        if told is None:
-            told = self.place(name, wait=5.0)
+    def _settled(self, name: str) -> AnsweredOrder | None:
+        shown = self.answers[name]
+        if shown is None:
+            shown = self.place(name, wait=5.0)
         else:
             try:
-                view = self._ask("GET", f"/v1/orders/{told.order_id}").json()
+                view = self._ask("GET", f"/v1/orders/{shown.order_id}").json()
             except httpx.HTTPError:
                 return None
-            told = ToldOrder(told.order_id, view.get("state", ""), view.get("code"), view.get("reason"))
-            self.told[name] = told
-        return told if told is not None and told.state in SETTLED else None
+            shown = AnsweredOrder(shown.order_id, view.get("state", ""), view.get("code"), view.get("reason"))
+            self.answers[name] = shown
+        return shown if shown is not None and shown.state in SETTLED else None
 
     def _ask(self, method: str, path: str, wait: float | None = None, **how: Any) -> httpx.Response:
         params = {} if wait is None else {"wait": wait}

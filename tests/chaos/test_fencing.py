@@ -44,7 +44,7 @@ def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(chaos_ho
     assert not failures, "\n".join([*failures, report(rounds)])
     assert len(rounds) == ROUNDS
     assert all(one.orders >= 2 for one in rounds), report(rounds)
-    # no-healthy-kill: whoever was near by has the worker it had before. (Where the machine stands still for
+    # no-healthy-kill: every bystander has the worker it had before. (Where the machine stands still for
     # as long as so short a lease lasts, a worker closes its session by itself, and opens it again.)
     house = chaos_house.house
     for bystander in chaos_house.bystanders:

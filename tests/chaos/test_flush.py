@@ -50,7 +50,7 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
         # session by itself, and opens it again.)
         until(lambda trader=stream.trader: len(house.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
         assert len({session.client for session in house.sessions(stream.trader)}) == 1
-        told = {one.order_id: one for one in stream.settle(60.0).values()}
-        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), told) == []
+        answers = {one.order_id: one for one in stream.settle(60.0).values()}
+        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
         stream.close()
         house.call("POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={})

@@ -1,4 +1,4 @@
-"""The judge of the chaos tests sees what it is there for."""
+"""The judge of the chaos tests finds each kind of harm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from infra.exchange.connection import HUNG_UP
 from infra.exchange.records import LedgerOrder, LedgerSession
-from tests.chaos.judge import ToldOrder, violations
+from tests.chaos.judge import AnsweredOrder, violations
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 
@@ -48,7 +48,7 @@ def order(note: str, client: str, at: int, state: OrderState = OrderState.FILLED
 
 
 GOOD = [session("s1", "w-1/1", 0, 100), session("s2", "w-2/2", 100, None)]
-FILLED = {"o1": ToldOrder("o1", "filled")}
+FILLED = {"o1": AnsweredOrder("o1", "filled")}
 
 
 def test_a_worker_that_follows_another_is_no_violation() -> None:
@@ -61,7 +61,7 @@ def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up
 
 
 @pytest.mark.parametrize(
-    ("sessions", "orders", "told", "what"),
+    ("sessions", "orders", "answers", "what"),
     [
         ([session("s1", "w-1/1", 0, 101), GOOD[1]], [], {}, "two sessions at once"),
         ([session("s1", "w-1/1", 0, 101, HUNG_UP), GOOD[1]], [], {}, "two sessions at once"),
@@ -75,14 +75,14 @@ def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up
         ([session("s1", "w-1/1", 0, None), session("s2", "w-1/1", 50, None)], [], {}, "two sessions at once"),
         (GOOD, [order("o1", "w-1/1", 101)], FILLED, "after the login of w-2/2"),
         (GOOD, [order("o1", "w-1/1", 1), order("o1", "w-2/2", 200)], FILLED, "arrived 2 times"),
-        (GOOD, [], {"o1": ToldOrder("o1", "queued")}, "rests in queued"),
+        (GOOD, [], {"o1": AnsweredOrder("o1", "queued")}, "rests in queued"),
         (GOOD, [], FILLED, "the broker says None"),
-        (GOOD, [order("o1", "w-1/1", 1)], {"o1": ToldOrder("o1", "expired")}, "but the broker has it"),
+        (GOOD, [order("o1", "w-1/1", 1)], {"o1": AnsweredOrder("o1", "expired")}, "but the broker has it"),
         (GOOD, [order("o1", "w-1/1", 1)], {}, "never accepted from anybody"),
     ],
 )
 def test_each_harm_is_named(
-    sessions: list[LedgerSession], orders: list[LedgerOrder], told: dict[str, ToldOrder], what: str
+    sessions: list[LedgerSession], orders: list[LedgerOrder], answers: dict[str, AnsweredOrder], what: str
 ) -> None:
-    [found] = violations(sessions, orders, told)
+    [found] = violations(sessions, orders, answers)
     assert what in found

@@ -50,17 +50,17 @@ SETTLE = 120.0
 #: waits for the lease to end.
 SPRUNG = {
     Way.PLACED: 5.0,
-    Way.FILLED_LATER: 12.0,
-    Way.LEFT: 12.0,
-    Way.LATE: 15.0,
-    Way.JOURNALED: 15.0,
+    Way.FILLED_LATER: 15.0,
+    Way.LEFT: 15.0,
+    Way.LATE: 20.0,
+    Way.JOURNALED: 20.0,
     Way.CANCELLED: 5.0,
     Way.REPLACED: 5.0,
 }
 #: Of an order that works at the broker until it is taken back, and what its client changes it to.
 RESTS = {"price_type": "LMT", "price": "100", "time_in_force": "ROD"}
 NEW_PRICE = "101"
-ATTEMPTS = 8
+ATTEMPTS = 10
 SHORT: dict[str, Any] = {
     "mark_ttl": 10.0,
     "mark_period": 1.0,
@@ -126,7 +126,7 @@ class Play:
 
     def _make_ready(self, trader: Trader) -> None:
         self._house.start_until_active(trader)
-        self._until_told(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
+        self._until_answered(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
 
     def _share(self, trader: Trader, number: int) -> dict[str, StepScene]:
         return {step.name: self._scene(trader, step) for step in STEPS[number::TRADERS]}
@@ -147,7 +147,7 @@ class Play:
     def _begin(self, trader: Trader, step: KillStep, mine: Mine) -> tuple[KillTrap, str, ClientOrder | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
-            placed = self._until_told(trader, mine.symbol, step.quantity)
+            placed = self._until_answered(trader, mine.symbol, step.quantity)
             return trap, placed.order_id, placed
         if step.way is Way.FILLED_LATER:
             return self._filled_later(trader, mine, step)
@@ -161,7 +161,7 @@ class Play:
         which beside another order's fill would be taken for its own."""
         by_hand = Behaviour(fill=FillMode.MANUAL)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, by_hand))
-        placed = self._until_told(trader, mine.symbol, step.quantity)
+        placed = self._until_answered(trader, mine.symbol, step.quantity)
         until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
         [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
         trap = self._traps.arm(step.trap(replace(mine, order_id=uuid.UUID(placed.order_id))))
@@ -172,7 +172,7 @@ class Play:
         """The trap is set once the order works; in the end its client takes it back in any case."""
         never = Behaviour(fill=FillMode.NEVER)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
-        placed = self._until_told(trader, mine.symbol, step.quantity, **RESTS)
+        placed = self._until_answered(trader, mine.symbol, step.quantity, **RESTS)
         until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
         [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
         mine = replace(mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id)
@@ -203,7 +203,7 @@ class Play:
             return None
         return shown if answer.status_code == 200 else None
 
-    def _until_told(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> ClientOrder:
+    def _until_answered(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> ClientOrder:
         """As a careful client does it: the same order under the same id until an answer tells of it."""
         placed = ClientOrder(
             client_order_id=uuid.uuid4().hex,
@@ -212,7 +212,7 @@ class Play:
             quantity=quantity,
         )
 
-        def told() -> bool:
+        def answered() -> bool:
             try:
                 answer = self._house.order(
                     trader, placed.client_order_id, symbol=symbol, quantity=quantity, **shape
@@ -224,7 +224,7 @@ class Play:
                 placed.hear(view)
             return bool(view)
 
-        until(told, f"answer to the order of {symbol}", 150.0)
+        until(answered, f"answer to the order of {symbol}", 150.0)
         return placed
 
     async def _left(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, uuid.UUID]:

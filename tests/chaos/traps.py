@@ -1,4 +1,4 @@
-"""Traps on the lines between our processes: whoever sends a certain message is killed at that very step.
+"""Traps on the lines between our processes: a process is killed as it sends a certain message.
 
 All that a process does for an order and that others can see passes a connection to Valkey, PostgreSQL,
 Temporal or the exchange. So a proxy on each of these lines sees every step, and kills the process (SIGKILL)

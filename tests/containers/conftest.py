@@ -28,6 +28,7 @@ def container_house(docker_house: DockerHouse) -> Iterator[House]:
             docker_socket=docker_house.socket,
             docker_image=HUNGRY_IMAGE,
             connect_timeout=10.0,
+            api_processes=1,
         ) as stack:
             house = House(stack)
             yield house

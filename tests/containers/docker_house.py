@@ -33,7 +33,7 @@ from testcontainers.core.wait_strategies import LogMessageWaitStrategy
 WORKER_IMAGE = "berth-worker:test"
 #: `stand_in.py` of the launchers' contract in the worker's place.
 STAND_IN_IMAGE = "berth-stand-in:test"
-#: The real worker with a broker that eats memory when told so (`hungry_worker.py`).
+#: The real worker with a broker that eats memory on request (`hungry_worker.py`).
 HUNGRY_IMAGE = "berth-hungry:test"
 
 _STAND_IN = Path(__file__).parents[1] / "contract" / "launchers" / "stand_in.py"

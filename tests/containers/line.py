@@ -38,7 +38,7 @@ class DaemonLine:
         self._writers.clear()
 
     async def used(self, count: int) -> None:
-        """Waits until so many connections stand."""
+        """Waits until that many connections are open."""
         async with asyncio.timeout(PATIENCE), self._begun:
             await self._begun.wait_for(lambda: len(self._calls) >= count)
 

@@ -1,20 +1,23 @@
-"""`berth bench density` with small numbers, on the daemon of the tests."""
+"""`berth bench density` with small numbers, on the house of these tests."""
 
 from __future__ import annotations
 
 import pytest
 
 from infra.lab.bench import density
+from infra.lab.target import Target
+from tests.containers.conftest import POOL
 from tests.containers.docker_house import WORKER_IMAGE, DockerHouse
+from tests.e2e.conftest import House
 
 
-def test_density_is_measured_beside_a_container_that_eats_memory(
-    docker_house: DockerHouse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_density_is_measured_while_a_container_eats_memory(
+    house: House, docker_house: DockerHouse, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("BERTH_DOCKER_SOCKET", str(docker_house.socket))
-    monkeypatch.setenv("BERTH_DOCKER_IMAGE", WORKER_IMAGE)
-    result = density.run(2, seconds=2.0, rate=4.0, settle=0.5)
-    assert (result["workers"], result["n"], result["workers_lost"]) == (2, 8, 0)
+    result = density.measure(
+        Target(house.stack), docker_house.socket, WORKER_IMAGE, POOL, seconds=2.0, rate=4.0, settle=0.5
+    )
+    assert (result["workers"], result["n"], result["workers_lost"]) == (POOL, 8, 0)
     assert result["pss_mib_each"] > 5
     assert 0 < result["quiet_p50_ms"] <= result["quiet_p99_ms"]
     assert 0 < result["order_p50_ms"] <= result["order_p99_ms"]

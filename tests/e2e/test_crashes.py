@@ -67,7 +67,7 @@ def test_a_claim_whose_reply_is_dropped_is_found_again(house: House) -> None:
     stolen = threading.Event()
 
     def steal(client: Redis) -> None:
-        """Takes the worker's answer away from whoever waits for it."""
+        """Takes the worker's answer away before its reader gets it."""
         if client.blpop([keys.pool_reply(house.stack.settings.pool, claim_id)], timeout=20):
             stolen.set()
 

@@ -24,10 +24,10 @@ class ByHand:
     def ask(self, request: Login | Place) -> ExchangeReply:
         self._link.sendall(msgspec.json.encode(request) + b"\n")
         while True:
-            told = msgspec.json.decode(self._lines.readline(), type=ServerMessage)
-            if isinstance(told, ExchangeReply) and told.id == request.id:
-                assert told.error is None, told.detail
-                return told
+            reply = msgspec.json.decode(self._lines.readline(), type=ServerMessage)
+            if isinstance(reply, ExchangeReply) and reply.id == request.id:
+                assert reply.error is None, reply.detail
+                return reply
 
     def buy(self, symbol: str, number: int) -> str:
         """One lot at the market; the broker's id of the order."""

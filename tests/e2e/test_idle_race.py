@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.chaos.judge import ToldOrder, violations
+from tests.chaos.judge import AnsweredOrder, violations
 from tests.chaos.stream import OrderStream
 from tests.e2e.conftest import House
 
@@ -39,8 +39,8 @@ def restless_house() -> Iterator[House]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _trade(house: House, seed: int) -> tuple[int, list[str], list[ToldOrder]]:
-    """Orders of one user around the moment of the timeout; sessions it took, what is wrong, what was told."""
+def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]]:
+    """Trades as one user around the timeout; returns the sessions it took, what is wrong, and the answers."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     trader = house.trader()
     stream = OrderStream(house.stack.api_url, trader)
@@ -48,10 +48,10 @@ def _trade(house: House, seed: int) -> tuple[int, list[str], list[ToldOrder]]:
     for _ in range(ORDERS):
         stream.place()
         pause.wait(IDLE * chance.uniform(0.8, 1.3))
-    told = {one.order_id: one for one in stream.settle().values()}
+    answers = {one.order_id: one for one in stream.settle().values()}
     stream.close()
     sessions = house.sessions(trader)
-    return len(sessions), violations(sessions, house.ledger(trader), told), list(told.values())
+    return len(sessions), violations(sessions, house.ledger(trader), answers), list(answers.values())
 
 
 @pytest.mark.slow
@@ -59,10 +59,10 @@ def _trade(house: House, seed: int) -> tuple[int, list[str], list[ToldOrder]]:
 def test_orders_around_the_idle_timeout_are_all_executed_once(restless_house: House) -> None:
     with ThreadPoolExecutor(max_workers=USERS) as threads:
         results = list(threads.map(lambda seed: _trade(restless_house, seed), range(USERS)))
-    told = [one for _, _, some in results for one in some]
+    answers = [one for _, _, some in results for one in some]
     assert [what for _, found, _ in results for what in found] == []
-    assert len(told) == USERS * ORDERS
-    assert {one.state for one in told} == {"filled"}, [one for one in told if one.state != "filled"]
+    assert len(answers) == USERS * ORDERS
+    assert {one.state for one in answers} == {"filled"}, [one for one in answers if one.state != "filled"]
     # The race was run: the timeout came first for some of them, and the order for others.
     sessions = sum(count for count, _, _ in results)
     assert USERS < sessions < USERS * ORDERS

@@ -43,7 +43,7 @@ def orders_in_the_queue(client: Redis, trader: Trader) -> int:
 @contextmanager
 def held(house: House, trader: Trader) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
     """An order that the broker has, and three that wait for it in the queue. The broker stands still while
-    this is open, so that the first one holds the session: for the 10 s of a broker's call at the most."""
+    this is open, so that the first one holds the session: for at most the 10 s of a broker call."""
     assert house.order(trader).json()["state"] == "filled"
     exchange = house.stack.exchange.pid
     os.kill(exchange, signal.SIGSTOP)

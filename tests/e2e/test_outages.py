@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 2 * AWAY)]
 
 def _judge(house: House, streams: list[OrderStream]) -> None:
     for stream in streams:
-        told = {one.order_id: one for one in stream.settle().values()}
-        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), told) == []
+        answers = {one.order_id: one for one in stream.settle().values()}
+        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
         stream.close()
 
 

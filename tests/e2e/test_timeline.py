@@ -38,9 +38,9 @@ def test_a_life_is_told_from_the_first_claim_to_the_end(house: House) -> None:
     stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
     assert stopped.is_success, stopped.text
     until(lambda: ("Draining", "Terminated") in steps(house, trader), "the end")
-    told = steps(house, trader)
+    shown = steps(house, trader)
     start = [("Claimed", "Connecting"), ("Connecting", "Active")]
-    assert told == [
+    assert shown == [
         ("PoolIdle", "Claimed"),
         *start,
         ("Active", "Reconnecting"),
@@ -51,4 +51,4 @@ def test_a_life_is_told_from_the_first_claim_to_the_end(house: House) -> None:
         ("Active", "Draining"),
         ("Draining", "Terminated"),
     ]
-    assert all(before[1] == after[0] for before, after in pairwise(told))
+    assert all(before[1] == after[0] for before, after in pairwise(shown))

@@ -42,8 +42,10 @@ def listed(house: House, trader: Trader) -> list[tuple[str, int, str | None]]:
 
 
 def all_filled(house: House, trader: Trader) -> None:
-    """Until the books have what the answers told: they follow some 40 ms behind, and an order that the books
-    take for working stands in the way of a close (`POSITION_BUSY`)."""
+    """Waits until the books have what the answers said.
+
+    They follow some 40 ms behind, and an order that they show as working prevents a close (`POSITION_BUSY`).
+    """
     until(lambda: all(state == "filled" for state, *_ in listed(house, trader)), "fills in the books")
 
 

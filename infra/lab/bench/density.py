@@ -1,8 +1,8 @@
 """`berth bench density`: many workers as containers on one machine, while a neighbour eats memory.
 
 All of them are active, and their users place orders at a steady rate (open loop). Meanwhile containers with a
-worker's limits take memory until the kernel kills them, one after the other. Beside it in the same run the
-same orders without that neighbour.
+worker's limits take memory until the kernel kills them, one after the other. The same run measures the same
+orders without that neighbour.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class MemoryHog:
 
 
 def _start_workers(target: Target, users: list[BenchUser], say: Say) -> None:
-    """Until every user has an active worker."""
+    """Starts a worker for every user, and warms it up with orders."""
     done = 0
 
     def start(user: BenchUser) -> None:
@@ -166,7 +166,7 @@ def run(
     settle: float = _SETTLE,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """`workers` active workers; `rate` orders a second in all, for `seconds` without and with the eater."""
+    """Starts a stack whose workers are containers, and measures on it."""
     with (
         _daemon() as (socket, image),
         running(
@@ -177,25 +177,44 @@ def run(
             exchange_orders_per_10s=_ORDERS_PER_10S,
         ) as target,
     ):
-        users = target.make_users("dense", workers)
-        target.wait_ready(workers)
-        target.pool_update("pause")  # launches of new workers would run into the measurement
-        _start_workers(target, users, say)
-        say("measuring: density, memory and CPU at rest")
-        time.sleep(settle)
-        pids = list(target.worker_pids().values())
-        sizes = [pss_mib(pid) for pid in pids]
-        before = cpu_seconds(*pids)
-        time.sleep(settle)
-        rest = (cpu_seconds(*pids) - before) / settle * 100
-        say("measuring: density, orders")
-        quiet = _measure_orders(target, users, seconds, rate)
-        say("measuring: density, orders beside a container that eats memory")
-        before, alive = cpu_seconds(*pids), len(target.workers())
-        with MemoryHog(socket, image) as eater:
-            beside = _measure_orders(target, users, seconds, rate)
-        busy = (cpu_seconds(*pids) - before) / seconds * 100
-        left = len(target.workers())
+        return measure(target, socket, image, workers, seconds, rate, settle=settle, say=say)
+
+
+def measure(
+    target: Target,
+    socket: Path,
+    image: str,
+    workers: int,
+    seconds: float,
+    rate: float,
+    *,
+    settle: float,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Measures `workers` active workers, with `rate` orders a second in all, without and with the eater.
+
+    Each part takes `seconds`. The eater runs on the daemon at `socket`.
+    """
+    users = target.make_users("dense", workers)
+    target.wait_ready(workers)
+    target.pool_update("pause")  # launches of new workers would run into the measurement
+    _start_workers(target, users, say)
+    say("measuring: density, memory and CPU at rest")
+    time.sleep(settle)
+    pids = list(target.worker_pids().values())
+    sizes = [pss_mib(pid) for pid in pids]
+    before = cpu_seconds(*pids)
+    time.sleep(settle)
+    rest = (cpu_seconds(*pids) - before) / settle * 100
+    say("measuring: density, orders")
+    quiet = _measure_orders(target, users, seconds, rate)
+    say("measuring: density, orders while a container eats memory")
+    before, alive = cpu_seconds(*pids), len(target.workers())
+    with MemoryHog(socket, image) as eater:
+        crowded = _measure_orders(target, users, seconds, rate)
+    busy = (cpu_seconds(*pids) - before) / seconds * 100
+    left = len(target.workers())
+    target.pool_update("resume")
     return {
         "workers": len(pids),
         "pss_mib_each": round(sum(sizes) / len(sizes), 1),
@@ -203,9 +222,9 @@ def run(
         "cpu_percent_at_rest": round(rest, 1),
         "cpu_percent_trading": round(busy, 1),
         "rate": rate,
-        "n": len(beside),
-        "order_p50_ms": figures.milliseconds(beside, 50)["p50_ms"],
-        "order_p99_ms": figures.milliseconds(beside, 99)["p99_ms"],
+        "n": len(crowded),
+        "order_p50_ms": figures.milliseconds(crowded, 50)["p50_ms"],
+        "order_p99_ms": figures.milliseconds(crowded, 99)["p99_ms"],
         "quiet_p50_ms": figures.milliseconds(quiet, 50)["p50_ms"],
         "quiet_p99_ms": figures.milliseconds(quiet, 99)["p99_ms"],
         "eaters_killed": eater.killed,
@@ -223,7 +242,7 @@ def table(result: dict[str, Any]) -> None:
             (f"CPU of all at {result['rate']} orders/s", str(result["cpu_percent_trading"])),
             ("orders, ms", f"p50 {result['quiet_p50_ms']}   p99 {result['quiet_p99_ms']}"),
             (
-                "orders beside a container that eats memory, ms",
+                "orders while a container eats memory, ms",
                 f"p50 {result['order_p50_ms']}   p99 {result['order_p99_ms']}",
             ),
             ("killed by the kernel meanwhile", f"{result['eaters_killed']} such containers"),

@@ -118,7 +118,7 @@ class SimulatedStage:
                 return end.worker_id, end.exit_code, end.reason
         raise AssertionError("the stream of ends was closed")
 
-    async def told(self) -> list[str]:
+    async def reported(self) -> list[str]:
         entries = await self.client.xrange(keys.EVENTS)
         events: list[Event] = [decode(fields[b"e"], Event) for _, fields in entries]
         return [event.kind.value for event in events if isinstance(event, WorkerEvent)]
@@ -173,7 +173,7 @@ async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: Simulat
     assert await stage.client.get(keys.mark(USER)) == b"3:w1"
     metadata = await stage.client.hgetall(keys.metadata(USER))
     assert (metadata[b"state"], metadata[b"epoch"]) == (b"Active", b"3")
-    assert await stage.told() == ["connected"]
+    assert await stage.reported() == ["connected"]
 
 
 async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: SimulatedStage) -> None:
@@ -195,7 +195,7 @@ async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: Simu
     )
     assert await stage.ended() == ("w1", 0, "exited")
     assert not await stage.client.exists(keys.mark(USER), keys.metadata(USER))
-    assert await stage.told() == ["connected", "closed"]
+    assert await stage.reported() == ["connected", "closed"]
 
 
 async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: SimulatedStage) -> None:

@@ -23,22 +23,22 @@ class Times(NamedTuple):
     guest: float = 0.0
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> None:
+def set_times(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> None:
     answers: Iterator[tuple[float, ...]] = iter(times)
     monkeypatch.setattr(cpu, "psutil", SimpleNamespace(cpu_times=lambda: next(answers)))
 
 
 def test_stolen_time_is_a_share_of_what_the_machine_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, Times(100, 50, 900, 5, 20, 30), Times(130, 80, 990, 9, 40, 40))
+    set_times(monkeypatch, Times(100, 50, 900, 5, 20, 30), Times(130, 80, 990, 9, 40, 40))
     # 60 s of CPU time were had, 20 were wanted and given to others; idle time is neither.
     stolen = StolenTime()
     assert stolen.percent() == pytest.approx(25.0)
 
 
 def test_an_idle_machine_had_nothing_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, Times(100, 50, 900), Times(100, 50, 990))
+    set_times(monkeypatch, Times(100, 50, 900), Times(100, 50, 990))
     assert StolenTime().percent() == 0.0
 
 
-def test_this_machine_tells_a_share() -> None:
+def test_this_machine_shows_a_share() -> None:
     assert 0.0 <= StolenTime().percent() <= 100.0

@@ -1,4 +1,4 @@
-"""The client of the benches, against a server that says what it is told to."""
+"""The client of the benches, against a server that answers as the test says."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_answer_in_pieces() -> None:
         rest.close()
 
 
-def test_a_connection_that_was_to_be_closed_is_made_anew() -> None:
+def test_a_connection_that_was_to_be_closed_is_opened_again() -> None:
     with serving([_answer(b"1", more="Connection: close\r\n")], [_answer(b"2")]) as (url, _):
         rest = RestConnection(url, "key")
         assert [rest.call("GET", "/"), rest.call("GET", "/")] == [1, 2]
@@ -75,7 +75,7 @@ def test_a_connection_that_was_to_be_closed_is_made_anew() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "ConnectionResetError"),
     ],
 )
-def test_failures_are_told_and_the_next_call_goes_on(answer: bytes, reason: str) -> None:
+def test_failures_are_reported_and_the_next_call_goes_on(answer: bytes, reason: str) -> None:
     second = [answer, _answer(b"3")] if answer.startswith(b"HTTP/1.1 403") else [answer]
     with serving(second, *([] if len(second) == 2 else [[_answer(b"3")]])) as (url, _):
         rest = RestConnection(url, "key")

@@ -14,7 +14,7 @@ from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, OrderState, Pri
 
 
 def ours(state: str = "filled", **changes: object) -> OurOrder:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "order_id": "o1",
         "client_order_id": "c1",
         "user_id": "u",
@@ -23,8 +23,8 @@ def ours(state: str = "filled", **changes: object) -> OurOrder:
         "state": state,
     }
     if state == "filled":
-        told |= {"filled_quantity": 2, "average_price": Decimal("10.5")}
-    return OurOrder(**{**told, **changes})  # type: ignore[arg-type]
+        fields |= {"filled_quantity": 2, "average_price": Decimal("10.5")}
+    return OurOrder(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def fill(quantity: int, price: str) -> LedgerFill:
@@ -32,7 +32,7 @@ def fill(quantity: int, price: str) -> LedgerFill:
 
 
 def theirs(state: OrderState = OrderState.FILLED, **changes: object) -> LedgerOrder:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "broker_order_id": "P1",
         "account": "a",
         "session_id": "s",
@@ -51,14 +51,14 @@ def theirs(state: OrderState = OrderState.FILLED, **changes: object) -> LedgerOr
         "updated_ms": 5,
         "fills": (fill(1, "10"), fill(1, "11")) if state is OrderState.FILLED else (),
     }
-    return LedgerOrder(**{**told, **changes})  # type: ignore[arg-type]
+    return LedgerOrder(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def harms(books: Books, placed: tuple[ClientOrder, ...] = ()) -> list[OrderHarm]:
     return [finding.harm for finding in judge_orders(books, placed).findings]
 
 
-def told(order_id: str = "o1") -> ClientOrder:
+def client_order(order_id: str = "o1") -> ClientOrder:
     return ClientOrder(client_order_id="c1", user_id="u", account_id="a", quantity=2, order_id=order_id)
 
 
@@ -75,7 +75,7 @@ def told(order_id: str = "o1") -> ClientOrder:
     ],
 )
 def test_books_that_agree_are_settled_by_the_broker(our: OurOrder, their: LedgerOrder) -> None:
-    verdict = judge_orders(Books(ours=[our], ledger=[their]), [told()])
+    verdict = judge_orders(Books(ours=[our], ledger=[their]), [client_order()])
     assert verdict.findings == ()
     assert (verdict.orders, verdict.settled_by_broker, verdict.unsettled) == (1, 1, 0)
 
@@ -118,16 +118,16 @@ def test_an_order_at_the_broker_that_our_books_do_not_have_is_lost() -> None:
 
 
 def test_an_order_that_a_client_was_told_of_and_that_is_gone_is_lost() -> None:
-    assert harms(Books(ours=[], ledger=[]), (told(),)) == [OrderHarm.LOST]
-    assert harms(Books(ours=[ours()], ledger=[theirs()]), (told("another"),)) == [OrderHarm.LOST]
-    assert harms(Books(ours=[], ledger=[]), (told(""),)) == []  # nobody ever accepted it
+    assert harms(Books(ours=[], ledger=[]), (client_order(),)) == [OrderHarm.LOST]
+    assert harms(Books(ours=[ours()], ledger=[theirs()]), (client_order("another"),)) == [OrderHarm.LOST]
+    assert harms(Books(ours=[], ledger=[]), (client_order(""),)) == []  # nobody ever accepted it
 
 
 @pytest.mark.parametrize(("ends", "expected"), [({"filled"}, []), ({"rejected"}, [OrderHarm.MISMATCHED])])
 def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
     ends: set[str], expected: list[OrderHarm]
 ) -> None:
-    heard = told()
+    heard = client_order()
     heard.ends = ends
     assert harms(Books(ours=[ours()], ledger=[theirs()]), (heard,)) == expected
 

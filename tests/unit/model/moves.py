@@ -117,7 +117,7 @@ def _unknown(world: World, rules: Rules) -> Iterator[Step]:
         yield f"the workflow of worker {epoch} is terminated", left
     beside = world.phase != "free"
     if world.phase == "unknown" and rules.heed_unended:
-        yield f"the next run is told of worker {epoch}", world._replace(phase="stopping")
+        yield f"the next run learns of worker {epoch}", world._replace(phase="stopping")
     elif world.phase == "unknown" and epoch < rules.epochs:
         yield f"worker {epoch + 1} is claimed", _claimed(world, rules)
     if world.late_claims and epoch < rules.epochs and not (beside and rules.heed_unended):
@@ -245,8 +245,8 @@ def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
         yield f"a renewal of {epoch} is lost", _with(world, index, lost)
     if worker.renewal == "sent" and world.owner:
         if world.owner == epoch or not rules.check_epoch_in_mark:
-            told = worker._replace(renewal="reply") if worker.alive else lost
-            yield f"Valkey renews the mark of {epoch}", _with(world, index, told)
+            renewed = worker._replace(renewal="reply") if worker.alive else lost
+            yield f"Valkey renews the mark of {epoch}", _with(world, index, renewed)
         else:
             yield f"Valkey fences {epoch}", _with(world, index, lost._replace(fenced=worker.alive))
     if worker.doing == "popping":

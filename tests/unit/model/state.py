@@ -40,7 +40,7 @@ class Rules:
     lease_from_send: bool = True
     #: When a host is lost, the owner key is taken from the old epoch before the wait, not after it.
     fence_before_wait: bool = True
-    #: No claim is made beside an assignment whose worker may still run; who asks is told to end that one.
+    #: No claim is made while the worker of an earlier assignment may still run; that one is ended first.
     heed_unended: bool = True
     #: What a process sent before its end reaches the broker before anything its successor sends.
     wire_keeps_order: bool = True
