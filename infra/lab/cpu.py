@@ -22,7 +22,7 @@ def cpu_seconds(*pids: int) -> float:
 
 
 class CpuMeter:
-    """What each part has used since it was made."""
+    """CPU time that each part has used since this object was made."""
 
     def __init__(self, target: Target) -> None:
         self._parts = {server.name: [server.pid] for server in target.stack.servers if server.name != "node"}
@@ -60,7 +60,7 @@ def _used_and_stolen() -> tuple[float, float]:
 
 
 class CpuShare:
-    """Which share of one core each of these processes (with its descendants) takes, from now on."""
+    """The share of one core that each process takes with its descendants, from now on."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)

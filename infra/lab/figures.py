@@ -1,6 +1,6 @@
-"""How a benchmark says what it is doing; shown on a terminal, not in a pipe.
+"""Figures of a benchmark: percentiles, the machine they were taken on, a table and a JSON file.
 
-Figures: percentiles, the machine they were taken on, a table and a JSON file.
+And how a benchmark shows its progress: on a terminal, not in a pipe.
 """
 
 from __future__ import annotations

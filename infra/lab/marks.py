@@ -1,4 +1,4 @@
-"""Looking at a user's mark and metadata in Valkey, as often as a measurement needs."""
+"""Reads a user's mark and metadata in Valkey, as often as a measurement needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_PERIOD = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class PolledMark:
-    """What one look saw; an epoch of 0 when there is no mark."""
+    """A user's mark at one moment; the epoch is 0 when there is none."""
 
     epoch: int = 0
     worker_id: str = ""
@@ -58,7 +58,7 @@ class MarkPoller:
         return PolledMark(epoch=int(epoch), worker_id=worker_id, metadata=metadata)
 
     def wait(self, user_id: str, good: Callable[[PolledMark], bool], until: float) -> PolledMark:
-        """The first look that is `good`; raises `ServerFailed` at `until` (monotonic seconds)."""
+        """Returns the first mark that is `good`. Raises `ServerFailed` at `until` (monotonic seconds)."""
         while not good(seen := self.read_mark(user_id)):
             if time.monotonic() > until:
                 raise ServerFailed(f"the mark of {user_id} has not become what was expected: {seen}")

@@ -1,7 +1,4 @@
-"""The processes of one worker, found and signalled as accidents would.
-
-The processes of one worker, and ways to kill them as accidents do.
-"""
+"""The processes of one worker, and ways to kill them as accidents do."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class WorkerProcesses:
 
 
 def processes_of(worker_id: str) -> WorkerProcesses:
-    """By the argument that the launcher gives to a worker's first process."""
+    """Finds them by the argument that the launcher gives to a worker's first process."""
     wanted = worker_id.encode()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -54,7 +51,7 @@ def send_signal(number: signal.Signals, *pids: int) -> None:
 
 
 class WorkerKill(StrEnum):
-    """What of a worker is killed at once."""
+    """Which processes of a worker are killed at once."""
 
     #: Every process of the worker: the kernel's OOM killer with `memory.oom.group`, or a lost host.
     TREE = "tree"

@@ -36,7 +36,7 @@ class BenchUser:
 
 
 class Target:
-    """What the benchmarks do to a running stack besides measuring."""
+    """A running stack, and what benchmarks do to it besides measuring."""
 
     def __init__(self, stack: LocalStack) -> None:
         self.stack = stack

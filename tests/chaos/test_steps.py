@@ -221,7 +221,7 @@ class Play:
                 return False
             view = answer if "state" in answer else answer.get("order")
             if view:
-                placed.hear(view)
+                placed.record_answer(view)
             return bool(view)
 
         until(answered, f"answer to the order of {symbol}", 150.0)

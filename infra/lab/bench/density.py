@@ -55,7 +55,7 @@ class DockerNotHere(BerthError):
 
 @contextlib.contextmanager
 def _daemon() -> Iterator[tuple[Path, str]]:
-    """Socket and image: of the daemon of the settings if it has the image, or of one of our own."""
+    """Socket and image of the daemon in the settings if it has the image, else of one of our own."""
     settings = Settings()
     if docker.docker_answers(settings.docker_socket):
         yield settings.docker_socket, settings.docker_image
@@ -133,7 +133,7 @@ def _start_workers(target: Target, users: list[BenchUser], say: Say) -> None:
 
 
 def _measure_orders(target: Target, users: list[BenchUser], seconds: float, per_second: float) -> list[float]:
-    """Seconds from when each order was due to its answer; each user's orders are spread over the time."""
+    """Returns the seconds from when each order was due to its answer."""
     began = time.monotonic() + 0.5
     period = len(users) / per_second
     count = max(1, int(seconds / period))

@@ -31,8 +31,11 @@ OrderSender = Callable[[RestConnection, BenchUser], object]
 def run(
     target: Target, users: Sequence[BenchUser], place: OrderSender, *, seconds: float, first: float = FIRST
 ) -> dict[str, Any]:
-    """`seconds` a step. The knee lies between two steps, where the line through their percentiles passes the
-    limit; 0 if the first one does already."""
+    """Measures steps of `seconds` each until two in a row are beyond the limit.
+
+    The knee lies between two steps, where the line through their percentiles passes the limit; it is 0 if the
+    first step is beyond it.
+    """
     steps: list[dict[str, Any]] = []
     rate = first
     while len(steps) < 2 or any(_good(step) for step in steps[-2:]):

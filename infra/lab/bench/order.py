@@ -1,6 +1,6 @@
 """`berth bench order`: an active worker, from the REST call to the answer with the fill.
 
-Beside it in the same run the floor (`floor.py`): two bare Valkey hops between two processes.
+The same run measures the floor (`floor.py`): two bare Valkey hops between two processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def order_body(user: BenchUser) -> dict[str, object]:
 
 
 def send_order(connection: RestConnection, user: BenchUser) -> float:
-    """Seconds from the call to the answer; raises `RequestFailed` if it is not filled in the answer."""
+    """Sends an order; returns the seconds until it is filled. Raises `RequestFailed` if it is not."""
     wanted = order_body(user)
     started = time.perf_counter()
     order = connection.call("POST", f"/v1/users/{user.user_id}/orders", wanted)
@@ -46,7 +46,7 @@ def send_order(connection: RestConnection, user: BenchUser) -> float:
 
 
 def _closed_loop(target: Target, users: list[BenchUser], seconds: float) -> float:
-    """Orders a second when each user sends the next one as soon as the last is answered."""
+    """Returns orders a second when each user sends the next as soon as the last is answered."""
     until = time.monotonic() + seconds
     counts = [0] * len(users)
 
@@ -66,7 +66,7 @@ def _closed_loop(target: Target, users: list[BenchUser], seconds: float) -> floa
 
 
 def _active(target: Target, prefix: str, count: int) -> list[BenchUser]:
-    """Users with an active worker each."""
+    """Makes users with an active worker each."""
     traders = target.make_users(prefix, count)
     for user in traders:
         starter = RestConnection(target.api_url, user.api_key)
@@ -82,7 +82,7 @@ def run(
     knee_users: int = 50,
     knee_first: float = knee.FIRST,
 ) -> dict[str, Any]:
-    """`n` orders of one user, one after the other; then `users` users at once for `seconds`; then
+    """Measures `n` orders of one user, one after the other; then `users` users at once for `seconds`; then
     `knee_users` at growing rates from `knee_first` orders a second, `seconds` each."""
     with running(pool_target=users, exchange_orders_per_10s=ORDERS_PER_10S) as target:
         return measure(target, n, users, seconds, knee_users, knee_first)

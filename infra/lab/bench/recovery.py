@@ -2,8 +2,8 @@
 
 Each round has a user of its own, so that no crash backoff applies, and a full pool; refill and clean-up
 happen between the rounds. The clock starts right after the kill. It stops when the mark carries a higher
-epoch, the worker says that it is Active, and the API's view of the workflow says the same. Beside it an order
-is sent right after the kill: its answer tells when the user is really served again.
+epoch, the worker says that it is Active, and the API's view of the workflow says the same. An order
+is sent right after the kill, too: its answer shows when the user is really served again.
 
 Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor misses
 its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the clock stops when

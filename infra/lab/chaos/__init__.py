@@ -1,1 +1,1 @@
-"""Breaking the whole system on purpose, and judging afterwards what became of every order."""
+"""`berth chaos`: faults are injected into a system of its own, and its orders and jobs are judged."""

@@ -118,7 +118,7 @@ async def test_a_parked_user_is_resumed_and_the_order_sent_again() -> None:
     assert api.keys == ["operator"]  # a user may not resume himself
 
 
-async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_heard() -> None:
+async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_recorded() -> None:
     states = iter(["filled", "submitted", "unknown"])
 
     def answer(request: httpx.Request) -> httpx.Response:

@@ -1,9 +1,7 @@
-"""How claims and workers of the race are called: by numbers, so that millions fit in memory.
+"""A claimer's ledger: the worker of each of its claims, in a file that outlives the claimer.
 
-What a claimer knows for certain, in a file that outlives it: a number for each of its claims.
-
-It stands for a workflow's history: the process that takes over goes on with the first claim that has no
-worker yet, under the same claim ids.
+Claims and workers are numbers, so that millions fit in memory. The ledger stands for a workflow's history:
+the process that takes over goes on with the first claim that has no worker yet, under the same claim ids.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class ClaimLedger:
     """Numbers of workers, by number of claim."""
 
     def __init__(self, path: Path, count: int = 0) -> None:
-        """`count`: of claims, for a new ledger."""
+        """`count`: claims of a new ledger."""
         if count:
             path.write_bytes(bytes(count * _BYTES))
         with path.open("r+b") as file:

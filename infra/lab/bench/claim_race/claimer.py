@@ -60,7 +60,7 @@ class Claimer:
         return 2 if self._dice.random() < TWICE else 1
 
     def _claim(self, claims: list[int]) -> dict[int, int]:
-        """Worker by claim; of those that got one."""
+        """Returns the worker of each claim that got one."""
         if self._dice.random() < LOST:
             self._send_only(claims)
         found: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Claimer:
         return found
 
     def _send_only(self, claims: list[int]) -> None:
-        """The commands arrive, and nobody reads the replies."""
+        """Sends the commands and reads no reply."""
         connection: Any = self._client.connection_pool.get_connection()
         for claim in claims:
             connection.send_command("EVALSHA", *self._call(claim))

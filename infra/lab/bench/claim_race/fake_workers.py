@@ -44,7 +44,7 @@ class FakeWorkers:
         self.truth = ConfirmedClaims()
 
     def serve(self, going: Callable[[], bool]) -> None:
-        """Until nobody claims any more and every message was taken."""
+        """Serves until no claimer is left and every message was taken."""
         while True:
             last = not going()
             self._fill()
@@ -68,7 +68,7 @@ class FakeWorkers:
             pipe.execute()
 
     def _take(self) -> int:
-        """Some messages, as each worker takes its own; returns how many."""
+        """Takes some messages, as each worker takes its own; returns how many."""
         delivered: Any = self._client.lpop(claim_ledger.DELIVERIES, STEP) or []
         if not delivered:
             return 0
@@ -99,7 +99,7 @@ class FakeWorkers:
         self.truth.by[worker] = value
 
     def release(self, pairs: list[tuple[int, str]]) -> int:
-        """What ends a claim that nobody confirmed; then its message arrives after all, too late."""
+        """Ends claims that nobody confirmed; then their messages arrive after all, too late."""
         late = 0
         for start in range(0, len(pairs), STEP):
             some = pairs[start : start + STEP]

@@ -67,7 +67,7 @@ class _Race:
         )
 
     def going(self) -> bool:
-        """Whether somebody still claims; kills and restarts on the way. Raises `ServerFailed`."""
+        """Kills and restarts claimers. Returns whether one still claims. Raises `ServerFailed`."""
         for number, process in list(self._running.items()):
             code = process.poll()
             if code is None:

@@ -30,7 +30,7 @@ _KINDS: dict[int, str] = {
 
 
 def kinds_of(event: HistoryEvent) -> list[str]:
-    """What this event of a history counts as; mostly nothing."""
+    """Returns the kinds of action that an event of a history counts as; mostly none."""
     if event.event_type == EventType.EVENT_TYPE_ACTIVITY_TASK_STARTED:
         return ["retries"] * (event.activity_task_started_event_attributes.attempt - 1)
     kind = _KINDS.get(event.event_type)
@@ -38,7 +38,7 @@ def kinds_of(event: HistoryEvent) -> list[str]:
 
 
 async def count(client: Client, began: datetime, ended: datetime) -> dict[str, Counter[str]]:
-    """Actions from `began` to `ended` (UTC), by workflow type and kind."""
+    """Counts actions from `began` to `ended` (UTC), by workflow type and kind."""
     found: dict[str, Counter[str]] = {}
     turn = asyncio.Semaphore(_AT_ONCE)
 

@@ -127,7 +127,7 @@ def _measure_rest(
 def _measure_naive(
     target: Target, users: Sequence[BenchUser], seconds: float, settle: float, say: Say
 ) -> tuple[Counter[str], dict[str, float]]:
-    """Actions and CPU of as many naive workflows. Our orchestrator is stopped, so the CPU is theirs."""
+    """Measures actions and CPU of as many naive workflows. Our orchestrator is stopped."""
     names = [user.user_id for user in users]
 
     def say_started(started: int) -> None:
@@ -147,7 +147,7 @@ def _measure_naive(
 
 
 def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
-    """What users cost that are active all the time, with the default idle timeout."""
+    """Measures what users cost that are active all the time, scaled to the default idle timeout."""
     seconds = min(max(seconds, 2 * _USED_TIMEOUT), 60.0)
     stack = partial(SimulatedStack, habits=SimulatedBehaviour(used=True))
     with running(_POOL, stack, idle_timeout=_USED_TIMEOUT, mark_period=_USED_MARK_PERIOD) as target:
@@ -173,7 +173,7 @@ def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
 
 
 def _start(admin: RestConnection, user_id: str) -> None:
-    """Until the user is Active. As a patient client: a start may be refused while others fill the server.
+    """Starts a user's worker, again while the start is refused because others fill the server.
 
     Raises `ServerFailed` after `_START_WITHIN` seconds.
     """

@@ -1,4 +1,4 @@
-"""Which workers are planted, and what is wrong with some of them; written to the servers in bulk."""
+"""A fleet of workers that exist in the servers' data alone, some with an anomaly; written in bulk."""
 
 from __future__ import annotations
 

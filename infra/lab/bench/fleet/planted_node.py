@@ -1,7 +1,7 @@
 """A node whose workers are names only: `python -m infra.lab.bench.fleet.planted_node FILE`, in the node's
 place.
 
-It lists the tasks that stand in the file. Who is stopped ends at once.
+It lists the tasks of the file. A task that is stopped ends at once.
 """
 
 from __future__ import annotations

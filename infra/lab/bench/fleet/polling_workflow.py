@@ -1,4 +1,4 @@
-"""One workflow per user: sleep, look at the worker's mark, again."""
+"""The naive design's workflow, one per user: it sleeps, reads the worker's mark, and begins again."""
 
 from __future__ import annotations
 

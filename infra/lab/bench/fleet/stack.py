@@ -1,6 +1,6 @@
-"""A local stack whose workers are simulated; everything else is real.
+"""A local stack whose workers are simulated, and the naive design's Temporal worker beside it.
 
-The naive design's Temporal worker as a child process, and its workflows.
+Everything but the workers is real.
 """
 
 from __future__ import annotations

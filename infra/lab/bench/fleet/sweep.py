@@ -1,4 +1,4 @@
-"""`berth bench sweep`: what a pass of maintenance over ten thousand workers takes, a tenth of them odd.
+"""`berth bench sweep`: how long maintenance takes for ten thousand workers, a tenth of them with an anomaly.
 
 Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in PostgreSQL,
 marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes are started here in the
@@ -32,7 +32,7 @@ from worker_runtime.protocol import keys
 
 #: As in `workflows.names`, which this room must not import.
 _WORKFLOW, _QUEUE = "MaintenanceWorkflow", "berth-bulk"
-#: One worker in this many is odd.
+#: One worker in this many has an anomaly.
 ONE_IN = 10
 #: Seconds until the orchestrator's other loops have taken the planted fleet in.
 _SETTLE = 2.0
@@ -51,7 +51,7 @@ class _PlantedNode(NodeComponent):
 
 
 class _PlantedStack(LocalStack):
-    """Without a pool of its own and without the schedule."""
+    """A stack without a pool and without the maintenance schedule."""
 
     def __init__(self, directory: Path, planted: Path) -> None:
         super().__init__(
@@ -65,7 +65,10 @@ class _PlantedStack(LocalStack):
 
 
 def run(workers: Sequence[int] = (1000, 10_000, 20_000), say: Say = silent) -> dict[str, Any]:
-    """The figures of 10,000 workers, or of the last size, are the flat ones. Raises `ServerFailed`."""
+    """Measures each size. The top level has the figures of 10,000 workers, else of the last size.
+
+    Raises `ServerFailed`.
+    """
     sizes = {str(count): _sweep(count, say) for count in workers}
     return {**sizes.get("10000", list(sizes.values())[-1]), "sizes": sizes}
 

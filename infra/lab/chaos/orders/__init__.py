@@ -1,0 +1,1 @@
+"""`berth chaos orders`: users trade while faults are injected, and a judge compares both books."""

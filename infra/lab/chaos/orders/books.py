@@ -1,4 +1,4 @@
-"""What both sides have written: our orders in PostgreSQL, and the exchange's ledger."""
+"""The books of both sides: our orders in PostgreSQL, and the exchange's ledger."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OurOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Books:
-    """Everything that the judge looks at; all orders of all users."""
+    """Everything that the judge compares: all orders of all users."""
 
     ours: Sequence[OurOrder]
     ledger: Sequence[LedgerOrder]
@@ -53,7 +53,7 @@ class Books:
 
 
 async def count_unsettled(database: Database) -> int:
-    """How many orders are neither final nor on a person's list."""
+    """Counts the orders that are neither final nor on a person's list."""
     async with database.session() as session:
         found = await session.scalar(
             select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
@@ -62,7 +62,7 @@ async def count_unsettled(database: Database) -> int:
 
 
 async def read_books(database: Database, exchange_url: str) -> Books:
-    """Both sides as they are now."""
+    """Reads the books of both sides."""
     async with database.session() as session:
         rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
         differences = await session.scalar(

@@ -1,4 +1,4 @@
-"""Careful clients: each order has an id of its own, and is asked for with it until there is an answer."""
+"""Careful clients: each order has an id of its own, and is sent again with it until there is an answer."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class ClientOrder:
     user_id: str
     account_id: str
     quantity: int
-    #: Our id of it; empty while no answer told of one.
+    #: Our id of it; empty while no answer showed one.
     order_id: str = ""
     state: str = ""
     #: The code with which it was refused; nothing may be at the broker then.
     refused: str = ""
     #: How often it was sent.
     tries: int = 0
-    #: Final states that answers told of: never more than one, and the one of the books.
+    #: Final states that answers showed: never more than one, and the one of the books.
     ends: set[str] = field(default_factory=set)
     #: What the answers were, in order.
     heard: list[str] = field(default_factory=list)
 
-    def hear(self, view: Mapping[str, Any]) -> None:
-        """Takes in an order as an answer showed it."""
+    def record_answer(self, view: Mapping[str, Any]) -> None:
+        """Records an order as an answer showed it."""
         self.order_id, self.state = view["id"], view["state"]
         if self.state in FINAL_ORDER_STATES:
             self.ends.add(self.state)
@@ -97,7 +97,7 @@ class TradingClients:
         self._http = http
         self._operator_key = operator_key
         self._follow_ups = FollowUpSender(
-            self._ask, self._hear, self.counts, wait=WAIT, patience=patience, pause=pause
+            self._ask, self._record_order, self.counts, wait=WAIT, patience=patience, pause=pause
         )
 
     @property
@@ -120,8 +120,10 @@ class TradingClients:
         await self._ask("POST", f"/v1/users/{user.user_id}/worker/resume", operator, {})
 
     async def cancel_working(self) -> None:
-        """Takes back all orders that may still work, at the same moment, and hears the answers. Each is asked
-        for once: what became of it is for the books to say."""
+        """Cancels all orders that may still work, at the same moment, and records the answers.
+
+        Each cancel is sent once: the books show the rest.
+        """
         users = {user.user_id: user for user in self._users}
         working = [one for one in self.placed if one.order_id and one.state in _WORKING]
         await asyncio.gather(*(self._cancel(users[one.user_id], one) for one in working))
@@ -130,7 +132,7 @@ class TradingClients:
         path = f"/v1/orders/{order.order_id}/cancel?wait={WAIT:g}"
         status, view = await self._ask("POST", path, user, {"request_id": "amid-a-flush"})
         if found := _order_in(status, view):
-            self._hear(user, found)
+            self._record_order(user, found)
         self.counts[f"cancel amid a flush {view.get('code') or status}"] += 1
 
     async def _one(self, shape: OrderShape) -> None:
@@ -142,12 +144,12 @@ class TradingClients:
             quantity=shape.quantity,
         )
         self._told[user.user_id, order.client_order_id] = order
-        view = await self._place(order, self._body(order, shape), user)
+        view = await self._send_until_answered(order, self._body(order, shape), user)
         if shape.then is not FollowUp.NOTHING and view is not None:
             await self._follow_ups.follow(shape, user, view)
 
-    def _hear(self, user: BenchUser, view: dict[str, Any]) -> None:
-        """An order as some answer showed it; also one that this client did not name itself."""
+    def _record_order(self, user: BenchUser, view: dict[str, Any]) -> None:
+        """Records an order that an answer showed; also one that this client did not name itself."""
         name = view["client_order_id"]
         order = self._told.get((user.user_id, name))
         if order is None:
@@ -159,7 +161,7 @@ class TradingClients:
             )
             self._told[user.user_id, name] = order
         order.heard.append(f"later: {view['state']}")
-        order.hear(view)
+        order.record_answer(view)
 
     def _body(self, order: ClientOrder, shape: OrderShape) -> dict[str, Any]:
         price = shape.price(self._prices[shape.symbol])
@@ -174,12 +176,12 @@ class TradingClients:
             "time_in_force": shape.time_in_force.value,
         }
 
-    async def _place(
+    async def _send_until_answered(
         self, order: ClientOrder, body: dict[str, Any], user: BenchUser
     ) -> dict[str, Any] | None:
-        """The same order again and again until its outcome is told, it is refused, or patience ends.
+        """Sends the same order again until its outcome is known, it is refused, or patience ends.
 
-        Returns the order as it was shown last; None if no answer told of one.
+        Returns the order as it was shown last; None if no answer showed it.
         """
         found: dict[str, Any] | None = None
         loop = asyncio.get_running_loop()
@@ -189,7 +191,7 @@ class TradingClients:
             order.tries += 1
             status, view = await self._ask("POST", path, user, body)
             found = _order_in(status, view) or found
-            if self._heard(order, status, view):
+            if self._record_answer(order, status, view):
                 return found
             if order.refused == Parked.code:
                 self.counts["resumed"] += 1
@@ -199,14 +201,14 @@ class TradingClients:
                 return found
             await asyncio.sleep(self._pause)
 
-    def _heard(self, order: ClientOrder, status: int, view: dict[str, Any]) -> bool:
-        """Takes an answer in. Returns whether the client has nothing more to ask."""
+    def _record_answer(self, order: ClientOrder, status: int, view: dict[str, Any]) -> bool:
+        """Records an answer. Returns whether the client has nothing more to ask."""
         found = _order_in(status, view)
         code = str(view.get("code") or "")
         order.heard.append(f"{status} {(found or {}).get('state', '')} {code}".strip())
         order.refused = ""
         if found:
-            order.hear(found)
+            order.record_answer(found)
             return order.state in _ANSWERED
         if 400 <= status < 500:
             order.refused = code

@@ -1,6 +1,6 @@
 """What a client does after its order: takes it back, changes it, closes or reverses the position it made.
 
-Each has one id, under which it is asked for again while no answer tells how it ended.
+Each has one id, and is sent again with it until an answer says how it ended.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from worker_runtime.protocol.messages import PriceType, Side
 SendRequest = Callable[[str, str, BenchUser, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 #: Called with each order that an answer shows.
 RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
-#: A changed order's price is so far from its old one, as a share.
+#: How far a changed order's price is from its old one, as a share.
 _STEP = 0.01
 
 
 class FollowUpSender:
-    """`counts` says how each kind ended."""
+    """Sends what follows an order. `counts` says how each kind ended."""
 
     def __init__(
         self,
         ask: SendRequest,
-        hear: RecordAnswer,
+        record_order: RecordAnswer,
         counts: Counter[str],
         *,
         wait: float,
@@ -37,7 +37,7 @@ class FollowUpSender:
         pause: float,
     ) -> None:
         self._ask = ask
-        self._hear = hear
+        self._record_order = record_order
         self._counts = counts
         self._wait = wait
         self._patience = patience
@@ -50,25 +50,29 @@ class FollowUpSender:
             case FollowUp.NOTHING:
                 return
             case FollowUp.CANCEL:
-                await self._until_told(shape, user, _order(order, "cancel"), {"request_id": "cancel"})
+                await self._send_until_answered(
+                    shape, user, _order(order, "cancel"), {"request_id": "cancel"}
+                )
             case FollowUp.REPLACE:
                 body = {"request_id": "replace", **_change(shape, order)}
-                await self._until_told(shape, user, _order(order, "replace"), body)
+                await self._send_until_answered(shape, user, _order(order, "replace"), body)
             case FollowUp.CLOSE:
                 path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/positions/{shape.symbol}/close"
                 body = {"client_order_id": f"{order['client_order_id']}-close"}
-                await self._until_told(shape, user, path, body)
+                await self._send_until_answered(shape, user, path, body)
             case FollowUp.EXIT | FollowUp.REVERSE:
                 path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/intents"
-                await self._until_told(shape, user, path, _intent(shape, order))
+                await self._send_until_answered(shape, user, path, _intent(shape, order))
 
-    async def _until_told(self, shape: OrderShape, user: BenchUser, path: str, body: dict[str, Any]) -> None:
+    async def _send_until_answered(
+        self, shape: OrderShape, user: BenchUser, path: str, body: dict[str, Any]
+    ) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience
         while True:
             status, view = await self._ask("POST", f"{path}?wait={self._wait:g}", user, body)
             for shown in _orders(view):
-                self._hear(user, shown)
+                self._record_order(user, shown)
             if status == 200:
                 self._counts[f"{shape.then} done"] += 1
                 return
@@ -86,7 +90,7 @@ def _order(order: dict[str, Any], verb: str) -> str:
 
 
 def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
-    """Fewer lots if there is more than one, else another price."""
+    """Changes an order: fewer lots if there is more than one, else another price."""
     if shape.quantity > 1:
         return {"quantity": shape.quantity - 1}
     away = -_STEP if shape.side is Side.BUY else _STEP
@@ -113,6 +117,6 @@ def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _orders(view: dict[str, Any]) -> list[dict[str, Any]]:
-    """All orders that an answer or a problem shows."""
+    """Returns all orders that an answer or a problem shows."""
     shown = [view, view.get("order"), *(view.get("legs") or ())]
     return [one for one in shown if isinstance(one, dict) and "client_order_id" in one and "state" in one]

@@ -1,6 +1,7 @@
-"""Invariant *one-owner*, judged by the exchange's ledger: who was logged in when, and whose orders came.
+"""The judge of a chaos run: compares our books with the exchange's ledger.
 
-Compares our books with the exchange's ledger: nothing lost, nothing doubled, every fill the same.
+Nothing may be lost or doubled, every fill must be the same, and no account may have two owners: the ledger
+says who was logged in when, and whose orders came.
 
 The ledger keeps our order id with each order (`client_note`), which no real broker does and nothing of the
 system reads. A changed order is compared by what was filled, never by what was asked for.
@@ -88,7 +89,7 @@ class OrderHarm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OrderFinding:
-    """One harm; `order_id` is empty when it concerns no order of ours."""
+    """One harm that was found; `order_id` is empty when it concerns no order of ours."""
 
     harm: OrderHarm
     what: str
@@ -97,7 +98,7 @@ class OrderFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderVerdict:
-    """`orders` were accepted; of them so many are settled by the broker, on a person's list, still open."""
+    """`orders` were accepted. Of these, some are settled by the broker, on a person's list, or still open."""
 
     orders: int
     settled_by_broker: int
@@ -110,7 +111,7 @@ class OrderVerdict:
 
 
 def judge_orders(books: Books, placed: Iterable[ClientOrder]) -> OrderVerdict:
-    """Looks at every order of both sides, and at every order that a client was told of."""
+    """Judges every order of both sides, and every order that a client saw."""
     at_broker: dict[str, list[LedgerOrder]] = defaultdict(list)
     for order in books.ledger:
         at_broker[order.client_note].append(order)
@@ -150,7 +151,7 @@ def _unknown_to_us(
 
 
 def _compare_answers(known: dict[str, OurOrder], placed: Iterable[ClientOrder]) -> Iterable[OrderFinding]:
-    """Whether the books have what clients were told."""
+    """Compares the books with the answers that clients got."""
     by_name = {(order.user_id, order.client_order_id): order for order in known.values()}
     for one in placed:
         row = by_name.get((one.user_id, one.client_order_id))
@@ -158,12 +159,12 @@ def _compare_answers(known: dict[str, OurOrder], placed: Iterable[ClientOrder]) 
             what = f"{one.client_order_id} was accepted as {one.order_id}; our books do not have it"
             yield OrderFinding(harm=OrderHarm.LOST, order_id=one.order_id, what=what)
         elif row is not None and one.ends - {row.state}:
-            what = f"the client was told {sorted(one.ends)}; our books say {row.state}"
+            what = f"the client's answers say {sorted(one.ends)}; our books say {row.state}"
             yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=one.order_id, what=what)
 
 
 def _reversals(ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]) -> Iterable[OrderFinding]:
-    """The legs of an intent are known by their names (`<id>.close`, `<id>.open`)."""
+    """Finds reversals that opened too early. Their legs have known names (`<id>.close`, `<id>.open`)."""
     closes = {
         (one.user_id, one.client_order_id.removesuffix(".close")): one
         for one in ours

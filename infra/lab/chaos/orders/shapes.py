@@ -1,4 +1,4 @@
-"""What is ordered: one stream of orders of different shapes, the same for the same seed."""
+"""The plan of orders: one stream of different shapes, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OrderShape:
 
 
 def plan_orders(seed: int, rate: float, seconds: float) -> Iterator[OrderShape]:
-    """`rate` orders a second for so many seconds: three of five at the market, one that crosses it, one
+    """Plans `rate` orders a second for `seconds`: three of five at the market, one that crosses it, one
     that rests and is mostly cancelled or changed. Some positions are closed or reversed."""
     chance = random.Random(f"orders {seed}")  # noqa: S311 - what is ordered is no secret
     for number in range(int(rate * seconds)):

@@ -1,8 +1,7 @@
-"""A simulated worker's key pair and its proof: real ones, since the orchestrator seals to the key.
+"""A simulated worker's key pair, its calls of Valkey, and the connections that the node's workers share.
 
-What one worker asks of Valkey, as commands of scripts: single ones now, renewals many at a time.
-
-The Valkey connections of a simulated node: few for commands, one for each worker that waits.
+The keys and the proof are real, since the orchestrator seals to the key. Renewals go many at a time. Few
+connections carry the commands; each worker that waits has one of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Renews the marks of all simulated workers: each on its own time, those due together in one round trip.
+"""Keeps simulated workers as the node's keeper keeps processes, and remembers how each of them ended.
 
-Keeps simulated workers as the node's keeper keeps processes, and remembers how each of them ended.
+It renews their marks, too: each when it is due, those due together in one round trip.
 """
 
 from __future__ import annotations

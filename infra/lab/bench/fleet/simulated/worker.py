@@ -1,7 +1,4 @@
-"""How simulated workers behave; durations are seconds.
-
-One simulated worker: from its launch over the claim to its end, as the orchestrator sees it.
-"""
+"""One simulated worker: from its launch over the claim to its end, as the orchestrator sees it."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ _RETRY = 1.0
 
 
 class _RequestHeader(msgspec.Struct):
-    """What any request says of its answer."""
+    """The part of every request that says where its answer goes."""
 
     request_id: str
     reply_to: str = ""
@@ -105,7 +102,7 @@ class SimulatedWorker:
         self._told_to_end: asyncio.Future[SimulatedEnding] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> ExitCode:
-        """Lives until it is told to end, by a message, a stop or a refused renewal."""
+        """Runs until a message, a stop or a refused renewal ends it."""
         living = asyncio.create_task(self._live())
         await asyncio.wait({living, self._told_to_end}, return_when=asyncio.FIRST_COMPLETED)
         if self._told_to_end.done():
@@ -249,7 +246,7 @@ class SimulatedWorker:
     # --- work of an active one --------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Takes what waits for this user until there is nothing more."""
+        """Handles this user's requests until none is left."""
         claim = self._claim
         while claim is not None:
             self._pops += 1
@@ -312,7 +309,7 @@ class SimulatedWorker:
     # --- its end ----------------------------------------------------------------------------------------
 
     async def _farewell(self, end: SimulatedEnding) -> None:
-        """What session and supervisor do last: the event, then the mark or the pool entry goes."""
+        """Sends the last event, then removes the mark or the pool entry."""
         config, claim = self.config, self._claim
         if claim is None:
             await self._link.execute(
