@@ -1,7 +1,4 @@
-"""Prometheus' text format.
-
-Metrics of workers, claims, orders and maintenance, as the books tell of them now.
-"""
+"""Metrics of workers, claims, orders and maintenance, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from infra.database.workers import passes
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
-#: What a scraper is told that this is.
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class MetricsPage:
-    """Lines of one answer: a family's head, then its samples."""
+    """The lines of one answer: each family's head, then its samples."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -35,7 +31,7 @@ class MetricsPage:
         self._lines.append(f"{name}{{{shown}}} {value:.15g}" if shown else f"{name} {value:.15g}")
 
     def histogram(self, name: str, labels: Labels, numbers: Mapping[str, int]) -> None:
-        """`numbers` by bucket, and the `sum` in ms; told in seconds."""
+        """`numbers` by bucket, and the `sum` in ms; written in seconds."""
         total = 0
         for index, bound in enumerate(BOUNDS_MS):
             total += numbers.get(str(index), 0)
@@ -53,7 +49,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-#: Minutes of which claims are told: a scraper comes more often than that.
+#: Minutes of claims that the metrics show: a scraper comes more often than that.
 RECENT = 5
 
 _IN_USE = text("""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def eventually(look: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Looks until what it sees is true; fails with `wanted` after `patience` s."""
+    """Repeats `look` until its result is true; fails with `wanted` after `patience` seconds."""
     until = time.monotonic() + patience
     while True:
         late = time.monotonic() > until  # before the look: this process may stand still after it
@@ -131,7 +131,7 @@ class RunnerFleet:
         return runner
 
     def warm(self, **fields: Any) -> RunnerProcess:
-        """A runner with recycled children that has seen that these jobs are brief."""
+        """A runner with recycled children that has learned that these jobs are brief."""
         runner = self.start(recycle=50, log_level="DEBUG", **fields)
         for number in range(30):
             self.add(f"warm{number}", idempotent=True)
