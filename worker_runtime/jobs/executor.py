@@ -9,7 +9,7 @@ import msgspec
 
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
 from worker_runtime.jobs.child_process import JobAssignment, RunOutcome, encode_message, read_report
-from worker_runtime.jobs.completion import PendingRunEnds, RunJudge, RunVerdict
+from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED, PrefetchedJobs, RuntimeEstimate
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_job
@@ -271,13 +271,10 @@ class JobExecutor:
         self._pool.forget(child)
 
     def _refuse(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> None:
-        self._end_unstarted(claimed, None, self._judge().refused(claimed, job, error))
+        self.pending_ends.add(claimed, None, self._judge().refused(claimed, job, error), ran=False)
 
     def _end_as_cancelled(self, claimed: ClaimedJob, job: Job) -> None:
-        self._end_unstarted(claimed, job, self._judge().cancelled(claimed))
-
-    def _end_unstarted(self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict) -> None:
-        self.pending_ends.add(claimed, job, verdict, ran=False)
+        self.pending_ends.add(claimed, job, self._judge().cancelled(claimed), ran=False)
 
     def _judge(self) -> RunJudge:
         return RunJudge(self._registration.runner_id)

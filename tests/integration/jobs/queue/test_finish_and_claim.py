@@ -1,4 +1,4 @@
-"""A turn: the ends of jobs and the next claim in one script, whatever is repeated, late or unknown."""
+"""The ends of jobs and the next claim in one script: repeated, late and unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLEET = job_keys.FLEET_TAG
 
 
 def sent(runner: JobQueue, number: int, *ended: ClaimedJob) -> tuple[list[bytes], list[Any]]:
-    """A turn as it was sent once, with the number of its claim."""
+    """One call as it was sent, with the number of its claim."""
     ends = [value for job in ended for value in ending(job).arguments()]
     args = (*claiming(runner, number), FAILED_TTL, BOOST_MS, *ends)
     *outcomes, claims = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args)
@@ -28,7 +28,7 @@ def running(stage: QueueStage, name: str = "work") -> int:
     return int(stage.client.execute("HGET", job_keys.running(FLEET, name), "n") or 0)
 
 
-def test_a_turn_ends_jobs_and_takes_the_next_ones(stage: QueueStage) -> None:
+def test_one_call_ends_jobs_and_takes_the_next_ones(stage: QueueStage) -> None:
     runner = stage.runner()
     for number in range(4):
         stage.enqueue(f"j{number}")
@@ -41,7 +41,7 @@ def test_a_turn_ends_jobs_and_takes_the_next_ones(stage: QueueStage) -> None:
     assert running(stage) == 2
 
 
-def test_a_turn_that_comes_twice_ends_nothing_twice_and_takes_nothing(stage: QueueStage) -> None:
+def test_a_call_that_comes_twice_ends_nothing_twice_and_takes_nothing(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("j0")
     stage.enqueue("j1")
@@ -54,7 +54,7 @@ def test_a_turn_that_comes_twice_ends_nothing_twice_and_takes_nothing(stage: Que
     assert running(stage) == 1
 
 
-def test_a_turn_that_comes_late_still_writes_its_ends(stage: QueueStage) -> None:
+def test_a_call_that_comes_late_still_writes_its_ends(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("j0")
     stage.enqueue("j1")
@@ -69,7 +69,7 @@ def test_a_turn_that_comes_late_still_writes_its_ends(stage: QueueStage) -> None
     assert ids(claims.jobs) == ["j1"]
 
 
-def test_a_turn_of_a_runner_that_was_taken_over_writes_and_takes_nothing(stage: QueueStage) -> None:
+def test_a_call_of_a_runner_that_was_taken_over_writes_and_takes_nothing(stage: QueueStage) -> None:
     slow, quick = stage.runner("slow"), stage.runner("quick")
     stage.enqueue("j", idempotent=True)
     (job,) = claim(slow)

@@ -127,9 +127,9 @@ def _started(fleet: RunnerFleet) -> int:
 
 async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_client: Redis) -> None:
     lines: list[bytes] = []
-    desk = JobClient(valkey_client, lines.append)
+    client = JobClient(valkey_client, lines.append)
     for _ in range(2):
-        await desk.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
+        await client.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
     [line] = lines
     told = json.loads(line)
     assert told["event"] == {"action": "job-queued", "kind": "event", "dataset": "berth.jobs"}

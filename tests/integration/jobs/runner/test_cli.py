@@ -63,9 +63,11 @@ def test_queues_runners_and_running_jobs_are_shown(fleet: RunnerFleet, cli: Cli)
     fleet.add("next", queue="exports")
     fleet.add("later", delay=60)
     eventually(lambda: cli.json("running")[0]["progress"] == 40, "the progress")
-    board = cli.json("info")
-    assert [(queue["queue"], queue["types"]) for queue in board["queues"]] == [("exports", {"scripted": 1})]
-    assert (board["delayed"], board["failed"], board["suspended"]) == (1, 0, False)
+    overview = cli.json("info")
+    assert [(queue["queue"], queue["types"]) for queue in overview["queues"]] == [
+        ("exports", {"scripted": 1})
+    ]
+    assert (overview["delayed"], overview["failed"], overview["suspended"]) == (1, 0, False)
     (runner,) = cli.json("workers")
     assert (runner["name"], runner["state"], runner["jobs"]) == ("one", "busy", ["busy"])
     table = cli.text("info", "-W")
@@ -148,10 +150,10 @@ def test_a_watch_shows_it_again_and_again_until_it_is_interrupted(fleet: RunnerF
     words = [BERTH, "jobs", "info", "--watch", "--json", "--valkey", fleet.stage.url]
     with running(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        boards = [json.loads(process.stdout.readline()) for _ in range(2)]
+        overviews = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
-    assert [board["failed"] for board in boards] == [0, 0]
+    assert [overview["failed"] for overview in overviews] == [0, 0]
 
 
 def test_a_runner_of_the_fleet_is_started_from_the_command_line(fleet: RunnerFleet, tmp_path: Path) -> None:
