@@ -60,22 +60,12 @@ def seconds_from_now(seconds: Any) -> Any:
     return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
 
 
-async def _no_work(_: AsyncConnection) -> None:
-    return
-
-
-async def lead(
-    url: str,
-    lock: int,
-    work: Callable[[AsyncConnection], Awaitable[None]],
-    *,
-    meanwhile: Callable[[AsyncConnection], Awaitable[None]] = _no_work,
-) -> None:
+async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[None]]) -> None:
     """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
 
-    Before each attempt to take the lock it runs `meanwhile`. Both get the connection that holds the lock, in
-    autocommit; it must be direct, or of a pooler in session mode. When it breaks, `work` is cancelled and
-    `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it again.
+    `work` gets the connection that holds the lock, in autocommit; it must be direct, or of a pooler in
+    session mode. When it breaks, `work` is cancelled and `DatabaseUnavailable` is raised, as it is when no
+    connection can be opened: call it again.
     """
     engine = create_engine(url, pool_size=1)
     try:
