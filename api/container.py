@@ -1,7 +1,4 @@
-"""The clients and services of one API process: made at its start, closed in turn at its end.
-
-How a route gets the process's services.
-"""
+"""The clients and services of one API process: created at its start, closed at its end, given to routes."""
 
 from __future__ import annotations
 
@@ -71,25 +68,25 @@ class Services:
     valkey: Redis
     authenticator: Authenticator
     answers: AnswerListener
-    placing: OrderPlacer
-    asking: WorkerRequests
-    changing: OrderChangeService
+    placer: OrderPlacer
+    worker_requests: WorkerRequests
+    changes: OrderChangeService
     portfolio: Portfolio
-    closing: PositionCloser
+    closer: PositionCloser
     intents: IntentRunner
-    book: OrderReader
+    reader: OrderReader
     starter: WorkerStarter
     control: WorkerControl
     fleet: FleetList
     pools: PoolControl
     jobs: JobService
     rollouts: RolloutControl
-    upkeep: MaintenanceTrigger
-    notices: NotificationListener
+    maintenance: MaintenanceTrigger
+    notifications: NotificationListener
     streams: EventStreams
     readiness: ReadinessProbe
     wrapper: KeyWrapper
-    switchboard: SwitchControl
+    switches: SwitchControl
     webhooks: AlertProcessor
 
 
@@ -146,46 +143,46 @@ async def running_services(settings: Settings) -> AsyncIterator[Services]:
         schema = SchemaMigration(settings.database_url)
         migrating = asyncio.create_task(schema.run(), name="migrate")
         stack.push_async_callback(tasks.cancel_tasks, migrating)
-        settler = OutcomeWriter(database)
-        settler.start()
-        stack.push_async_callback(settler.close)
+        outcome_writer = OutcomeWriter(database)
+        outcome_writer.start()
+        stack.push_async_callback(outcome_writer.close)
         answers = AnswerListener(client)
         stack.push_async_callback(answers.close)
         starter = WorkerStarter(temporal, settings)
         stack.push_async_callback(starter.close)
         queue = RequestQueue(client, lambda: answers.link)
-        waiting = AnswerWaiter(queue, answers, starter)
-        flights = PendingOrders(queue, answers, waiting, settler)
-        stack.push_async_callback(flights.close)
-        asking = WorkerRequests(queue, answers, waiting)
-        stack.push_async_callback(asking.close)
+        waiter = AnswerWaiter(queue, answers, starter)
+        pending_orders = PendingOrders(queue, answers, waiter, outcome_writer)
+        stack.push_async_callback(pending_orders.close)
+        worker_requests = WorkerRequests(queue, answers, waiter)
+        stack.push_async_callback(worker_requests.close)
 
-        notices = NotificationListener(
+        notifications = NotificationListener(
             settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
         )
-        notices.start()
-        stack.push_async_callback(notices.close)
+        notifications.start()
+        stack.push_async_callback(notifications.close)
 
         await answers.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(MIGRATE_PATIENCE):
                 await schema.tried.wait()
         control = WorkerControl(temporal)
-        book = OrderReader(database, answers, settings.order_deadline)
-        placing = OrderPlacer(
+        reader = OrderReader(database, answers, settings.order_deadline)
+        placer = OrderPlacer(
             database,
             answers,
-            flights,
-            book,
+            pending_orders,
+            reader,
             checks.create_checks(settings, database),
             deadline=settings.order_deadline,
             unknown_blocks=settings.unknown_blocks,
         )
-        portfolio = Portfolio(database, answers, asking)
-        closing = PositionCloser(database, placing, portfolio, connections=settings.database_pool)
-        intents = IntentRunner(database, closing, book, notices, deadline=settings.order_deadline)
+        portfolio = Portfolio(database, answers, worker_requests)
+        closer = PositionCloser(database, placer, portfolio, connections=settings.database_pool)
+        intents = IntentRunner(database, closer, reader, notifications, deadline=settings.order_deadline)
         webhooks = AlertProcessor(
-            database, client, placing, closing, intents, book, settings, ready=lambda: schema.ready
+            database, client, placer, closer, intents, reader, settings, ready=lambda: schema.ready
         )
         stack.push_async_callback(webhooks.close)
         keeper = AlertKeeper(database, webhooks)
@@ -197,27 +194,33 @@ async def running_services(settings: Settings) -> AsyncIterator[Services]:
             valkey=client,
             authenticator=build_authenticator(database, schema, settings.api_key_cache),
             answers=answers,
-            placing=placing,
-            asking=asking,
+            placer=placer,
+            worker_requests=worker_requests,
             portfolio=portfolio,
-            closing=closing,
+            closer=closer,
             intents=intents,
-            changing=OrderChangeService(
-                database, answers, queue, asking, book, settler, deadline=settings.order_deadline
+            changes=OrderChangeService(
+                database,
+                answers,
+                queue,
+                worker_requests,
+                reader,
+                outcome_writer,
+                deadline=settings.order_deadline,
             ),
-            book=book,
+            reader=reader,
             starter=starter,
             control=control,
             fleet=FleetList(temporal),
             pools=PoolControl(temporal),
             jobs=JobService(database, client, JobClient(client), starter, settings.jobs_waiting),
             rollouts=RolloutControl(temporal),
-            upkeep=MaintenanceTrigger(temporal),
-            notices=notices,
-            streams=EventStreams(notices),
+            maintenance=MaintenanceTrigger(temporal),
+            notifications=notifications,
+            streams=EventStreams(notifications),
             readiness=ReadinessProbe(database, client, control, lambda: schema.ready),
             wrapper=wrapper,
-            switchboard=SwitchControl(database, client),
+            switches=SwitchControl(database, client),
             webhooks=webhooks,
         )
 

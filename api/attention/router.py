@@ -1,7 +1,4 @@
-"""Orders that nobody can settle but a person: the list, another try, the end.
-
-Differences between our books and the broker's: looked at, and closed.
-"""
+"""Routes for what waits for a person: orders of unknown outcome, and differences with the broker."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
     )
 
 
-reconciliation_router = APIRouter(tags=["orders"])
-
-
-@reconciliation_router.get(
+@router.get(
     "/users/{user_id}/reconciliations",
     summary="Differences with the broker",
     responses=problems.responses(NotFound),
@@ -136,7 +130,7 @@ async def list_reconciliations(
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
-@reconciliation_router.get(
+@router.get(
     "/reconciliations", summary="Differences that wait for a person", responses=problems.responses(Forbidden)
 )
 async def list_open_reconciliations(
@@ -152,7 +146,7 @@ async def list_open_reconciliations(
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
-@reconciliation_router.post(
+@router.post(
     "/reconciliations/{number}/resolve",
     summary="Close a difference",
     responses=problems.responses(ReconciliationNotFound, Forbidden),

@@ -1,7 +1,4 @@
-"""Orders that wait for a person, and how a person ends one.
-
-Differences between our books and the broker's.
-"""
+"""Orders and differences that wait for a person, and how a person closes them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class MaintenanceTrigger:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def run(self, wait: float) -> Maintained | None:
+    async def run_pass(self, wait: float) -> Maintained | None:
         """What one pass saw and did; None: it is not done after `wait` seconds, and goes on.
 
         A pass that is under way is waited for instead: none overtakes another. Raises `NoMaintenance`,
@@ -39,7 +39,7 @@ class MaintenanceTrigger:
         try:
             with temporal_errors(missing=NoMaintenance()):
                 async with asyncio.timeout(wait):
-                    begun = await self._begun(schedule)
+                    begun = await self._start_pass(schedule)
                     if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
                         raise NoMaintenance("the schedule starts something else")
                     handle = self._client.get_workflow_handle(
@@ -52,7 +52,7 @@ class MaintenanceTrigger:
         except WorkflowFailureError as error:
             raise OrchestratorUnavailable(f"the pass failed: {error.cause}"[:300]) from None
 
-    async def _begun(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
+    async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
         """The pass that is under way, or the next one to begin: by our trigger, or by the clock just then."""
         before = (await schedule.describe(rpc_timeout=RPC)).info
         if before.running_actions:

@@ -1,4 +1,4 @@
-"""Asks each server that the API needs, at the same time."""
+"""Checks all servers that the API needs, at the same time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""All workers at a glance, for operators.
-
-Metrics for Prometheus.
-
-Health: no key needed, nothing secret told.
-"""
+"""Routes for operators: the fleet, maintenance, metrics. And health, which needs no key."""
 
 from __future__ import annotations
 
@@ -95,7 +90,7 @@ async def run_maintenance(
             subject="fleet",
             reason=(body or ReasonBody()).reason,
         )
-    done = await services.upkeep.run(wait)
+    done = await services.maintenance.run_pass(wait)
     if done is None:
         response.status_code = status.HTTP_202_ACCEPTED
         done = Maintained(scanned=Scanned(number=0), outcomes={})

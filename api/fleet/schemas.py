@@ -1,7 +1,4 @@
-"""All running user workers, as the search attributes of their workflows show them.
-
-Is this process alive, and can it do its work?
-"""
+"""What the API shows of the fleet, of maintenance and of its own health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who calls: the API key of the header, looked up by its SHA-256, and what its role may do."""
+"""Authenticates callers by API key, and checks what their role may do."""
 
 from __future__ import annotations
 

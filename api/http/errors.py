@@ -34,7 +34,7 @@ class Forbidden(BerthError):
 
 
 class NotFound(BerthError):
-    """There is no such thing, or it is not yours to see."""
+    """It does not exist, or this API key may not see it."""
 
     code = "NOT_FOUND"
 
@@ -52,7 +52,7 @@ class NoPool(NotFound):
 
 
 class PoolChanged(BerthError):
-    """Somebody else changed the pool meanwhile; look at it again."""
+    """Somebody else has changed the pool; read it again."""
 
     code = "POOL_CHANGED"
 
@@ -70,7 +70,7 @@ class RolloutUnderWay(BerthError):
 
 
 class RolloutInvalid(BerthError):
-    """The pool cannot be brought to that."""
+    """The pool cannot be moved to this release."""
 
     code = "ROLLOUT_INVALID"
 
@@ -82,14 +82,14 @@ class NoMaintenance(NotFound):
 
 
 class TooManyJobs(BerthError):
-    """The user has as many jobs waiting as may be, or had 50 within 500 s; wait for some of them."""
+    """The user has too many jobs waiting, or had 50 within 500 s; wait for some of them to end."""
 
     code = "TOO_MANY_JOBS"
     retryable = True
 
 
 class MethodNotAllowed(BerthError):
-    """This address does not take that method."""
+    """This address does not support that method."""
 
     code = "METHOD_NOT_ALLOWED"
 
@@ -113,14 +113,14 @@ class RequestIdReused(BerthError):
 
 
 class NotAtBroker(BerthError):
-    """The order has not reached the broker yet; a cancel takes it back."""
+    """The order has not reached the broker yet; cancel it instead."""
 
     code = "NOT_AT_BROKER"
     retryable = True
 
 
 class OrderUnknown(BerthError):
-    """Whether the broker has the order is not known; that has to be settled first."""
+    """It is not known whether the broker has the order; wait until it is."""
 
     code = "ORDER_UNKNOWN"
 
@@ -145,7 +145,7 @@ class NoPosition(BerthError):
 
 
 class PositionBusy(BerthError):
-    """Another order works on this position, or has just changed it."""
+    """Another order is working on this position, or has just changed it."""
 
     code = "POSITION_BUSY"
     retryable = True
@@ -164,7 +164,7 @@ class CloseNotFilled(BerthError):
 
 
 class IntentExpired(BerthError):
-    """The opposite position was closed, but too long ago to open the new one; take a new id."""
+    """The opposite position was closed too long ago to open the new one; use a new id."""
 
     code = "INTENT_EXPIRED"
 
@@ -196,13 +196,13 @@ class WebhookSecretWrong(Forbidden):
 
 
 class SourceNotAllowed(Forbidden):
-    """This webhook takes no alerts from this address."""
+    """This webhook accepts no alerts from this address."""
 
     code = "SOURCE_NOT_ALLOWED"
 
 
 class AlertOutdated(BerthError):
-    """The alert's time is too far from ours."""
+    """The time of the alert is too far from the server's time."""
 
     code = "ALERT_OUTDATED"
 

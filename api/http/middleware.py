@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the limit of its body, one access line, and the last resort.
+"""Handles what every request needs: its id, the limit of its body, an access log line, and a last resort.
 
 Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its own.
 """

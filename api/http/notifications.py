@@ -1,7 +1,7 @@
-"""PostgreSQL's notices (LISTEN), one connection a process, handed out to whoever waits for them.
+"""Passes PostgreSQL's notifications (LISTEN) to waiting tasks; one connection a process.
 
-A notice is a hint and may be lost, while the connection is down or before it is made: who waits must also
-look from time to time by itself. After every (re)connect everybody is woken once.
+A notification is a hint and can be lost while the connection is down, so a waiting task must also check from
+time to time. Every (re)connect wakes all waiting tasks once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotificationListener:
 
     def start(self) -> None:
         """Starts to connect, and goes on trying for ever."""
-        self._task = asyncio.create_task(self._run(), name="notices")
+        self._task = asyncio.create_task(self._run(), name="notifications")
 
     async def close(self) -> None:
         await tasks.cancel_tasks(self._task)
@@ -59,7 +59,7 @@ class NotificationListener:
             if not waiting:
                 self._waiting.pop((channel, key), None)
 
-    def _told(self, connection: Any, pid: int, channel: str, payload: object) -> None:
+    def _notify(self, connection: Any, pid: int, channel: str, payload: object) -> None:
         for event in self._waiting.get((channel, str(payload)), ()):
             event.set()
 
@@ -71,7 +71,7 @@ class NotificationListener:
             except Exception as error:  # the boundary of a loop: whatever it was, streams must not stay deaf
                 if self.listening.is_set():
                     pause = RECONNECT
-                self._log.warning("notices_disconnected", reason=type(error).__name__, again_in=pause)
+                self._log.warning("notifications_disconnected", reason=type(error).__name__, again_in=pause)
             finally:
                 self.listening.clear()
             await asyncio.sleep(pause)
@@ -89,9 +89,9 @@ class NotificationListener:
         connection.add_termination_listener(lambda _: ended.set())
         try:
             for channel in self._channels:
-                await connection.add_listener(channel, self._told)
+                await connection.add_listener(channel, self._notify)
             self.listening.set()
-            self._log.info("notices_connected", channels=self._channels)
+            self._log.info("notifications_connected", channels=self._channels)
             for waiting in self._waiting.values():
                 for event in waiting:
                     event.set()

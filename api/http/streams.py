@@ -1,14 +1,11 @@
-"""Being told when the server begins to stop.
+"""Server-sent events: sends the rows of an `EventFeed` as they are written.
 
-uvicorn waits for the answers under way before it tells the application (lifespan) that it stops, and an
-open event stream would let it wait until its patience ends. So the streams must hear of the signal itself.
+A stream reads its feed at each notification, and every `heartbeat` seconds in case one was lost. It ends
+with its client, with the server, and after `life` seconds. The client then comes back with `Last-Event-ID`,
+and its key is checked again.
 
-Server-sent events: rows that grow by an id, sent as they come.
-
-What is streamed is a `EventFeed`. A stream looks when a notice says so, and every `heartbeat` seconds in
-case one
-was lost, so that it also serves while no notice can come. It ends with its client, with the server, and
-after `life` seconds: the client then comes back with `Last-Event-ID`, and its key is checked again.
+uvicorn waits for open responses before it tells the application to stop, so an open stream would hold it up.
+`on_stop` therefore listens for the signal itself.
 """
 
 from __future__ import annotations
@@ -91,11 +88,11 @@ class EventFeed(Protocol):
     channel: str
     key: str
 
-    async def present(self) -> ServerEvent:
+    async def current_event(self) -> ServerEvent:
         """How things are now: the first event of a stream that begins now."""
         ...
 
-    async def behind(self, last: int) -> Sequence[ServerEvent]:
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
         """The next events behind this id, a page at the most; empty when there are none yet."""
         ...
 
@@ -104,9 +101,9 @@ class EventStreams:
     """All streams of this process."""
 
     def __init__(
-        self, notices: NotificationListener, *, heartbeat: float = HEARTBEAT, life: float = LIFE
+        self, notifications: NotificationListener, *, heartbeat: float = HEARTBEAT, life: float = LIFE
     ) -> None:
-        self._notices = notices
+        self._notifications = notifications
         self._heartbeat = heartbeat
         self._life = life
         self._open: Counter[tuple[str, str]] = Counter()
@@ -122,7 +119,7 @@ class EventStreams:
         """Ends all streams, and those still to come: the server stops."""
         self._ending.set()
 
-    async def answer(self, feed: EventFeed, holder: str, after: int | None) -> StreamingResponse:
+    async def open_stream(self, feed: EventFeed, holder: str, after: int | None) -> StreamingResponse:
         """The answer that streams `feed` behind the id `after`; None: from now on, the present first.
 
         `holder` is the caller's API key id. Raises `TooManyStreams`, and what the first look raises, so
@@ -133,13 +130,13 @@ class EventStreams:
             raise TooManyStreams
         self._open[subject] += 1
         try:
-            first = [await feed.present()] if after is None else await feed.behind(after)
+            first = [await feed.current_event()] if after is None else await feed.events_after(after)
         except BaseException:
-            self._leave(subject)
+            self._release_place(subject)
             raise
         return _EventStreamResponse(self, subject, self._events(feed, first, after or 0))
 
-    def _leave(self, subject: tuple[str, str]) -> None:
+    def _release_place(self, subject: tuple[str, str]) -> None:
         self._open[subject] -= 1
         if not self._open[subject]:
             del self._open[subject]
@@ -148,7 +145,7 @@ class EventStreams:
         self, feed: EventFeed, first: Sequence[ServerEvent], last: int
     ) -> AsyncGenerator[bytes, None]:
         until = time.monotonic() + self._life
-        with self._notices.expect(feed.channel, feed.key) as news:
+        with self._notifications.expect(feed.channel, feed.key) as news:
             news.set()  # whatever came between the first look and this line
             yield format_sse_event(retry=RETRY_MS)
             found = first
@@ -158,21 +155,21 @@ class EventStreams:
                     last = event.id
                 if self._ending.is_set() or time.monotonic() >= until:
                     return
-                if not found and not await self._woken(news):
+                if not found and not await self._wait_for_news(news):
                     yield format_sse_event(comment="alive")
                 if self._ending.is_set():
                     return
                 news.clear()
-                found = await self._look(feed, last)
+                found = await self._read_events(feed, last)
 
-    async def _look(self, feed: EventFeed, last: int) -> Sequence[ServerEvent]:
+    async def _read_events(self, feed: EventFeed, last: int) -> Sequence[ServerEvent]:
         try:
-            return await feed.behind(last)
+            return await feed.events_after(last)
         except DatabaseUnavailable as error:
             self._log.warning("stream_waits", channel=feed.channel, reason=error.detail)
             return []
 
-    async def _woken(self, news: asyncio.Event) -> bool:
+    async def _wait_for_news(self, news: asyncio.Event) -> bool:
         """Until there is news, or the server stops; False after a heartbeat without either."""
         waits = [asyncio.ensure_future(one.wait()) for one in (news, self._ending)]
         try:
@@ -203,5 +200,5 @@ class _EventStreamResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._streams._leave(self._subject)
+            self._streams._release_place(self._subject)
             await self._events.aclose()

@@ -1,7 +1,4 @@
-"""Jobs: a user's own, and for operators those of the fleet.
-
-Limits of the fleet's job types, for operators.
-"""
+"""Routes for jobs: a user's own; for operators those of the fleet, and the limits of job types."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ async def put_user_job(
     and as long as the job is there.
     """
     await require_known_user(services, caller, user_id)
-    return await services.jobs.of_user(user_id, body.job)
+    return await services.jobs.enqueue_user_job(user_id, body.job)
 
 
 @router.get(
@@ -74,7 +71,7 @@ async def get_user_job(
 ) -> JobStateView:
     """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
     await require_known_user(services, caller, user_id)
-    return await services.jobs.look(job_id, job_keys.user_tag(user_id), seconds)
+    return await services.jobs.get_job(job_id, job_keys.user_tag(user_id), seconds)
 
 
 @router.get(
@@ -143,7 +140,7 @@ async def get_fleet_job(
 ) -> JobStateView:
     """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
     require_staff(caller)
-    return await services.jobs.look(job_id, job_keys.FLEET_TAG, seconds)
+    return await services.jobs.get_job(job_id, job_keys.FLEET_TAG, seconds)
 
 
 @router.post(

@@ -1,7 +1,4 @@
-"""Jobs: what is asked for, and how they stand.
-
-Limits of job types.
-"""
+"""Bodies and views of jobs, and of the limits of job types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs over REST: what each brings along from the database, on which queue it runs, how it stands."""
+"""Enqueues, shows and cancels jobs; reads the orders that a job needs from the database."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class JobService:
         self._limit = limit
         self._log = log.logger()
 
-    async def of_user(
+    async def enqueue_user_job(
         self,
         user_id: str,
         wanted: schemas.StatementJobRequest | schemas.ExportJobRequest | schemas.SnapshotJobRequest,
@@ -91,14 +91,14 @@ class JobService:
             options["rate_key"] = _host(job.url)
         return view(await self._put(job, work, job_keys.FLEET_TAG, job_id, **options))
 
-    async def look(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
+    async def get_job(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
         return view(_found_or_404(await self._jobs.wait(job_id, seconds, tag=tag)))
 
     async def cancel(self, job_id: str, tag: str) -> schemas.JobStateView:
         """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
         await self._jobs.cancel(job_id, tag=tag)
-        return await self.look(job_id, tag)
+        return await self.get_job(job_id, tag)
 
     async def file(self, job_id: str, tag: str) -> bytes:
         """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""

@@ -1,4 +1,4 @@
-"""Cancels and changes of orders."""
+"""Routes that cancel and replace orders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def cancel_order(
     """
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changing.cancel(row, body, seconds, caller.actor)
+    changed = await services.changes.cancel(row, body, seconds, caller.actor)
     return _change_response(changed, changed.order.state is OrderState.CANCELLED)
 
 
@@ -108,5 +108,5 @@ async def replace_order(
     """
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changing.replace(row, body, seconds, caller.actor)
+    changed = await services.changes.replace(row, body, seconds, caller.actor)
     return _change_response(changed, changed.answered)

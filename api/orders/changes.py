@@ -1,4 +1,4 @@
-"""Cancels and changes of orders: through the user's queue, behind the order itself."""
+"""Cancels and replaces orders. The request goes through the user's queue, behind the order itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from infra.database import audit
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import changes as order_requests
-from infra.database.orders import recording
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.changes import OrderChange
 from infra.database.orders.states import IN_QUEUE
@@ -47,18 +46,18 @@ class OrderChangeService:
         database: Database,
         answers: AnswerListener,
         queue: RequestQueue,
-        asking: WorkerRequests,
-        book: OrderReader,
-        settler: OutcomeWriter,
+        worker_requests: WorkerRequests,
+        reader: OrderReader,
+        outcome_writer: OutcomeWriter,
         *,
         deadline: float,
     ) -> None:
         self._database = database
         self._answers = answers
         self._queue = queue
-        self._asking = asking
-        self._book = book
-        self._settler = settler
+        self._worker_requests = worker_requests
+        self._reader = reader
+        self._outcome_writer = outcome_writer
         self._deadline = deadline
 
     async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
@@ -69,7 +68,7 @@ class OrderChangeService:
         worker; `ValkeyUnavailable`.
         """
         generation = self._answers.generation
-        order = await self._book.with_latest_answer(view_of(row))
+        order = await self._reader.with_latest_answer(view_of(row))
         if order.state is OrderState.CANCELLED:
             return ChangeResult(order)
         _refuse_final(order)
@@ -82,7 +81,7 @@ class OrderChangeService:
                 request_id=body.request_id,
             )
         if order.state in IN_QUEUE and row.generation == generation:
-            order = await self._withdrawn(row, order)
+            order = await self._withdraw(row, order)
             if order.state is OrderState.CANCELLED:
                 return ChangeResult(order)
             _refuse_final(order)
@@ -97,13 +96,13 @@ class OrderChangeService:
             reply_to=self._answers.channel,
             generation=generation,
         )
-        changed = await self._ask(request, order, self._deadline, wait)
+        changed = await self._send(request, order, self._deadline, wait)
         if changed.order.final and changed.order.state is not OrderState.CANCELLED:
             _refuse_final(changed.order)
         return changed
 
-    async def _withdrawn(self, row: Row, order: OrderView) -> OrderView:
-        """The order, cancelled if it still stood in its queue and no worker is known to have taken it."""
+    async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
+        """Returns the order, cancelled if it was still queued and no worker is known to have taken it."""
         outcome = OrderOutcome(
             order_id=order.id, state=OrderState.CANCELLED, reason=CANCELLED_IN_QUEUE, withdrawn=True
         )
@@ -126,13 +125,9 @@ class OrderChangeService:
             at_ms=round(datetime.now(UTC).timestamp() * 1000),
             reason=CANCELLED_IN_QUEUE,
         )
-        async with self._database.session() as session:
-            await recording.apply_outcome(session, outcome)
-            now = await recording.get_order(session, row.id)  # a worker may have taken or refused it before
-            if now.state == OrderState.CANCELLED:
-                await recording.record_event(session, event)
+        now = await self._outcome_writer.write_now(NotedOutcome(outcome, event=event))
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
-            with suppress(RedisError):  # whoever was about to queue it waits for this, or for its deadline
+            with suppress(RedisError):  # a process about to queue it waits for this answer
                 await self._queue.store_answer(order.user_id, answer)
         return view_of(now)
 
@@ -144,7 +139,7 @@ class OrderChangeService:
         """
         generation = self._answers.generation
         now = datetime.now(UTC)
-        order = await self._book.with_latest_answer(view_of(row))
+        order = await self._reader.with_latest_answer(view_of(row))
         wanted = OrderChange(
             quantity=body.quantity,
             price=body.price,
@@ -175,9 +170,9 @@ class OrderChangeService:
             reply_to=self._answers.channel,
             generation=change.generation,
         )
-        return await self._ask(request, order, left, wait, change)
+        return await self._send(request, order, left, wait, change)
 
-    async def _ask(
+    async def _send(
         self,
         request: CancelOrder | ReplaceOrder,
         order: OrderView,
@@ -185,7 +180,9 @@ class OrderChangeService:
         wait: float,
         change: OrderChange | None = None,
     ) -> ChangeResult:
-        task = self._asking.ask(request, seconds, lambda answer: self._settle(answer, change))
+        task = self._worker_requests.send(
+            request, seconds, lambda answer: self._write_outcome(answer, change)
+        )
         await asyncio.wait({task}, timeout=wait)
         if not task.done() or task.cancelled():  # cancelled: this process is stopping
             return ChangeResult(order, answered=False)
@@ -205,10 +202,10 @@ class OrderChangeService:
             )
         return ChangeResult(order)
 
-    async def _settle(self, answer: Answer, change: OrderChange | None) -> None:
+    async def _write_outcome(self, answer: Answer, change: OrderChange | None) -> None:
         """Writes down what the broker did, also when nobody waits for it any more."""
         if answer.outcome is not None:
-            self._settler.note(NotedOutcome(answer.outcome, None))
+            self._outcome_writer.write_later(NotedOutcome(answer.outcome))
             if change is not None and answer.failure is None:
                 async with self._database.session() as session:
                     await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)

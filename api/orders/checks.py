@@ -1,7 +1,7 @@
-"""Pre-trade checks: what is refused before it is written down or goes anywhere (O6).
+"""Pre-trade checks: refuse an order before it is written or queued.
 
-They keep mistakes in, not persons: what may be exact is (a second order for the same, at the same moment),
-what may be a few orders off is (the day's count, under concurrency).
+These checks catch mistakes, not attackers. Duplicate detection is exact; under concurrency the daily count
+may be off by a few.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECOUNT_BELOW = 500
 
 @dataclass(frozen=True)
 class _RememberedLimits:
-    standing: AccountUsage
+    usage: AccountUsage
     until: float
     day: date
 
@@ -77,40 +77,40 @@ class PreTradeChecks:
 
         An account that does not exist passes: writing the order will say so.
         """
-        standing = await self._standing(new)
-        if standing is None:
+        usage = await self._usage_of(new)
+        if usage is None:
             return 0.0
-        self._price_type(new, standing)
-        lot = self._symbol(new, standing)
-        self._open(standing)
+        self._price_type(new, usage)
+        lot = self._symbol(new, usage)
+        self._open(usage)
         if new.reduce_only:  # who wants out is not held back by a limit of what goes in
             return 0.0
-        self._quantity(new, standing)
-        await self._notional(new, standing, lot)
-        await self._day(new, standing)
-        window = standing.limits.duplicate_window_s
+        self._quantity(new, usage)
+        await self._notional(new, usage, lot)
+        await self._day(new, usage)
+        window = usage.limits.duplicate_window_s
         return float(self._settings.check_duplicate_window if window is None else window)
 
     async def refuse_duplicate(self, session: AsyncSession, new: NewOrder, window: float) -> None:
         """Raises `DuplicateOrder`."""
-        twin = await trading_limits.find_duplicate(
+        duplicate = await trading_limits.find_duplicate(
             session,
             user_id=new.user_id,
             client_order_id=new.client_order_id,
             fingerprint=new.fingerprint,
             window=window,
         )
-        if twin is not None:
-            raise DuplicateOrder(f"{twin} asked for the same less than {window:g} s ago")
+        if duplicate is not None:
+            raise DuplicateOrder(f"{duplicate} asked for the same less than {window:g} s ago")
 
-    async def _standing(self, new: NewOrder) -> AccountUsage | None:
+    async def _usage_of(self, new: NewOrder) -> AccountUsage | None:
         name, now = (new.user_id, new.account_id), time.monotonic()
         known = self._known.get(name)
         if known is not None and known.until > now and known.day == new.trading_day:
-            return known.standing
+            return known.usage
         async with self._database.session(autocommit=True) as session:
             found = await trading_limits.account_usage(session, *name, new.trading_day)
-        if found is None or self._most_orders(found) - found.tags < RECOUNT_BELOW:
+        if found is None or self._max_orders(found) - found.tags < RECOUNT_BELOW:
             self._known.pop(name, None)
             return found
         if len(self._known) >= MAX_REMEMBERED:
@@ -118,35 +118,35 @@ class PreTradeChecks:
         self._known[name] = _RememberedLimits(found, now + REMEMBERED, new.trading_day)
         return found
 
-    def _price_type(self, new: NewOrder, standing: AccountUsage) -> None:
-        futures = standing.broker_type == Market.FUTURES
+    def _price_type(self, new: NewOrder, usage: AccountUsage) -> None:
+        futures = usage.broker_type == Market.FUTURES
         if futures and new.price_type == PriceType.MARKET and new.time_in_force == TimeInForce.ROD:
             raise PriceTypeRule("TAIFEX takes a market order as IOC or FOK only (its code 9938)")
 
-    def _symbol(self, new: NewOrder, standing: AccountUsage) -> Decimal | None:
+    def _symbol(self, new: NewOrder, usage: AccountUsage) -> Decimal | None:
         lot = self._symbols.lot(new.symbol)
-        if lot is None and self._concerns(self._settings.check_symbols, standing):
+        if lot is None and self._concerns(self._settings.check_symbols, usage):
             raise UnknownSymbol(f"there is no symbol {new.symbol}")
         return lot
 
-    def _open(self, standing: AccountUsage) -> None:
-        if not self._concerns(self._settings.check_market_open, standing):
+    def _open(self, usage: AccountUsage) -> None:
+        if not self._concerns(self._settings.check_market_open, usage):
             return
-        market = Market.FUTURES if standing.broker_type == Market.FUTURES else Market.STOCK
+        market = Market.FUTURES if usage.broker_type == Market.FUTURES else Market.STOCK
         if not self._days.is_open(market, self._now()):
             raise MarketClosed(f"the {market.value} market takes no orders now")
 
-    def _concerns(self, setting: str, standing: AccountUsage) -> bool:
-        return setting == "all" or (setting == "real" and standing.broker != PAPER)
+    def _concerns(self, setting: str, usage: AccountUsage) -> bool:
+        return setting == "all" or (setting == "real" and usage.broker != PAPER)
 
-    def _quantity(self, new: NewOrder, standing: AccountUsage) -> None:
-        own = standing.limits.max_quantity
+    def _quantity(self, new: NewOrder, usage: AccountUsage) -> None:
+        own = usage.limits.max_quantity
         most = self._settings.check_max_quantity if own is None else own
         if new.quantity > most:
             raise QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
 
-    async def _notional(self, new: NewOrder, standing: AccountUsage, lot: Decimal | None) -> None:
-        own = standing.limits.max_notional
+    async def _notional(self, new: NewOrder, usage: AccountUsage, lot: Decimal | None) -> None:
+        own = usage.limits.max_notional
         most = self._settings.check_max_notional or None if own is None else own
         if most is None:
             return
@@ -165,13 +165,13 @@ class PreTradeChecks:
         if value > most:
             raise NotionalLimit(f"{value:f} TWD; one order of this account may have {most:f}")
 
-    def _most_orders(self, standing: AccountUsage) -> int:
-        own = standing.limits.max_daily_orders
+    def _max_orders(self, usage: AccountUsage) -> int:
+        own = usage.limits.max_daily_orders
         return self._settings.check_daily_orders if own is None else own
 
-    async def _day(self, new: NewOrder, standing: AccountUsage) -> None:
-        most = self._most_orders(standing)
-        if standing.tags < most:
+    async def _day(self, new: NewOrder, usage: AccountUsage) -> None:
+        most = self._max_orders(usage)
+        if usage.tags < most:
             return
         # Repeats of a client order id use tags, too: only orders count.
         async with self._database.session(autocommit=True) as session:

@@ -1,4 +1,4 @@
-"""Changes of a user's orders as a stream."""
+"""Feeds the stream of changes of a user's orders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAP_CHECKS = 8
 
 
 class OrderFeed:
-    """`api.http.streams.Feed` of one user's orders.
+    """`EventFeed` of one user's orders.
 
     An event's id stands for all that one transaction changed. The events of one transaction carry the id
     before it, but for the last one: who comes back after half of them gets them all again.
@@ -34,7 +34,7 @@ class OrderFeed:
         self._database = database
         self.key = user_id
 
-    async def present(self) -> ServerEvent:
+    async def current_event(self) -> ServerEvent:
         async with self._database.session() as session:
             # First the number, then the orders: what changes in between is told again.
             now = await order_changes.read_outlook(session, self.key, 0)
@@ -44,7 +44,7 @@ class OrderFeed:
         )
         return ServerEvent(now.horizon - 1, "orders", orders.model_dump_json())
 
-    async def behind(self, last: int) -> Sequence[ServerEvent]:
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
         pause = GAP_PAUSE
         for _ in range(GAP_CHECKS):
             async with self._database.session() as session:
@@ -53,7 +53,7 @@ class OrderFeed:
                     return _events(rows, last)
                 ahead = await order_changes.read_outlook(session, self.key, last)
             if last >= ahead.horizon:  # a number of another database: begin anew
-                return [await self.present()]
+                return [await self.current_event()]
             if not ahead.more:
                 break
             await asyncio.sleep(pause)

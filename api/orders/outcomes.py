@@ -1,10 +1,9 @@
-"""Orders as callers see them: the row of PostgreSQL, moved on by an answer that is newer than the row.
+"""Orders as callers see them, and the one writer of their outcomes in the API.
 
-Writes to PostgreSQL what workers answered, in case the recorder is away.
-
-The recorder writes the same from the event stream, usually before us. An answer can also be read from its
-response key for 60 s (`placer.py`); this makes sure that it is still known after that. Both writers only
-move an order forward, so their order does not matter.
+Callers see the row in PostgreSQL, updated by an answer that is newer. The recorder writes a worker's outcome
+from the event stream, usually before `OutcomeWriter`; the response key holds it for 60 s. The writer keeps it
+known after that, also when the recorder is away. Both only move an order forward, so their order does not
+matter. A withdrawn order has no events of a worker: only this writer knows of it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey.request_queue import outcome_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderEvent, OrderOutcome, OrderState
 
 #: States in which nobody knows the broker's answer yet: 202.
 UNANSWERED = frozenset(
@@ -178,7 +177,9 @@ MOST = 50_000
 @dataclass(frozen=True, slots=True)
 class NotedOutcome:
     outcome: OrderOutcome
-    code: str | None
+    code: str | None = None
+    #: Recorded with the outcome if the order is then in the event's state.
+    event: OrderEvent | None = None
 
 
 class OutcomeWriter:
@@ -193,7 +194,7 @@ class OutcomeWriter:
         self._log = log.logger()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="settler")
+        self._task = asyncio.create_task(self._run(), name="outcome writer")
 
     async def close(self) -> None:
         """Writes what is left, if PostgreSQL answers."""
@@ -202,28 +203,27 @@ class OutcomeWriter:
         try:
             await self._write()
         except Exception:  # the boundary of the process: what is left, the recorder writes
-            self._log.exception("settler_left", waiting=len(self._waiting))
+            self._log.exception("outcomes_left_unwritten", waiting=len(self._waiting))
 
-    def note(self, settlement: NotedOutcome) -> None:
+    def write_later(self, noted: NotedOutcome) -> None:
         """To be written by the round after the next."""
         if len(self._waiting) + len(self._noted) < MOST:
-            self._noted[settlement.outcome.order_id] = settlement
+            self._noted[noted.outcome.order_id] = noted
         else:
-            self._log.error("settler_full", order=settlement.outcome.order_id)
+            self._log.error("outcome_writer_full", order=noted.outcome.order_id)
 
-    async def settle(self, settlement: NotedOutcome) -> Order | None:
-        """Writes now, and returns the order as it is then. For outcomes that no worker will ever report.
+    async def write_now(self, noted: NotedOutcome) -> Order:
+        """Writes an outcome that no worker will ever report, and returns the order as it is then.
 
-        None if PostgreSQL is away: then it is written later.
+        Raises `DatabaseUnavailable`; the outcome is then written later.
         """
         try:
             async with self._database.session() as session:
-                await recording.apply_outcome(session, settlement.outcome, settlement.code)
-                return await recording.get_order(session, UUID(settlement.outcome.order_id))
+                return await _write_outcome(session, noted)
         except DatabaseUnavailable as error:
-            self._log.warning("settle_later", order=settlement.outcome.order_id, reason=error.detail)
-            self.note(settlement)
-            return None
+            self._log.warning("outcome_postponed", order=noted.outcome.order_id, reason=error.detail)
+            self.write_later(noted)
+            raise
 
     async def _run(self) -> None:
         while True:
@@ -231,9 +231,9 @@ class OutcomeWriter:
             try:
                 await self._write()
             except DatabaseUnavailable as error:
-                self._log.warning("settler_waits", reason=error.detail, waiting=len(self._waiting))
+                self._log.warning("outcome_writer_waits", reason=error.detail, waiting=len(self._waiting))
             except Exception:  # the boundary of a loop: one bad outcome must not stop it
-                self._log.exception("settler_failed", waiting=len(self._waiting))
+                self._log.exception("outcome_writer_failed", waiting=len(self._waiting))
             self._age()
 
     def _age(self) -> None:
@@ -245,15 +245,16 @@ class OutcomeWriter:
             batch = dict(list(self._waiting.items())[:200])
             async with self._database.session() as session:
                 for order_id in await self._behind(session, batch):
-                    settlement = batch[order_id]
-                    await recording.apply_outcome(session, settlement.outcome, settlement.code)
-            for order_id, settlement in batch.items():
-                if self._waiting.get(order_id) is settlement:
+                    await _write_outcome(session, batch[order_id])
+            for order_id, noted in batch.items():
+                if self._waiting.get(order_id) is noted:
                     del self._waiting[order_id]
 
     async def _behind(self, session: AsyncSession, batch: dict[str, NotedOutcome]) -> list[str]:
-        """Orders that the recorder has not brought as far. Usually none: one query in two seconds instead of
-        an update for each order. With an array, so that it is the same statement for any number of ids."""
+        """Ids of orders that the recorder has not brought as far; usually none.
+
+        One query a round replaces an update an order. An array keeps the statement the same for any count.
+        """
         ids = literal([UUID(order_id) for order_id in batch], ARRAY(Uuid))
         rows = await session.execute(
             select(Order.id, Order.state, Order.filled_quantity).where(Order.id == any_(ids))
@@ -264,3 +265,12 @@ class OutcomeWriter:
             if rank(state) < rank(batch[str(order_id)].outcome.state)
             or filled < batch[str(order_id)].outcome.filled_quantity
         ]
+
+
+async def _write_outcome(session: AsyncSession, noted: NotedOutcome) -> Order:
+    await recording.apply_outcome(session, noted.outcome, noted.code)
+    row = await recording.get_order(session, UUID(noted.outcome.order_id))
+    # PostgreSQL may know that a worker took or refused the order before it was withdrawn.
+    if noted.event is not None and row.state == noted.event.state:
+        await recording.record_event(session, noted.event)
+    return row

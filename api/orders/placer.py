@@ -24,7 +24,7 @@ from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_
 from api.orders.schemas import OrderView
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra import tasks
-from infra.database.engine import Database
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order as Row
 from infra.database.orders import acceptance
 from infra.database.orders.acceptance import place_request
@@ -75,9 +75,9 @@ class PendingOrderResult:
     def of(cls, order: OrderView, answer: Answer | None = None) -> PendingOrderResult:
         """`answer`: knows when another try makes sense, which is not written down."""
         failure = failure_of(order)
-        told = answer.failure.error() if answer is not None and answer.failure is not None else None
-        if failure is not None and told is not None:
-            failure.retry_after = told.retry_after
+        failed = answer.failure.error() if answer is not None and answer.failure is not None else None
+        if failure is not None and failed is not None:
+            failure.retry_after = failed.retry_after
         return cls(order, failure)
 
 
@@ -85,85 +85,89 @@ class PendingOrders:
     """Starts a task for each order, or joins the one that follows it already."""
 
     def __init__(
-        self, queue: RequestQueue, answers: AnswerListener, waiting: AnswerWaiter, settler: OutcomeWriter
+        self,
+        queue: RequestQueue,
+        answers: AnswerListener,
+        waiter: AnswerWaiter,
+        outcome_writer: OutcomeWriter,
     ) -> None:
         self._queue = queue
         self._answers = answers
-        self._waiting = waiting
-        self._settler = settler
+        self._waiter = waiter
+        self._outcome_writer = outcome_writer
         self._tasks: dict[str, asyncio.Task[PendingOrderResult]] = {}
         self._log = log.logger()
 
-    def join(self, flight: PendingOrder) -> asyncio.Task[PendingOrderResult]:
+    def follow(self, pending: PendingOrder) -> asyncio.Task[PendingOrderResult]:
         """The task that follows this order; wait for it without cancelling it.
 
         It returns the order as far as it came, with its failure before the broker. Raises
         `ValkeyUnavailable` if it is not certain that the order was enqueued.
         """
-        order_id = flight.request.order_id
+        order_id = pending.request.order_id
         task = self._tasks.get(order_id)
         if task is None:
-            task = asyncio.create_task(self._follow(flight), name=f"order {order_id}")
+            task = asyncio.create_task(self._follow(pending), name=f"order {order_id}")
             self._tasks[order_id] = task
-            task.add_done_callback(lambda done: self._landed(order_id, done))
+            task.add_done_callback(lambda done: self._forget(order_id, done))
         return task
 
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._tasks.values())
 
-    def _landed(self, order_id: str, task: asyncio.Task[PendingOrderResult]) -> None:
+    def _forget(self, order_id: str, task: asyncio.Task[PendingOrderResult]) -> None:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
         error = task.exception()  # also marks it as seen: the request may be gone by now
         if isinstance(error, BerthError):
-            self._log.warning("order_adrift", order=order_id, code=error.code)
+            self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
-            self._log.error("order_crashed", order=order_id, exc_info=error)
+            self._log.error("pending_order_crashed", order=order_id, exc_info=error)
 
-    async def _follow(self, flight: PendingOrder) -> PendingOrderResult:
-        user_id, order_id = flight.request.user_id, flight.request.order_id
+    async def _follow(self, pending: PendingOrder) -> PendingOrderResult:
+        user_id, order_id = pending.request.user_id, pending.request.order_id
         with self._answers.expect(user_id, order_id) as answer:
             try:
-                queued = await self._queue.enqueue(flight.request, flight.left)
+                queued = await self._queue.enqueue(pending.request, pending.left)
                 if not queued.new:
                     await self._answers.read(user_id, order_id)
             except RedisError as error:
                 self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
                 raise ValkeyUnavailable("Valkey: whether the order was queued is not known") from None
-            order = flight.order  # while the worker is at it
-            given_up = await self._wait(flight, queued, answer)
+            order = pending.order  # while the worker is at it
+            given_up = await self._wait(pending, queued, answer)
             if given_up is not None:
                 return PendingOrderResult.of(given_up)
             found = answer.result()
         outcome, code = outcome_of(found, order_id)
         if outcome.withdrawn:
-            return PendingOrderResult.of(await self._withdrawn(order, found), found)
-        self._settler.note(NotedOutcome(outcome, code))
+            return PendingOrderResult.of(await self._write_withdrawal(order, found), found)
+        self._outcome_writer.write_later(NotedOutcome(outcome, code))
         return PendingOrderResult.of(apply_answer(order, found), found)
 
     async def _wait(
-        self, flight: PendingOrder, queued: QueuedRequest, answer: asyncio.Future[Answer]
+        self, pending: PendingOrder, queued: QueuedRequest, answer: asyncio.Future[Answer]
     ) -> OrderView | None:
         """Returns None when the answer is there, else the order that was given up."""
-        until, marked = flight.deadline + ANSWER_GRACE, queued.marked
+        until, marked = pending.deadline + ANSWER_GRACE, queued.marked
         while not answer.done():
-            error = await self._waiting.wait(flight.request.user_id, queued, answer, until, marked=marked)
+            error = await self._waiter.wait(pending.request.user_id, queued, answer, until, marked=marked)
             if answer.done():
                 break
-            given_up = await self._give_up(flight, queued, error or DeadlineExceeded())
+            given_up = await self._give_up(pending, queued, error or DeadlineExceeded())
             if error is None:
-                return None if answer.done() else given_up or flight.order
+                return None if answer.done() else given_up or pending.order
             if given_up is not None:
                 return given_up
             marked = True  # somebody had it: until the next look
         return None
 
     async def _give_up(
-        self, flight: PendingOrder, queued: QueuedRequest, error: BerthError
+        self, pending: PendingOrder, queued: QueuedRequest, error: BerthError
     ) -> OrderView | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
-        order = flight.order
+        order = pending.order
         late = isinstance(error, DeadlineExceeded)
         outcome = OrderOutcome(
             order_id=order.id,
@@ -183,12 +187,15 @@ class PendingOrders:
             self._log.warning("withdraw_failed", order=order.id, code=error.code)
             return None
         self._log.warning("order_withdrawn", order=order.id, code=error.code)
-        return await self._withdrawn(order, answer)
+        return await self._write_withdrawal(order, answer)
 
-    async def _withdrawn(self, order: OrderView, answer: Answer) -> OrderView:
+    async def _write_withdrawal(self, order: OrderView, answer: Answer) -> OrderView:
         """The order after it was taken back. PostgreSQL may know that a worker had taken it before."""
-        row = await self._settler.settle(NotedOutcome(*outcome_of(answer, order.id)))
-        return apply_answer(order, answer) if row is None else view_of(row)
+        try:
+            row = await self._outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
+        except DatabaseUnavailable:
+            return apply_answer(order, answer)
+        return view_of(row)
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
         """Repeats what may have happened without our hearing of it: the script bears that."""
@@ -243,8 +250,8 @@ class OrderPlacer:
         self,
         database: Database,
         answers: AnswerListener,
-        flights: PendingOrders,
-        book: OrderReader,
+        pending_orders: PendingOrders,
+        reader: OrderReader,
         checks: PreTradeChecks,
         *,
         deadline: float,
@@ -252,14 +259,14 @@ class OrderPlacer:
     ) -> None:
         self._database = database
         self._answers = answers
-        self._flights = flights
-        self._book = book
+        self._pending_orders = pending_orders
+        self._reader = reader
         self._checks = checks
         self._deadline = deadline
         #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
         self._unknown_blocks = unknown_blocks
 
-    async def place(
+    async def place_order(
         self,
         user_id: str,
         body: schemas.OrderRequest,
@@ -305,16 +312,20 @@ class OrderPlacer:
             raise ClientOrderIdReused
         row = accepted.order
         if accepted.new:
-            return await self._fly(PendingOrder(row, self._request(row, lasts), began + lasts), wait)
+            return await self._wait_for_order(
+                PendingOrder(row, self._request(row, lasts), began + lasts), wait
+            )
         order = view_of(row)
         try:
-            order = await self._book.with_latest_answer(order)
+            order = await self._reader.with_latest_answer(order)
         except RedisError:
             return PlacementResult(order, new=False, failure=ValkeyUnavailable())
         left = (row.deadline_at - now).total_seconds()
         if order.state not in _IN_QUEUE or row.generation != generation or left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
-        return await self._fly(PendingOrder(row, self._request(row, lasts), began + left, seen=order), wait)
+        return await self._wait_for_order(
+            PendingOrder(row, self._request(row, lasts), began + left, seen=order), wait
+        )
 
     async def _accept(self, new: acceptance.NewOrder) -> acceptance.AcceptedOrder:
         """Checks and writes. A repeat is answered whatever the checks would say of it now."""
@@ -339,16 +350,16 @@ class OrderPlacer:
         """`lasts`: seconds from its acceptance to its deadline."""
         return place_request(row, self._answers.channel, self._unknown_blocks, lasts)
 
-    async def _fly(self, flight: PendingOrder, wait: float) -> PlacementResult:
-        task = self._flights.join(flight)
+    async def _wait_for_order(self, pending: PendingOrder, wait: float) -> PlacementResult:
+        task = self._pending_orders.follow(pending)
         await asyncio.wait({task}, timeout=wait)
-        new = flight.first
+        new = pending.first
         if not task.done():
-            return PlacementResult(flight.order, new=new)
+            return PlacementResult(pending.order, new=new)
         if task.cancelled():  # this process is stopping; the order goes on
-            return PlacementResult(flight.order, new=new)
+            return PlacementResult(pending.order, new=new)
         error = task.exception()
         if isinstance(error, BerthError):
-            return PlacementResult(flight.order, new=new, failure=error)
-        landed = task.result()
-        return PlacementResult(landed.order, new=new, failure=landed.failure)
+            return PlacementResult(pending.order, new=new, failure=error)
+        result = task.result()
+        return PlacementResult(result.order, new=new, failure=result.failure)

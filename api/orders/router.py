@@ -1,7 +1,4 @@
-"""Orders.
-
-A user's orders: as pages, as a file, and as a stream of their changes.
-"""
+"""Routes for orders: place one, show one, list them, export them, follow their changes."""
 
 from __future__ import annotations
 
@@ -106,7 +103,7 @@ async def place_order(
     """
     require_user(caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
-    found = await services.placing.place(user_id, body, seconds, caller.actor)
+    found = await services.placer.place_order(user_id, body, seconds, caller.actor)
     order = found.order
     if found.failure is not None:
         raise ProblemError(found.failure, {"order": order.model_dump(mode="json")})
@@ -124,16 +121,13 @@ async def place_order(
 )
 async def get_order(order_id: UUID, caller: Caller, services: InServices) -> OrderDetailView:
     """The order and the steps of its life. Another user's order is not found."""
-    order = await services.book.get(order_id)
+    order = await services.reader.get(order_id)
     if not caller.may_see(order.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
-    return await services.book.with_timeline(order)
+    return await services.reader.with_timeline(order)
 
 
-list_router = APIRouter(prefix="/users/{user_id}", tags=["orders"])
-
-
-@list_router.get("/orders", summary="List orders", responses=problems.responses(NotFound))
+@router.get("/users/{user_id}/orders", summary="List orders", responses=problems.responses(NotFound))
 async def list_orders(
     user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderQuery, Query()]
 ) -> OrderPage:
@@ -152,8 +146,8 @@ async def list_orders(
     return OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
 
 
-@list_router.get(
-    "/orders.csv",
+@router.get(
+    "/users/{user_id}/orders.csv",
     summary="Export orders",
     response_class=StreamingResponse,
     responses={
@@ -186,14 +180,14 @@ async def export_orders(
     return StreamingResponse(whole(), media_type="text/csv; charset=utf-8; header=present", headers=headers)
 
 
-@list_router.get(
-    "/orders/events",
+@router.get(
+    "/users/{user_id}/orders/events",
     summary="Follow changes of orders",
     response_class=StreamingResponse,
     responses={
         200: {
             "description": "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
-            " `event: order` is one changed order as it is (data: `Order`). Both have an `id` to come back"
+            " `event: order` is one changed order (data: `OrderView`). Both have an `id` to come back"
             " with.",
             "content": {
                 "text/event-stream": {
@@ -221,4 +215,4 @@ async def follow_orders(
     """
     await require_known_user(services, caller, user_id)
     begin = after if last_event_id is None else last_event_id
-    return await services.streams.answer(OrderFeed(services.database, user_id), caller.key_id, begin)
+    return await services.streams.open_stream(OrderFeed(services.database, user_id), caller.key_id, begin)

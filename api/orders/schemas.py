@@ -1,9 +1,4 @@
-"""Orders in and out. Quantities are lots, prices are in the instrument's currency.
-
-Cancels and changes of orders.
-
-Filters and pages of a user's orders.
-"""
+"""Bodies, filters and views of orders. Quantities are lots; prices are in the instrument's currency."""
 
 from __future__ import annotations
 

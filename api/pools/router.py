@@ -1,7 +1,4 @@
-"""Pools of free workers, for operators: look, resize, pause, drain, resume.
-
-Rollouts of pools, for operators: begin one, look at it, take it back.
-"""
+"""Routes for operators: pools of free workers, and the rollouts of pools."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ async def _change_mode(
 ) -> PoolStatusView:
     require_staff(caller)
     await audit_pool_request(services, caller, pool, asked, (body or ReasonBody()).reason)
-    return PoolStatusView.of(await services.pools.steer(pool, asked))
+    return PoolStatusView.of(await services.pools.change_mode(pool, asked))
 
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))

@@ -1,7 +1,4 @@
-"""Pools in and out: how large they should be, and what they are.
-
-Rollouts in and out: which version a pool is brought to, and how far that is.
-"""
+"""Bodies and views of pools and of their rollouts."""
 
 from __future__ import annotations
 

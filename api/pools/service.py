@@ -40,7 +40,7 @@ class PoolControl:
         """Also raises `PoolPolicyInvalid`, `PoolChanged`."""
         return await self._update(pool, "set_policy", wanted)
 
-    async def steer(self, pool: str, name: str) -> PoolView:
+    async def change_mode(self, pool: str, name: str) -> PoolView:
         """`name`: `pause`, `resume` or `drain`."""
         return await self._update(pool, name)
 

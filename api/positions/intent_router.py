@@ -1,4 +1,4 @@
-"""Closing positions, and entries and exits that reverse them."""
+"""Routes that close positions, and that enter or leave the market."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
 from api.orders.schemas import OrderView
-from api.positions import router as portfolio
 from api.positions.closer import PositionClose
 from api.positions.intents import all_answered
+from api.positions.router import BROKER_PROBLEMS
 from api.positions.schemas import ClosePositionRequest, IntentRequest, IntentView
 from api.workers.router import require_known_user
 from worker_runtime.protocol import errors as protocol
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["order
 
 SymbolInPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]+$", max_length=32, examples=["2330"])]
 _PROBLEMS = (
-    *portfolio.BROKER_PROBLEMS,
+    *BROKER_PROBLEMS,
     errors.ClientOrderIdReused,
     errors.NoPosition,
     errors.PositionBusy,
@@ -71,7 +71,7 @@ async def close_position(
     never closes twice.
     """
     await require_known_user(services, caller, user_id)
-    wish = PositionClose(
+    close = PositionClose(
         user_id=user_id,
         account_id=account_id,
         symbol=symbol,
@@ -84,7 +84,9 @@ async def close_position(
         time_in_force=body.lasts,
         quantity=body.quantity,
     )
-    placed = await services.closing.close(wish, services.settings.order_wait if wait is None else wait)
+    placed = await services.closer.close_position(
+        close, services.settings.order_wait if wait is None else wait
+    )
     if placed.failure is not None:
         raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
     status = 202 if placed.order.state in UNANSWERED else 200

@@ -1,12 +1,11 @@
-"""Entries and exits with reversal: the opposite position is closed first, and only if that is confirmed
-filled is the new one opened.
+"""Entries and exits: the opposite position is closed first; the new one opens only after that is filled.
 
 The legs of an intent are orders with ids of their own (`<id>.close`, `<id>.open`) and the intent in `origin`.
 The opening leg is placed by the caller's request and by nothing else: if the request ends before the close is
 filled, if this process dies between the legs, or if the close is not filled, nothing is opened. A repeat with
 the same id goes on where the first one stopped, but only within the order deadline after the closing leg was
 accepted: an entry that nobody waited for is not made at another price. (Alerts are repeated by
-`alert_keeper.py`.)
+`AlertKeeper`.)
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class IntentRunner:
         self,
         database: Database,
         positions: PositionCloser,
-        book: OrderReader,
-        notices: NotificationListener,
+        reader: OrderReader,
+        notifications: NotificationListener,
         *,
         deadline: float,
     ) -> None:
         self._database = database
         self._positions = positions
-        self._book = book
-        self._notices = notices
+        self._reader = reader
+        self._notifications = notifications
         self._deadline = deadline
 
     async def run_intent(
@@ -65,7 +64,7 @@ class IntentRunner:
 
         `not_after`: an instant on `time.monotonic` after which no leg is written any more, and none sent.
         Raises `ProblemError` with the legs there are: `CloseNotFilled`, `IntentExpired`, or why a leg never
-        reached the broker; and what `PositionCloser.close` and `open` raise.
+        reached the broker; and what `PositionCloser.close_position` and `open` raise.
         """
         until = time.monotonic() + wait
         ids = f"{body.client_order_id}.close", f"{body.client_order_id}.open"
@@ -73,7 +72,7 @@ class IntentRunner:
             since = await closing.database_clock(session)
             known = await closing.orders_by_client_ids(session, user_id, ids)
         if ids[1] in known:
-            legs = await self._looked_at([known[one].id for one in ids if one in known])
+            legs = await self._read_orders([known[one].id for one in ids if one in known])
             opened = await self._open(user_id, account_id, body, since, until, actor, not_after)
             return _result(body, [*legs[:-1], opened.order], opened.failure)
         close = PositionClose(
@@ -93,7 +92,7 @@ class IntentRunner:
         )
         try:
             left = max(0.0, until - time.monotonic())
-            closed = await self._positions.close(close, left, not_after=not_after)
+            closed = await self._positions.close_position(close, left, not_after=not_after)
         except NoPosition:
             if not body.intent.enters:
                 raise
@@ -154,7 +153,7 @@ class IntentRunner:
         try:
             left = max(0.0, until - time.monotonic())
             ended = after.client_order_id if after else None
-            return await self._positions.open(
+            return await self._positions.open_position(
                 user_id, order, leg, since, left, actor, after=ended, not_after=not_after
             )
         except BerthError as error:
@@ -164,18 +163,18 @@ class IntentRunner:
 
     async def _final(self, order: OrderView, until: float) -> OrderView:
         """The order once it is final, or as it is when the time is over."""
-        with self._notices.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
+        with self._notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not order.final and (left := until - time.monotonic()) > 0:
                 news.clear()
-                order = await self._book.get(UUID(order.id))
+                order = await self._reader.get(UUID(order.id))
                 if not order.final:
                     waiting = asyncio.ensure_future(news.wait())
                     await asyncio.wait({waiting}, timeout=min(CHECK_PERIOD, left))
                     waiting.cancel()
         return order
 
-    async def _looked_at(self, ids: Sequence[UUID]) -> list[OrderView]:
-        return [await self._book.get(order_id) for order_id in ids]
+    async def _read_orders(self, ids: Sequence[UUID]) -> list[OrderView]:
+        return [await self._reader.get(order_id) for order_id in ids]
 
 
 def _origin(body: IntentRequest) -> str:

@@ -1,4 +1,4 @@
-"""What an account holds, as its broker knows it now."""
+"""Routes for the positions and the balance of an account, as its broker has them now."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Positions and balance of an account. Quantities are lots, money is in the account's currency.
-
-Closing positions, and entries and exits that reverse them.
-"""
+"""Bodies and views of positions, balances and intents. Quantities are lots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions and balance of an account, as its broker knows them now: asked through the user's queue."""
+"""Asks a user's broker for positions and balance, through the user's worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode
 
 
 class Portfolio:
-    def __init__(self, database: Database, answers: AnswerListener, asking: WorkerRequests) -> None:
+    def __init__(self, database: Database, answers: AnswerListener, worker_requests: WorkerRequests) -> None:
         self._database = database
         self._answers = answers
-        self._asking = asking
+        self._worker_requests = worker_requests
         self._log = log.logger()
 
     async def report(
@@ -54,7 +54,7 @@ class Portfolio:
             reply_to=self._answers.channel,
             generation=self._answers.generation,
         )
-        task = self._asking.ask(query, seconds)
+        task = self._worker_requests.send(query, seconds)
         await asyncio.wait({task})
         if task.cancelled():
             raise NoAnswer("this process is stopping")

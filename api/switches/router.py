@@ -1,4 +1,4 @@
-"""The kill switch: for all, for a user, for an account."""
+"""Routes for kill switches: for everybody, a user or an account."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def put_switch(
     inside the broker's SDK by then goes on. Operators switch everybody, a user or an account. A user's key
     sets the user's own switch, which stands beside the operators': nobody opens what another has closed.
     """
-    row, told = await services.switchboard.put(
+    row, told = await services.switches.set_switch(
         _requested_scope(body, caller), body.state, actor=caller.actor, reason=body.reason
     )
     if not told:
@@ -67,7 +67,7 @@ async def list_switches(caller: Caller, services: InServices, user_id: OfUser = 
     user_id = user_id or caller.user_id
     if user_id is not None:
         require_user(caller, user_id)
-    rows, effective = await services.switchboard.rows(user_id)
+    rows, effective = await services.switches.list_switches(user_id)
     counts = None
     if effective is not None:
         counts = EffectiveSwitchView(

@@ -1,4 +1,4 @@
-"""The kill switch: set in PostgreSQL, told to every worker it concerns before the caller hears of it."""
+"""Sets kill switches in PostgreSQL, and writes them for each worker before it answers the caller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SwitchControl:
         self._client = client
         self._log = log.logger()
 
-    async def put(
+    async def set_switch(
         self, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
     ) -> tuple[Switch, bool]:
         """Sets a switch; the flag says whether all workers concerned have it.
@@ -41,13 +41,13 @@ class SwitchControl:
             ):
                 raise UnknownAccount(f"user {scope.user_id} has no account {scope.account_id}")
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
-        told = await self._tell(scope)
+        told = await self._fan_out(scope)
         self._log.warning(
             "switched", scope=scope.name, state=state.value, actor=actor, version=row.version, told=told
         )
         return row, told
 
-    async def _tell(self, scope: TradingScope) -> bool:
+    async def _fan_out(self, scope: TradingScope) -> bool:
         try:
             server = await valkey.read_server_id(self._client)  # first (`switching`)
             async with self._database.session() as session:
@@ -57,11 +57,11 @@ class SwitchControl:
             told = {user_id: picture.for_user(user_id) for user_id in concerned}
             await switch_fanout.write_switches(self._client, server, told)
         except (RedisError, OSError) as error:
-            self._log.warning("switch_not_told", scope=scope.name, error=type(error).__name__)
+            self._log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
             return False
         return True
 
-    async def rows(self, user_id: str | None) -> tuple[Sequence[Switch], UserSwitch | None]:
+    async def list_switches(self, user_id: str | None) -> tuple[Sequence[Switch], UserSwitch | None]:
         """All switches, or those that can hold for one user and what counts for him.
 
         Raises `UserNotFound`.

@@ -1,7 +1,4 @@
-"""Broker credentials of a user's account.
-
-An account's own limits for the pre-trade checks.
-"""
+"""Routes for a user's account: its broker credentials, and its limits for the pre-trade checks."""
 
 from __future__ import annotations
 

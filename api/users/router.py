@@ -1,7 +1,4 @@
-"""Users.
-
-Where a user's daily statements go.
-"""
+"""Routes for users and the addresses of their daily statements."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Users and their API keys.
+"""Bodies and views of users, credentials, account limits and statement addresses.
 
-Broker credentials: they come in, are encrypted at once, and never go out.
-
-An account's own limits.
-
-Where a user's daily statements go.
+Credentials come in, are encrypted at once, and never go out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an alert asks for: an order, a close, an entry or an exit, under ids made of what the alert says."""
+"""Parses alerts and plans their orders: an order, a close, an entry or an exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks: made and revoked with an API key, posted to with a token and a secret."""
+"""Routes for webhooks: created and revoked with an API key, posted to with a token and a secret."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
     """
     peer = request.client.host if request.client else ""
     forwarded = request.headers.getlist("x-forwarded-for")
-    taken = await services.webhooks.deliver(token, peer, forwarded, await request.body())
+    taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
     settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
     found: OrderView | AlertOutcome
     if taken.alert.plain and taken.legs:

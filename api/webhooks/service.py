@@ -1,8 +1,8 @@
-"""Alerts that become orders: who may post them, and each of them once.
+"""Turns alerts into orders: checks the sender, and places the orders of each alert once.
 
-The secret stands in the body, because TradingView sends no headers of ours. An alert is known by what it
-says: the client order ids of its orders are made of it, so they are known for ever. What was refused stays
-refused, and what came to nothing for another reason may come again only within the alert's own time.
+The secret is in the body, because TradingView sends no custom headers. The content of an alert gives its
+orders their client order ids, so a repeat is always recognised. A refused alert stays refused; one that
+failed for another reason may be sent again within its own time window.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_TOKEN = 128
 #: Seconds to wait for the outcome: TradingView gives up after 3 s, and the order goes on by itself.
 WAIT = 2.0
 #: Seconds that an alert stays with the process that carries it out, if that does not hold it for longer
-#: (`alert_keeper.py`).
+#: (`AlertKeeper`).
 LEASE = 10.0
 #: Seconds of one count of a webhook's alerts.
 COUNTED = 60
@@ -83,10 +83,10 @@ class AlertProcessor:
         self,
         database: Database,
         client: Redis,
-        placing: OrderPlacer,
+        placer: OrderPlacer,
         positions: PositionCloser,
         intents: IntentRunner,
-        book: OrderReader,
+        reader: OrderReader,
         settings: Settings,
         *,
         ready: Callable[[], bool],
@@ -95,10 +95,10 @@ class AlertProcessor:
         """`ready`: whether the tables are there."""
         self._database = database
         self._client = client
-        self._placing = placing
+        self._placer = placer
         self._positions = positions
         self._intents = intents
-        self._book = book
+        self._reader = reader
         #: Alerts under way, by their digest.
         self._tasks: dict[str, asyncio.Task[list[OrderView]]] = {}
         self._deadline = settings.order_deadline
@@ -112,13 +112,14 @@ class AlertProcessor:
         """Lets go of what is under way: of an entry whose close is not filled nothing is opened."""
         await tasks.cancel_tasks(*self._tasks.values())
 
-    async def deliver(self, token: str, peer: str, forwarded: Sequence[str], body: bytes) -> AcceptedAlert:
+    async def receive_alert(
+        self, token: str, peer: str, forwarded: Sequence[str], body: bytes
+    ) -> AcceptedAlert:
         """Does what an alert asks for; a repeat of the alert returns the first outcome.
 
         `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
         `WebhookBusy`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
-        `AlertOutdated`, and what `OrderPlacer.place`, `PositionCloser.close` and `IntentRunner.carry_out`
-        raise.
+        `AlertOutdated`, and what `OrderPlacer`, `PositionCloser` and `IntentRunner` raise.
         """
         webhook = await self._find(token)
         await self._count(webhook)
@@ -132,20 +133,20 @@ class AlertProcessor:
         if not webhooks.has_secret(webhook, alert.secret):
             self._log.warning("webhook_secret_wrong", webhook=str(webhook.id), source=source)
             raise WebhookSecretWrong
-        wish = alerts.plan_of(alert, webhook)
-        new, left = await self._take(alert, webhook, wish)
+        plan = alerts.plan_of(alert, webhook)
+        new, left = await self._register(alert, webhook, plan)
         until = time.monotonic() + left
-        task = self._begin(webhook, wish, until)
+        task = self._begin(webhook, plan, until)
         await asyncio.wait({task}, timeout=WAIT)
         if task.done() and not task.cancelled():
-            return AcceptedAlert(alert, wish.client_order_id, task.result(), complete=True, new=new)
+            return AcceptedAlert(alert, plan.client_order_id, task.result(), complete=True, new=new)
         try:
-            legs = [await self._book.get(order_id) for order_id in await self._orders(webhook, wish)]
-            await self._promise(webhook, wish, until)
+            legs = [await self._reader.get(order_id) for order_id in await self._orders(webhook, plan)]
+            await self._promise(webhook, plan, until)
         except (BerthError, RedisError):
             task.cancel()  # its sender is told that it came to nothing
             raise
-        return AcceptedAlert(alert, wish.client_order_id, legs, complete=False, new=new)
+        return AcceptedAlert(alert, plan.client_order_id, legs, complete=False, new=new)
 
     @property
     def ready(self) -> bool:
@@ -162,7 +163,7 @@ class AlertProcessor:
         until = time.monotonic() + found.left
         try:
             alert = Alert.model_validate({**(found.alert or {}), "secret": "-"})
-            wish = alerts.plan_of(alert, found.webhook)
+            plan = alerts.plan_of(alert, found.webhook)
         except (ValidationError, InvalidRequest):  # this release cannot read it
             unread = InvalidRequest("the alert cannot be read any more")
             async with self._database.session() as session:
@@ -170,50 +171,50 @@ class AlertProcessor:
             self._log.warning("alert_unreadable", webhook=str(found.webhook.id))
             return
         if found.left <= 0:
-            await self._end(found.webhook, wish, _late())
+            await self._close_alert(found.webhook, plan, _late())
             return
         if found.webhook.revoked_at is not None:
-            await self._end(found.webhook, wish, WebhookUnknown("the webhook was revoked"))
+            await self._close_alert(found.webhook, plan, WebhookUnknown("the webhook was revoked"))
             return
-        self._log.warning("alert_carried_on", webhook=str(found.webhook.id), left=round(found.left, 1))
-        self._begin(found.webhook, wish, until)
+        self._log.warning("alert_resumed", webhook=str(found.webhook.id), left=round(found.left, 1))
+        self._begin(found.webhook, plan, until)
 
-    async def _promise(self, webhook: Webhook, wish: AlertPlan, until: float) -> None:
+    async def _promise(self, webhook: Webhook, plan: AlertPlan, until: float) -> None:
         """It goes on: who sent the alert does not ask again. Raises what it was refused with meanwhile."""
         async with self._database.session() as session:
             left = max(0.0, until - time.monotonic())
-            now = await webhooks.promise_alert(session, webhook.id, wish.digest, left=left, lease=LEASE)
+            now = await webhooks.promise_alert(session, webhook.id, plan.digest, left=left, lease=LEASE)
         if now is not None and now.refused is not None:
             raise webhooks.refusal_of(now)
 
-    def _begin(self, webhook: Webhook, wish: AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
+    def _begin(self, webhook: Webhook, plan: AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
         """`until`: its deadline, an instant on `time.monotonic`."""
-        task = self._tasks.get(wish.digest)
+        task = self._tasks.get(plan.digest)
         if task is None:
-            task = asyncio.create_task(self._carry_out(webhook, wish, until), name="alert")
-            self._tasks[wish.digest] = task
-            task.add_done_callback(lambda done: self._ended(wish.digest, done))
+            task = asyncio.create_task(self._run_alert(webhook, plan, until), name="alert")
+            self._tasks[plan.digest] = task
+            task.add_done_callback(lambda done: self._forget(plan.digest, done))
         return task
 
-    async def _end(self, webhook: Webhook, wish: AlertPlan, error: BerthError) -> None:
+    async def _close_alert(self, webhook: Webhook, plan: AlertPlan, error: BerthError) -> None:
         """Nothing more is done for it. Of an entry it counts whether the new side was opened, else any order:
         without one it was refused."""
-        enters = isinstance(wish.what, IntentRequest) and wish.what.intent.enters
-        wanted = wish.ids[-1:] if enters else wish.ids
+        enters = isinstance(plan.what, IntentRequest) and plan.what.intent.enters
+        wanted = plan.ids[-1:] if enters else plan.ids
         async with self._database.session() as session:
             found = await closing.orders_by_client_ids(session, webhook.user_id, wanted)
             for order in found.values():
-                await webhooks.note_order_of_alert(session, webhook.id, wish.digest, order.id)
+                await webhooks.note_order_of_alert(session, webhook.id, plan.digest, order.id)
             if not found:
-                await webhooks.note_refusal(session, webhook.id, wish.digest, error)
+                await webhooks.note_refusal(session, webhook.id, plan.digest, error)
                 self._log.warning("alert_ended", webhook=str(webhook.id), code=error.code)
 
-    async def _take(self, alert: Alert, webhook: Webhook, wish: AlertPlan) -> tuple[bool, float]:
+    async def _register(self, alert: Alert, webhook: Webhook, plan: AlertPlan) -> tuple[bool, float]:
         """Whether it is new, and the seconds left for it. Raises `AlertOutdated`, and the refusal that it met
         before."""
-        placed = await self._orders(webhook, wish)
+        placed = await self._orders(webhook, plan)
         async with self._database.session() as session:
-            before = await webhooks.find_alert(session, webhook.id, wish.digest)
+            before = await webhooks.find_alert(session, webhook.id, plan.digest)
             if before is not None and before.refused is not None:
                 raise webhooks.refusal_of(before)
             left = self._deadline
@@ -225,12 +226,12 @@ class AlertProcessor:
                 raise _late()
             self._in_time(alert, webhook)
             said = alert.model_dump(mode="json", exclude={"secret"})
-            return await webhooks.note_alert(session, webhook.id, wish.digest, said), left
+            return await webhooks.note_alert(session, webhook.id, plan.digest, said), left
 
-    async def _carry_out(self, webhook: Webhook, wish: AlertPlan, until: float) -> list[OrderView]:
+    async def _run_alert(self, webhook: Webhook, plan: AlertPlan, until: float) -> list[OrderView]:
         """Its orders; nothing is written or sent for it after `until`."""
         try:
-            legs = await self._done(webhook, wish, until)
+            legs = await self._execute(webhook, plan, until)
         except (
             BerthError,
             ProblemError,
@@ -238,38 +239,38 @@ class AlertProcessor:
             error = raised.error if isinstance(raised, ProblemError) else raised
             # What may pass ends nothing: a promised alert is carried on, any other may be sent again.
             if not error.retryable and type(error) is not BerthError:
-                await self._end(webhook, wish, error)
+                await self._close_alert(webhook, plan, error)
             raise
         async with self._database.session(autocommit=True) as session:
-            await webhooks.note_order_of_alert(session, webhook.id, wish.digest, UUID(legs[-1].id))
+            await webhooks.note_order_of_alert(session, webhook.id, plan.digest, UUID(legs[-1].id))
         return legs
 
-    async def _done(self, webhook: Webhook, wish: AlertPlan, until: float) -> list[OrderView]:
-        user, what, actor = webhook.user_id, wish.what, actor_of(webhook)
+    async def _execute(self, webhook: Webhook, plan: AlertPlan, until: float) -> list[OrderView]:
+        user, what, actor = webhook.user_id, plan.what, actor_of(webhook)
         wait = max(0.0, until - time.monotonic())
         if isinstance(what, IntentRequest):
             result = await self._intents.run_intent(
                 user, webhook.account_id, what, wait, actor, not_after=until
             )
             if not result.complete:
-                await self._end(webhook, wish, _late())
+                await self._close_alert(webhook, plan, _late())
             return result.legs
         if isinstance(what, PositionClose):
-            placed = await self._positions.close(what, wait, not_after=until)
+            placed = await self._positions.close_position(what, wait, not_after=until)
         else:
             assert isinstance(what, OrderRequest)  # noqa: S101
-            placed = await self._placing.place(user, what, WAIT, actor, not_after=until)
+            placed = await self._placer.place_order(user, what, WAIT, actor, not_after=until)
         if placed.failure is not None:
             raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
         return [placed.order]
 
-    async def _orders(self, webhook: Webhook, wish: AlertPlan) -> list[UUID]:
+    async def _orders(self, webhook: Webhook, plan: AlertPlan) -> list[UUID]:
         """Ids of the orders that the alert has become, in its order of them."""
         async with self._database.session(autocommit=True) as session:
-            found = await closing.orders_by_client_ids(session, webhook.user_id, wish.ids)
-        return [found[one].id for one in wish.ids if one in found]
+            found = await closing.orders_by_client_ids(session, webhook.user_id, plan.ids)
+        return [found[one].id for one in plan.ids if one in found]
 
-    def _ended(self, digest: str, task: asyncio.Task[list[OrderView]]) -> None:
+    def _forget(self, digest: str, task: asyncio.Task[list[OrderView]]) -> None:
         self._tasks.pop(digest, None)
         if task.cancelled():
             return

@@ -1,9 +1,7 @@
-"""The answers of workers to this API process: one channel, one reader, one future for each request.
+"""Receives the answers of workers: one channel and one reader a process, one future a request.
 
-A published message can be lost, while the connection is down or before it was subscribed. So after every
-(re)connect the response keys of all that is pending are read; the key stays for 60 s.
-
-Waiting for a worker's answer to what was queued for it, with a worker started while there is none.
+A published message can be lost while the connection is down. So after every (re)connect the listener reads
+the response keys of all pending requests; a key stays for 60 s.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Answer, decode
 
-#: Seconds between two looks at the generation; a flushed or frozen Valkey is noticed within this time
+#: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this time
 #: plus the client's socket timeout.
 CHECK_PERIOD = 2.0
 #: Seconds between two attempts to reconnect.
@@ -209,23 +207,25 @@ class AnswerWaiter:
 
         `marked`: a worker is taken to be there until the first look.
         """
-        look = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
-        looks = 0
+        pause = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
+        checks = 0
         while not answer.done() and (left := until - time.monotonic()) > 0:
             if not marked:
-                error = await self._started(user_id, answer, left)
+                error = await self._ensure_worker(user_id, answer, left)
                 if error is not None:
                     return error
-            await asyncio.wait({answer}, timeout=min(look, max(0.0, until - time.monotonic())))
-            look = min(look * 2, MARK_CHECK_PERIOD)
+            await asyncio.wait({answer}, timeout=min(pause, max(0.0, until - time.monotonic())))
+            pause = min(pause * 2, MARK_CHECK_PERIOD)
             if not answer.done():
-                looks += 1
-                # At the looks 1, 2, 4, 8…: while its broker is away, an order stands in the queue on purpose.
-                ring = looks.bit_count() == 1
-                marked = await self._look(user_id, queued.frame.request_id, ring=ring)
+                checks += 1
+                # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on purpose.
+                ring = checks.bit_count() == 1
+                marked = await self._check_mark(user_id, queued.frame.request_id, ring=ring)
         return None
 
-    async def _started(self, user_id: str, answer: asyncio.Future[Answer], left: float) -> BerthError | None:
+    async def _ensure_worker(
+        self, user_id: str, answer: asyncio.Future[Answer], left: float
+    ) -> BerthError | None:
         """Has a worker started, until it is there or the answer is. Returns why there will be none."""
         task = self._starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
@@ -237,7 +237,7 @@ class AnswerWaiter:
             return error
         return BerthError("the worker could not be started")
 
-    async def _look(self, user_id: str, request_id: str, *, ring: bool) -> bool:
+    async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
         """Whether the mark is there; finds an answer that was announced elsewhere, or not at all.
 
         `ring`: once more, if nobody has taken the request.

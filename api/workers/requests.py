@@ -1,6 +1,6 @@
-"""Asks a user's worker for something that is no new order, and waits for its answer.
+"""Sends cancels, changes and queries to a user's worker, and waits for the answer.
 
-Each request is followed by one task that outlives the call which began it: a cancel goes on after a 202.
+One task follows each request and outlives the call that began it: a cancel goes on after a 202.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ WorkerRequest = CancelOrder | ReplaceOrder | QueryAccount
 
 
 class WorkerRequests:
-    def __init__(self, queue: RequestQueue, answers: AnswerListener, waiting: AnswerWaiter) -> None:
+    def __init__(self, queue: RequestQueue, answers: AnswerListener, waiter: AnswerWaiter) -> None:
         self._queue = queue
         self._answers = answers
-        self._waiting = waiting
+        self._waiter = waiter
         self._tasks: dict[str, asyncio.Task[Answer]] = {}
         self._log = log.logger()
 
-    def ask(
-        self, question: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None = None
+    def send(
+        self, request: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None = None
     ) -> asyncio.Task[Answer]:
         """The task that gets the answer within `seconds`; a repeat joins it. Wait without cancelling it.
 
@@ -44,76 +44,76 @@ class WorkerRequests:
         `then` is done with the answer before the task ends, also when nobody waits any more.
 
         Starts the worker if there is none. The task raises `NoAnswer` when none came in time, the reason why
-        there is no worker, or `ValkeyUnavailable`; a question that was not taken by then never will be.
+        there is no worker, or `ValkeyUnavailable`; a request that was not taken by then never will be.
         """
-        task = self._tasks.get(question.request_id)
+        task = self._tasks.get(request.request_id)
         if task is None:
-            task = asyncio.create_task(self._follow(question, seconds, then), name="question")
-            self._tasks[question.request_id] = task
-            task.add_done_callback(lambda done: self._ended(question, done))
+            task = asyncio.create_task(self._follow(request, seconds, then), name="worker request")
+            self._tasks[request.request_id] = task
+            task.add_done_callback(lambda done: self._forget(request, done))
         return task
 
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._tasks.values())
 
-    def _ended(self, question: WorkerRequest, task: asyncio.Task[Answer]) -> None:
-        self._tasks.pop(question.request_id, None)
+    def _forget(self, request: WorkerRequest, task: asyncio.Task[Answer]) -> None:
+        self._tasks.pop(request.request_id, None)
         if task.cancelled():
             return
         error = task.exception()  # also marks it as seen: the caller may be gone by now
         if isinstance(error, BerthError):
-            self._log.warning("question_unanswered", request=question.request_id, code=error.code)
+            self._log.warning("worker_request_unanswered", request=request.request_id, code=error.code)
         elif error is not None:
-            self._log.error("question_crashed", request=question.request_id, exc_info=error)
+            self._log.error("worker_request_crashed", request=request.request_id, exc_info=error)
 
     async def _follow(
-        self, question: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None
+        self, request: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None
     ) -> Answer:
-        first = question.request_id
+        first = request.request_id
         deadline = time.monotonic() + seconds
         answer, attempt = None, 1
         while answer is None:
-            answer = await self._answer(question, deadline)
+            answer = await self._answer(request, deadline)
             if answer is None:
                 attempt += 1
-                question = replace(question, request_id=f"{first}#{attempt}")
+                request = replace(request, request_id=f"{first}#{attempt}")
         if then is not None:
             await then(answer)
         return answer
 
-    async def _answer(self, question: WorkerRequest, deadline: float) -> Answer | None:
+    async def _answer(self, request: WorkerRequest, deadline: float) -> Answer | None:
         """None: this was sent before, came to nothing, and may be sent anew under another id."""
-        user_id, request_id = question.user_id, question.request_id
+        user_id, request_id = request.user_id, request.request_id
         with self._answers.expect(user_id, request_id) as answer:
             try:
-                queued = await self._queue.enqueue(question, max(0.001, deadline - time.monotonic()))
+                queued = await self._queue.enqueue(request, max(0.001, deadline - time.monotonic()))
                 if not queued.new:
                     known = await self._answers.read(user_id, request_id)
-                    if isinstance(question, CancelOrder) and await self._failed(question, known):
+                    if isinstance(request, CancelOrder) and await self._failed(request, known):
                         return None
             except RedisError:
                 raise ValkeyUnavailable("Valkey: whether the request was queued is not known") from None
-            error = await self._waiting.wait(user_id, queued, answer, deadline, marked=queued.marked)
+            error = await self._waiter.wait(user_id, queued, answer, deadline, marked=queued.marked)
             if not answer.done():
-                await self._take_back(question, queued, error or NoAnswer())
+                await self._take_back(request, queued, error or NoAnswer())
             if not answer.done():  # a worker has it: its answer may be a moment late
                 await asyncio.wait({answer}, timeout=ANSWER_GRACE)
             if answer.done():
                 return answer.result()
             raise error or NoAnswer()
 
-    async def _failed(self, question: CancelOrder, known: Answer | None) -> bool:
+    async def _failed(self, request: CancelOrder, known: Answer | None) -> bool:
         if known is not None:
             return known.failure is not None
-        return await self._queue.deadline_passed(question.user_id, question.request_id)
+        return await self._queue.deadline_passed(request.user_id, request.request_id)
 
-    async def _take_back(self, question: WorkerRequest, queued: QueuedRequest, error: BerthError) -> None:
+    async def _take_back(self, request: WorkerRequest, queued: QueuedRequest, error: BerthError) -> None:
         """Raises `error` if nobody had taken the request, so that nobody ever will."""
-        answer = Answer(request_id=question.request_id, failure=Failure.of(error))
+        answer = Answer(request_id=request.request_id, failure=Failure.of(error))
         try:
-            withdrawn = await self._queue.withdraw(question.user_id, queued.frame, answer)
+            withdrawn = await self._queue.withdraw(request.user_id, queued.frame, answer)
             if not withdrawn:
-                await self._answers.read(question.user_id, question.request_id)
+                await self._answers.read(request.user_id, request.request_id)
         except RedisError:
             return
         if withdrawn:

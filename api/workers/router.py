@@ -1,7 +1,4 @@
-"""A user's worker.
-
-The timeline of a user's worker.
-"""
+"""Routes for a user's worker and its timeline."""
 
 from __future__ import annotations
 
@@ -267,8 +264,6 @@ async def reload_credentials(
     return _accepted_response(user_id, "reload_credentials")
 
 
-timeline_router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
-
 #: The largest id that PostgreSQL could give out.
 _MAX_EVENT_ID = 2**63 - 1
 After = Annotated[int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")]
@@ -279,7 +274,7 @@ LastEventId = Annotated[
 ]
 
 
-@timeline_router.get(
+@router.get(
     "/timeline", summary="Look at the worker's changes of state", responses=problems.responses(NotFound)
 )
 async def get_timeline(
@@ -299,14 +294,14 @@ async def get_timeline(
     return TimelineView(user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0)
 
 
-@timeline_router.get(
+@router.get(
     "/events",
     summary="Follow the worker's changes of state",
     response_class=StreamingResponse,
     responses={
         200: {
             "description": "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
-            " `event: transition` one change (data: `Transition`). Both have an `id` to come back with.",
+            " `event: transition` one change (data: `TransitionView`). Both have an `id` to come back with.",
             "content": {
                 "text/event-stream": {
                     "schema": {"type": "string"},
@@ -332,4 +327,4 @@ async def follow_timeline(
     """
     await require_known_user(services, caller, user_id)
     begin = after if last_event_id is None else last_event_id
-    return await services.streams.answer(TimelineFeed(services.database, user_id), caller.key_id, begin)
+    return await services.streams.open_stream(TimelineFeed(services.database, user_id), caller.key_id, begin)

@@ -1,7 +1,4 @@
-"""A user's worker, as its workflow and its own metadata show it.
-
-The timeline of a user's worker: every change of state, as list and as server-sent events.
-"""
+"""Bodies and views of a user's worker, and of the timeline of its states."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _view(row: WorkerTransition) -> TransitionView:
 
 
 class TimelineFeed:
-    """`api.http.streams.Feed` of one user's timeline."""
+    """`EventFeed` of one user's timeline."""
 
     channel = timeline.TIMELINE_CHANNEL
 
@@ -49,7 +49,7 @@ class TimelineFeed:
         self._database = database
         self.key = user_id
 
-    async def present(self) -> ServerEvent:
+    async def current_event(self) -> ServerEvent:
         """The state after the last change: what follows in the stream goes on from there."""
         async with self._database.session() as session:
             last = await transitions(session, self.key, after=None, limit=1)
@@ -65,7 +65,7 @@ class TimelineFeed:
         )
         return ServerEvent(now.id if now else 0, "state", state.model_dump_json())
 
-    async def behind(self, last: int) -> Sequence[ServerEvent]:
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
         async with self._database.session() as session:
             found = await transitions(session, self.key, after=last, limit=PAGE)
         return [ServerEvent(one.id, "transition", one.model_dump_json()) for one in found]

@@ -88,7 +88,9 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
         await closing.lock_symbol(session, api.user, "main", "MXFA6")  # another process is at the position
         since = await closing.database_clock(session)
         opening = asyncio.create_task(
-            services.closing.open(api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2)
+            services.closer.open_position(
+                api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2
+            )
         )
         await asyncio.wait({opening}, timeout=0.3)
         assert not opening.done()

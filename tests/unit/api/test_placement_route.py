@@ -57,7 +57,7 @@ def an_order(state: OrderState = OrderState.FILLED) -> schemas.OrderView:
 
 
 @dataclass
-class ScriptedPlacing:
+class ScriptedPlacer:
     """Says the same of every order."""
 
     outcome: PlacementResult | Exception = field(
@@ -65,7 +65,7 @@ class ScriptedPlacing:
     )
     asked: list[tuple[str, schemas.OrderRequest, float, str]] = field(default_factory=list)
 
-    async def place(
+    async def place_order(
         self, user_id: str, body: schemas.OrderRequest, wait: float, actor: str
     ) -> PlacementResult:
         self.asked.append((user_id, body, wait, actor))
@@ -81,11 +81,11 @@ async def lookup(key: str) -> Principal | None:
     return Principal(f"key-{key}", roles[key], key) if key in roles else None
 
 
-def client(placing: ScriptedPlacing, key: str | None = "alice") -> httpx.AsyncClient:
+def client(placer: ScriptedPlacer, key: str | None = "alice") -> httpx.AsyncClient:
     app = create_app(Settings.model_construct())
     app.state.services = SimpleNamespace(
         settings=Settings.model_construct(order_wait=WAIT),
-        placing=placing,
+        placer=placer,
         authenticator=Authenticator(lookup, 60.0),
     )
     headers = {"X-Request-ID": "r-1", **({"X-API-Key": key} if key else {})}
@@ -93,10 +93,10 @@ def client(placing: ScriptedPlacing, key: str | None = "alice") -> httpx.AsyncCl
 
 
 async def both(
-    placing: ScriptedPlacing, content: bytes, headers: dict[str, str], path: str, key: str | None
+    placer: ScriptedPlacer, content: bytes, headers: dict[str, str], path: str, key: str | None
 ) -> tuple[httpx.Response, httpx.Response]:
     """The answer, and that of FastAPI's handler: a request with a query is not plain."""
-    async with client(placing, key) as http:
+    async with client(placer, key) as http:
         plain = await http.post(path, content=content, headers=headers)
         return plain, await http.post(f"{path}?wait={WAIT}", content=content, headers=headers)
 
@@ -143,13 +143,13 @@ def same(one: httpx.Response, other: httpx.Response) -> bool:
 async def test_a_request_is_answered_as_by_fastapi(
     content: bytes, headers: dict[str, str], path: str, key: str | None, status: int
 ) -> None:
-    placing = ScriptedPlacing()
-    plain, other = await both(placing, content, headers, path, key)
+    placer = ScriptedPlacer()
+    plain, other = await both(placer, content, headers, path, key)
     assert plain.status_code == status, plain.text
     if status != 307:  # this names the address with its query
         assert same(plain, other), (plain.content, other.content)
-    assert len(placing.asked) == (2 if status == 201 else 0)
-    assert placing.asked[:1] == placing.asked[1:]
+    assert len(placer.asked) == (2 if status == 201 else 0)
+    assert placer.asked[:1] == placer.asked[1:]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_an_outcome_is_answered_as_by_fastapi(
     outcome: PlacementResult | Exception, status: int
 ) -> None:
     content = json.dumps(PLAIN).encode()
-    plain, other = await both(ScriptedPlacing(outcome), content, JSON, "/users/alice/orders", "alice")
+    plain, other = await both(ScriptedPlacer(outcome), content, JSON, "/users/alice/orders", "alice")
     assert plain.status_code == status
     assert same(plain, other)
 
@@ -196,7 +196,7 @@ def test_what_msgspec_can_read_fastapi_reads_the_same(text: bytes) -> None:
 
 async def test_of_two_keys_the_first_counts() -> None:
     keys = [("X-API-Key", "alice"), ("X-API-Key", "bob"), ("Content-Type", "application/json")]
-    async with client(ScriptedPlacing(), None) as http:
+    async with client(ScriptedPlacer(), None) as http:
         answer = await http.post("/users/alice/orders", content=json.dumps(PLAIN), headers=keys)
     assert answer.status_code == 201
 
@@ -208,6 +208,6 @@ async def test_a_plain_order_is_placed_without_the_frameworks_validation(
         raise AssertionError("FastAPI solved the dependencies of a plain order")
 
     monkeypatch.setattr(fastapi.routing, "solve_dependencies", no_request)
-    async with client(ScriptedPlacing()) as http:
+    async with client(ScriptedPlacer()) as http:
         answer = await http.post("/users/alice/orders", content=json.dumps(PLAIN), headers=JSON)
     assert answer.status_code == 201

@@ -25,10 +25,10 @@ class FakeFeed:
         self.page = page
         self.failures = 0
 
-    async def present(self) -> ServerEvent:
+    async def current_event(self) -> ServerEvent:
         return ServerEvent(self.rows[-1] if self.rows else 0, "state", "{}")
 
-    async def behind(self, last: int) -> Sequence[ServerEvent]:
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
         if self.failures:
             self.failures -= 1
             raise DatabaseUnavailable
@@ -44,7 +44,7 @@ def notices() -> NotificationListener:
 async def sent(
     streams: EventStreams, feed: FakeFeed, after: int | None, *, holder: str = "key"
 ) -> AsyncIterator[str]:
-    answer = await streams.answer(feed, holder, after)
+    answer = await streams.open_stream(feed, holder, after)
     async for chunk in answer.body_iterator:
         assert isinstance(chunk, bytes)
         yield chunk.decode()
@@ -85,8 +85,8 @@ async def test_a_notice_is_answered_long_before_the_heartbeat(notices: Notificat
     coming = asyncio.ensure_future(until_id(stream, 2))
     await asyncio.sleep(0)
     feed.rows.append(2)
-    notices._told(None, 0, "rows", "bob")
-    notices._told(None, 0, "rows", "alice")
+    notices._notify(None, 0, "rows", "bob")
+    notices._notify(None, 0, "rows", "alice")
     assert await asyncio.wait_for(coming, 10) == ['event: row\ndata: {"n":2}\nid: 2\n\n']
 
 
@@ -112,7 +112,7 @@ async def test_a_database_that_is_down_at_the_start_is_an_error_and_takes_no_pla
     streams, feed = EventStreams(notices), FakeFeed(1)
     feed.failures = 1
     with pytest.raises(DatabaseUnavailable):
-        await streams.answer(feed, "key", 0)
+        await streams.open_stream(feed, "key", 0)
     assert streams.open == 0
 
 
@@ -135,10 +135,10 @@ async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_ro
     notices: NotificationListener,
 ) -> None:
     streams = EventStreams(notices, heartbeat=3600.0)
-    answers = [await streams.answer(FakeFeed(), "key", 0) for _ in range(MOST_OF_ONE)]
+    answers = [await streams.open_stream(FakeFeed(), "key", 0) for _ in range(MOST_OF_ONE)]
     with pytest.raises(TooManyStreams):
-        await streams.answer(FakeFeed(), "key", 0)
-    other = await streams.answer(FakeFeed(), "another key", 0)
+        await streams.open_stream(FakeFeed(), "key", 0)
+    other = await streams.open_stream(FakeFeed(), "another key", 0)
 
     async def gone() -> Message:
         return {"type": "http.disconnect"}
@@ -149,5 +149,5 @@ async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_ro
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     await asyncio.wait_for(answers[0](scope, gone, nowhere), 10)
     assert streams.open == MOST_OF_ONE
-    await streams.answer(FakeFeed(), "key", 0)
+    await streams.open_stream(FakeFeed(), "key", 0)
     assert other.media_type == "text/event-stream"

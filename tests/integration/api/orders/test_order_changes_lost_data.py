@@ -102,7 +102,7 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
     order_id = await queued(api, user)
     before = await row_of(api, order_id)
     await set_row(api, order_id, state="submitting")  # and the queue is that of a moment before
-    changed = await api.services.changing.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
+    changed = await api.services.changes.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
     assert (changed.order.state, changed.order.final, changed.answered) == (OrderState.UNKNOWN, False, False)
     found = await row_of(api, order_id)
     assert found.state == "unknown"

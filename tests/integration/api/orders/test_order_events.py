@@ -57,7 +57,7 @@ def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]
 async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(api: ServedApi) -> None:
     (first,) = await write(api)
     await write(api, first=1, state="filled")
-    await asyncio.wait_for(api.services.notices.listening.wait(), SOON)
+    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
     async with served(api) as url, following(api, url) as stream:
         name, last, data = await stream.event()
         assert (name, data["complete"]) == ("orders", True)
@@ -73,32 +73,32 @@ async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(api
 async def test_what_others_change_and_what_is_not_shown_tells_nothing(api: ServedApi) -> None:
     (order_id,) = await write(api)
     feed = OrderFeed(api.services.database, api.user)
-    now = (await feed.present()).id
+    now = (await feed.current_event()).id
     async with api.services.database.session() as session:
         await session.execute(update(Order).where(Order.id == order_id).values(verify_at=None))
     await tell(api, order_id, state="accepted")
-    assert await feed.behind(now) == []
-    assert await OrderFeed(api.services.database, "somebody-else").behind(0) == []
+    assert await feed.events_after(now) == []
+    assert await OrderFeed(api.services.database, "somebody-else").events_after(0) == []
     await tell(api, order_id)
-    assert len(await feed.behind(now)) == 1
+    assert len(await feed.events_after(now)) == 1
 
 
 async def test_a_change_that_is_committed_late_is_not_missed(api: ServedApi) -> None:
     early, late = await write(api, 2)
     feed = OrderFeed(api.services.database, api.user)
-    last = (await feed.present()).id
+    last = (await feed.current_event()).id
     async with api.services.database.session() as slow:
         # The older transaction: its number is given out, its commit is not there yet.
         await slow.execute(update(Order).where(Order.id == early).values(state="submitted"))
         await tell(api, late)
-        assert await feed.behind(last) == []  # also not the younger one, which is committed
-    seen = [json.loads(event.data)["id"] for event in await feed.behind(last)]
+        assert await feed.events_after(last) == []  # also not the younger one, which is committed
+    seen = [json.loads(event.data)["id"] for event in await feed.events_after(last)]
     assert seen == [str(early), str(late)]
 
 
 async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(api: ServedApi) -> None:
     early, late = await write(api, 2)
-    await asyncio.wait_for(api.services.notices.listening.wait(), SOON)
+    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
     async with served(api) as url, following(api, url) as stream:
         await stream.event()
         async with api.services.database.session() as slow:
@@ -129,12 +129,12 @@ async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
 async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: ServedApi) -> None:
     made = await write(api, order_events.PAGE + 20)
     feed = OrderFeed(api.services.database, api.user)
-    begin = (await feed.present()).id
+    begin = (await feed.current_event()).id
     for order_id in made:
         await tell(api, order_id)
     await tell(api, made[0], state="filled")
     seen, last = [], begin
-    while page := await feed.behind(last):
+    while page := await feed.events_after(last):
         assert len(page) <= order_events.PAGE
         seen += [json.loads(event.data) for event in page]
         last = page[-1].id
@@ -144,7 +144,7 @@ async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: S
 
 async def test_a_number_of_another_database_begins_anew(api: ServedApi) -> None:
     await write(api)
-    (event,) = await OrderFeed(api.services.database, api.user).behind(2**62)
+    (event,) = await OrderFeed(api.services.database, api.user).events_after(2**62)
     assert (event.name, len(json.loads(event.data)["orders"])) == ("orders", 1)
     assert event.id < 2**62
 

@@ -1,4 +1,4 @@
-"""The settler writes what the recorder left undone, and leaves it the time to do it."""
+"""The outcome writer writes what the recorder left undone, and leaves it the time to do it."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ async def state(database: Database, order_id: UUID) -> str:
 
 def filled(order_id: UUID) -> NotedOutcome:
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=1)
-    return NotedOutcome(outcome, None)
+    return NotedOutcome(outcome)
 
 
 async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedApi) -> None:
     database = api.services.database
-    settler = OutcomeWriter(database)
+    outcome_writer = OutcomeWriter(database)
     order_id = await accepted(api)
-    settler.start()
+    outcome_writer.start()
     await asyncio.sleep(PERIOD - 0.1)  # the first round comes at once
     noted = time.monotonic()
-    settler.note(filled(order_id))
+    outcome_writer.write_later(filled(order_id))
     while await state(database, order_id) == "accepted":
         assert time.monotonic() < noted + 30
         await asyncio.sleep(0.02)
     assert time.monotonic() - noted >= PERIOD
     assert await state(database, order_id) == "filled"
-    await settler.close()
+    await outcome_writer.close()
 
 
 @pytest.mark.parametrize("count", [1, 201])
 async def test_whatever_is_noted_is_written_at_the_end(api: ServedApi, count: int) -> None:
     database = api.services.database
-    settler = OutcomeWriter(database)
+    outcome_writer = OutcomeWriter(database)
     ids = [await accepted(api) for _ in range(count)]
     for order_id in ids:
-        settler.note(filled(order_id))
-    await settler.close()
+        outcome_writer.write_later(filled(order_id))
+    await outcome_writer.close()
     assert {await state(database, order_id) for order_id in ids} == {"filled"}

@@ -86,7 +86,7 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     assert held.alert is not None
     assert made["secret"] not in str(held.alert)
     keeper = AlertKeeper(api.services.database, api.services.webhooks)
-    assert await keeper.round() == 0  # the one that took it may be alive
+    assert await keeper.keep_alerts() == 0  # the one that took it may be alive
     assert sent(worker) == [("buy", 2, True)]
     await leave(api, held_until="now()")
     await until(lambda: len(worker.popped) == 2)
@@ -110,7 +110,7 @@ async def test_two_processes_at_one_alert_make_each_leg_once(
         keeper = AlertKeeper(api.services.database, api.services.webhooks)
         while not api.services.webhooks.under_way:
             await leave(api, held_until="now()")  # it was too slow to renew its lease, and lives
-            await keeper.round()
+            await keeper.keep_alerts()
         assert api.services.webhooks.under_way == other.services.webhooks.under_way
         worker.script = filled
         await worker.answer_later(filled(worker.popped[0]))
@@ -125,11 +125,11 @@ async def test_after_its_deadline_an_alert_opens_nothing_and_its_end_is_written(
     worker, made, said = await took_and_died(api, start_worker)
     await leave(api, until="now()", held_until="now()")
     keeper = AlertKeeper(api.services.database, api.services.webhooks)
-    await keeper.round()  # or the process's own, at the same time
+    await keeper.keep_alerts()  # or the process's own, at the same time
 
     async def ended() -> WebhookAlert:
         while (row := await delivery(api)).refused is None:
-            await keeper.round()
+            await keeper.keep_alerts()
         return row
 
     row = await ended()
@@ -155,7 +155,7 @@ async def test_a_close_that_was_placed_is_done_whatever_became_of_its_process(
         await until(lambda: len(worker.popped) == 1)
     await leave(api, until="now()", held_until="now()")
     while (await delivery(api)).held_until is not None:
-        await AlertKeeper(api.services.database, api.services.webhooks).round()
+        await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts()
     row = await delivery(api)
     assert (row.refused, row.order_id is not None) == (None, True)
     assert sent(worker) == [("buy", 2, True)]
@@ -207,7 +207,7 @@ async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
         await worker.answer_later(filled(worker.popped[0]))
         await until(lambda: not failing.services.webhooks.under_way)
     await leave(api, held_until="case when held_until is not null then now() end")
-    assert await AlertKeeper(api.services.database, api.services.webhooks).round() == 0
+    assert await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts() == 0
     assert not api.services.webhooks.under_way
     assert sent(worker) == [("buy", 2, True)]
 
@@ -290,10 +290,10 @@ async def test_an_alert_that_cannot_be_read_holds_up_no_other(
         async with api.services.database.session() as session:
             return [str(one) for one in await session.scalars(select(WebhookAlert.refused)) if one]
 
-    await keeper.round()
+    await keeper.keep_alerts()
     await until(lambda: len(worker.popped) == 2)
     while len(found := await refusals()) < 2:  # the process's own keeper is at them
-        await keeper.round()
+        await keeper.keep_alerts()
     assert {one.partition(":")[0] for one in found} == {"INVALID_REQUEST"}
 
 
@@ -305,7 +305,7 @@ async def test_an_alert_of_a_revoked_webhook_is_not_taken_up_again(
         await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     await leave(api, held_until="now()")
     while (row := await delivery(api)).held_until is not None:
-        await AlertKeeper(api.services.database, api.services.webhooks).round()
+        await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts()
     assert str(row.refused).startswith("WEBHOOK_UNKNOWN")
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
     assert sent(worker) == [("buy", 2, True)]

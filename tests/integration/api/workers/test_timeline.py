@@ -120,7 +120,7 @@ async def test_only_the_user_and_operators_see_a_timeline(api: ServedApi, path: 
 
 async def test_a_stream_begins_with_the_present_and_goes_on_with_what_comes(api: ServedApi) -> None:
     await note(api, "PoolIdle", "Claimed", "Active")
-    await asyncio.wait_for(api.services.notices.listening.wait(), SOON)
+    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
     async with served(api) as url, following(api, url) as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
         name, last, data = await stream.event()
@@ -150,7 +150,7 @@ async def test_a_client_that_comes_back_misses_nothing(api: ServedApi) -> None:
 
 
 async def test_a_stream_outlives_the_connection_on_which_notices_come(api: ServedApi) -> None:
-    notices = api.services.notices
+    notices = api.services.notifications
     await asyncio.wait_for(notices.listening.wait(), SOON)
     async with served(api) as url, following(api, url) as stream:
         await stream.event()
