@@ -1,9 +1,7 @@
-"""Orders under way in this process, each followed by one task from the queue to its answer.
+"""Places orders: writes each to PostgreSQL, queues it, and follows it to its answer in one task.
 
-The task outlives the request that began it: after a 202 it still sees to it that a worker comes, and takes
-the order back when none does. If this process dies, the order is in PostgreSQL with its deadline.
-
-Placing an order: written to PostgreSQL first, then queued, then waited for.
+The task outlives the request that began it. After a 202 it still has a worker started, and takes the order
+back if none comes. If this process dies, PostgreSQL has the order and its deadline.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class PendingOrderResult:
 
 
 class PendingOrders:
-    """Starts a task for each order, or joins the one that follows it already."""
+    """Follows each order in one task, which repeats of the same order share."""
 
     def __init__(
         self,
