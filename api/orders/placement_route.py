@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from api.http.auth import HEADER, authenticate
 from api.http.fields import ID_PATTERN
@@ -51,5 +52,5 @@ async def _plain_order(request: Request) -> OrderRequest | None:
     try:
         # msgspec takes no more than FastAPI's reader does, and reads it the same.
         return OrderRequest.model_validate(_json.decode(await request.body()))
-    except (ValueError, RecursionError):  # no JSON, or not an order
+    except (ValueError, RecursionError, ClientDisconnect):  # no JSON, not an order, or only a part of it
         return None

@@ -1,0 +1,88 @@
+"""The ways of an order, a claim and a job pass few files, and those that the documents list."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.local.stack import LocalStack
+from tests.e2e.conftest import House
+from tests.ways.tracing import Tracer, files_of, tracing
+
+pytestmark = pytest.mark.timeout(300)
+
+MANY = 60
+#: Claims are fewer: each takes a worker.
+CLAIMS = 20
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[tuple[House, Tracer]]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-ways-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with (
+            tracing(folder) as tracer,
+            LocalStack(folder / "stack", pool_target=2, api_processes=1) as stack,
+        ):
+            house = House(stack)
+            yield house, tracer
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_an_order_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
+    house, tracer = traced
+    trader = house.trader()
+    house.start_until_active(trader)
+    house.order(trader)
+
+    def act() -> None:
+        for _ in range(MANY):
+            assert house.order(trader).json()["state"] == "filled"
+
+    found = tracer.files(act, times=MANY, of=("api", "worker_runtime"))
+    way, shared = files_of("order-way.md")
+    assert found.only_by_it <= way | shared
+    assert way <= found.met
+    assert len(way) <= 26
+
+
+def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
+    house, tracer = traced
+    traders = [house.trader() for _ in range(CLAIMS)]
+
+    def act() -> None:
+        for trader in traders:
+            house.start_until_active(trader)
+
+    found = tracer.files(act, times=CLAIMS, of=("api", "activities", "worker_runtime"))
+    way, _ = files_of("claim-way.md")
+    only_types = {"workflows/user_worker/messages.py"}
+    # More files run at the same time: the pool is refilled, the session is built, what happened is recorded.
+    assert {file for file in way if file.endswith(".py")} - only_types <= found.met
+    assert len(way) <= 30
+
+
+def test_a_job_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
+    house, tracer = traced
+    key = house.stack.admin_key
+
+    def act() -> None:
+        for number in range(MANY):
+            job_id = f"way-{number}"
+            body = {"job": {"type": "ping", "text": "hello", "job_id": job_id}}
+            assert house.call("POST", "/v1/jobs", key, json=body).status_code == 202
+            answer = house.call("GET", f"/v1/jobs/{job_id}", key, params={"wait": 20})
+            assert answer.json()["state"] == "done", answer.text
+
+    found = tracer.files(act, times=MANY, of=("api", "worker_runtime.jobs"))
+    way, shared = files_of("job-way.md")
+    assert found.only_by_it <= way | shared
+    assert way <= found.met
+    assert len(way) <= 20
