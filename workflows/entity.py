@@ -48,6 +48,11 @@ def known_fields(kind: type[Any], carried: Mapping[str, Any] | None) -> dict[str
     return {name: value for name, value in (carried or {}).items() if name in kind.__dataclass_fields__}
 
 
+def copied_fields(source: object, kind: type[Any]) -> dict[str, Any]:
+    """The fields of dataclass `kind` that `source` has, too: a view of a state."""
+    return {name: getattr(source, name) for name in kind.__dataclass_fields__ if hasattr(source, name)}
+
+
 def continue_as_new(given: object) -> NoReturn:
     """Goes on in a new run on the current version; it would else be pinned to the old (docs/adr/0007)."""
     workflow.continue_as_new(

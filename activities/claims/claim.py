@@ -27,7 +27,6 @@ from infra.valkey.client import reply_of
 from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOrder
-from worker_runtime.protocol.switches import UserSwitch
 from workflows.user_worker import messages as m
 
 #: Recent crashes after which a start is held back. After the first one, the user gets a new worker at once.
@@ -87,7 +86,9 @@ class ClaimActivities:
             return _gone(worker, "the worker's public key is not proven to be its own")
         # Read after the commit of the assignment, so that no change of the switch is missed (`in_reach`).
         generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
-        switch = switch_fanout.addressed_to(await self._switch(request.user_id), server)
+        async with self._database.session(autocommit=True) as session:
+            switch = await switches.switch_of_user(session, request.user_id)
+        switch = switch_fanout.addressed_to(switch, server)
         if not await entries.write_owner(self._client, request.user_id, worker, generation, switch):
             return _gone(worker, "a later assignment owns the user")
         replies = ClaimReplies(self._client, request.pool, request.claim_id)
@@ -114,6 +115,7 @@ class ClaimActivities:
         Nothing is sent before the commit.
         """
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
+        avoided = avoid.version if avoid else ""
         async with self._database.session() as session:
             try:
                 assigned = await worker_sessions.assign_epoch(
@@ -129,21 +131,16 @@ class ClaimActivities:
             epoch = assigned.epoch
             gone = await self._to_end_first(request, assigned)
             if gone is not None:
-                return _ClaimedWorker(
-                    found=entries.PoolEntry(status="gone", worker_id=gone.worker_id), worker=gone
+                return _ClaimedWorker(found=entries.PoolEntry(status="gone"), worker=gone)
+            accounts: Sequence[StoredCredentials] = ()
+            open_orders: list[PlaceOrder] = []
+            if epoch:
+                accounts, open_orders = await open_orders_table.open_orders_with_accounts(
+                    session, request.user_id
                 )
-            accounts, open_orders = (
-                await open_orders_table.open_orders_with_accounts(session, request.user_id)
-                if epoch
-                else ([], [])
-            )
             if accounts:
                 found = await entries.claim_entry(
-                    self._client,
-                    request.pool,
-                    request.claim_id,
-                    request.user_id,
-                    avoid=avoid.version if avoid else "",
+                    self._client, request.pool, request.claim_id, request.user_id, avoid=avoided
                 )
             else:  # no account to log in with, or too many crashes: no worker is claimed
                 found = entries.PoolEntry(status="refused")
@@ -188,31 +185,21 @@ class ClaimActivities:
                 pool=other.pool,
                 warm=False,
             )
-        own = assigned.worker_id
-        lost = bool(own) and await self._lost_claim(request, own)  # by Valkey
+        own, claim_id, pool = assigned.worker_id, request.claim_id, request.pool
+        lost = bool(own) and await entries.worker_of_claim(self._client, pool, claim_id) != own  # by Valkey
         if not lost and not assigned.ended:
             return None
         return m.WorkerRef(
             worker_id=own,
             task_id=assigned.task_id,
             epoch=assigned.epoch,
-            claim_id=request.claim_id,
-            pool=request.pool,
+            claim_id=claim_id,
+            pool=pool,
             warm=bool(own),
         )
 
-    async def _switch(self, user_id: str) -> UserSwitch:
-        async with self._database.session(autocommit=True) as session:
-            return await switches.switch_of_user(session, user_id)
-
-    async def _lost_claim(self, request: m.ClaimRequest, worker_id: str) -> bool:
-        return await entries.worker_of_claim(self._client, request.pool, request.claim_id) != worker_id
-
     async def _claim_message(
-        self,
-        request: m.ClaimRequest,
-        claimed: _ClaimedWorker,
-        generation: str,
+        self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str
     ) -> Claim:
         worker = claimed.worker
         return Claim(
@@ -224,12 +211,7 @@ class ClaimActivities:
             connect_timeout=request.connect_timeout,
             open_orders=claimed.open_orders,
             accounts=await seal_accounts(
-                claimed.accounts,
-                self._unwrapper,
-                claimed.found.public_key,
-                epoch=worker.epoch,
-                claim_id=request.claim_id,
-                worker_id=worker.worker_id,
+                claimed.accounts, self._unwrapper, claimed.found.public_key, worker, request.claim_id
             ),
         )
 
@@ -278,9 +260,8 @@ class ClaimActivities:
 
 def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:
     """The user is unknown or has stored no credentials."""
-    error = (
-        UserNotFound(f"there is no user {request.user_id}") if not worker.epoch else errors.UnknownAccount()
-    )
+    unknown = UserNotFound(f"there is no user {request.user_id}")
+    error = errors.UnknownAccount() if worker.epoch else unknown
     return m.ClaimResult(
         status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
     )

@@ -21,6 +21,7 @@ from infra.vault.key_pairs import KeyUnwrapper
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import ClaimReply, Message, SealedAccount, decode
+from workflows.user_worker.messages import WorkerRef
 
 #: Seconds of one blocking wait: below Valkey's socket timeout (5 s), with a heartbeat in between.
 WAIT_SLICE = 1.0
@@ -32,10 +33,8 @@ async def seal_accounts(
     stored: Sequence[StoredCredentials],
     unwrapper: KeyUnwrapper,
     public_key: bytes,
-    *,
-    epoch: int,
+    worker: WorkerRef,
     claim_id: str,
-    worker_id: str,
 ) -> list[SealedAccount]:
     """Decrypts and seals each account at once, so that the clear text exists only in this call (sealed)."""
     sealed = []
@@ -48,9 +47,9 @@ async def seal_accounts(
             public_key,
             user_id=one.user_id,
             account_id=one.account_id,
-            epoch=epoch,
+            epoch=worker.epoch,
             claim_id=claim_id,
-            worker_id=worker_id,
+            worker_id=worker.worker_id,
         )
         sealed.append(
             SealedAccount(

@@ -16,7 +16,7 @@ from infra.database.trading import switches
 from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.worker_task import LauncherUnreachable
 from worker_runtime.protocol import keys
 from workflows.user_worker import messages as m
@@ -53,8 +53,8 @@ class HealthActivity:
             marked=mark == expected,
             running=running,
             last_activity=_last_activity(fields),
-            generation=_text(generation),
-            worker_state=_text(fields.get(b"state")),
+            generation=text_of(generation),
+            worker_state=text_of(fields.get(b"state")),
         )
 
     async def _running(self, worker: m.WorkerRef) -> bool | None:
@@ -78,10 +78,6 @@ class HealthActivity:
             log.warning("owner_key_restored", user_id=request.user_id, epoch=request.worker.epoch)
         except (RedisError, DatabaseUnavailable) as error:  # the watcher tries again
             log.warning("owner_key_not_restored", user_id=request.user_id, reason=str(error))
-
-
-def _text(value: bytes | None) -> str:
-    return (value or b"").decode("utf-8", "replace")
 
 
 def _last_activity(metadata: dict[bytes, Any]) -> float:

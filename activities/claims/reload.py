@@ -105,14 +105,7 @@ class ReloadActivity:
             epoch=worker.epoch,
             worker_id=worker.worker_id,
             open_orders=open_orders,
-            accounts=await seal_accounts(
-                stored,
-                self._unwrapper,
-                public_key,
-                epoch=worker.epoch,
-                claim_id=request.reload_id,
-                worker_id=worker.worker_id,
-            ),
+            accounts=await seal_accounts(stored, self._unwrapper, public_key, worker, request.reload_id),
         )
         signed = sealing.sign(message, self._keys.signing_key)
         await valkey.run_script(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import asyncpg
 import structlog
@@ -131,19 +132,7 @@ class TimelineActivity:
         Raises `DatabaseUnavailable`; and for rows that PostgreSQL will never take (a user id that is too
         long, of a run that somebody started by hand) an error that is not tried again.
         """
-        rows = [
-            timeline.NewTransition(
-                number=transition.number,
-                at=transition.at,
-                before=str(transition.before),
-                after=str(transition.after),
-                reason=transition.reason,
-                worker_id=transition.worker_id,
-                epoch=transition.epoch,
-                deadline=transition.deadline,
-            )
-            for transition in request.transitions
-        ]
+        rows = [timeline.NewTransition(**asdict(transition)) for transition in request.transitions]
         try:
             async with self._database.session() as session:
                 await timeline.record_transitions(

@@ -19,7 +19,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Event, decode
@@ -70,8 +70,6 @@ UPKEEP = 10.0
 IDLE_CONSUMER_MS = 3_600_000
 #: Seconds between two tries while Valkey or the handler's server is away.
 RETRY = 1.0
-
-StreamEntry = tuple[bytes, Event]
 
 log = structlog.get_logger()
 
@@ -171,14 +169,14 @@ class EventStream:
 
     async def _trim(self) -> None:
         groups = {
-            _text(group["name"]): group for group in await reply_of(self._client.xinfo_groups(keys.EVENTS))
+            text_of(group["name"]): group for group in await reply_of(self._client.xinfo_groups(keys.EVENTS))
         }
         if not set(GROUPS) <= groups.keys():
             return
         lowest = []
         for name, group in groups.items():
             pending = await reply_of(self._client.xpending(keys.EVENTS, name))
-            lowest.append(_text(pending["min"] or group["last-delivered-id"]))
+            lowest.append(text_of(pending["min"] or group["last-delivered-id"]))
         await reply_of(self._client.xtrim(keys.EVENTS, minid=min(lowest, key=_position), approximate=False))
 
     async def _wait(self, event: str, error: Exception) -> None:
@@ -193,10 +191,6 @@ def _entries_of(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     if isinstance(found, dict):
         return [entry for lists in found.values() for entries in lists for entry in entries]
     return [entry for _, entries in found for entry in entries]
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _position(entry_id: str) -> tuple[int, int]:

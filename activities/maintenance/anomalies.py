@@ -61,6 +61,8 @@ class OverdueLimits:
 class FleetSnapshot:
     """All workers, or some of them, at one moment."""
 
+    #: The servers of which it was taken, and how many tasks the launcher listed.
+    place: PassBasis = field(default_factory=PassBasis)
     #: Assignments that are not over.
     open: list[AssignmentRow]
     tasks: list[Task]
@@ -114,6 +116,16 @@ class FleetSnapshot:
         assigned = sum(1 for one in self.open if self.serves(one) and one.worker_id not in self.running)
         free = {worker for some in self.free.values() for worker in some}
         return assigned + sum(1 for one in free if one in self.entries and one not in self.running)
+
+    def summary(self, anomalies: int) -> ScanSummary:
+        return ScanSummary(
+            place=self.place,
+            size=self.size,
+            anomalies=anomalies,
+            in_service=self.in_service,
+            unmarked=self.unmarked,
+            unlisted=self.unlisted,
+        )
 
 
 def mark_of(one: AssignmentRow) -> str:

@@ -17,8 +17,7 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.maintenance.anomalies import AnomalyKind
-from activities.maintenance.scan import FleetScan
+from activities.maintenance.anomalies import AnomalyKind, FleetSnapshot
 from activities.pool import entries
 from infra.database.engine import Database
 from infra.database.workers import assignments
@@ -60,7 +59,7 @@ class AnomalyCleaner:
         self._launcher = launcher
         self._temporal = temporal
 
-    async def clean(self, suspects: Sequence[Suspect], seen: FleetScan) -> dict[str, int]:
+    async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
         """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on.
 
         `ABREAST` at a time take each step together: one query for their orders right before the stops, and
@@ -82,7 +81,7 @@ class AnomalyCleaner:
                 )
         return dict(outcomes)
 
-    async def _clean(self, suspects: Sequence[Suspect], seen: FleetScan) -> dict[Suspect, str]:
+    async def _clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[Suspect, str]:
         bare = [one for one in suspects if one.kind in (AnomalyKind.ORPHAN_MARK, AnomalyKind.STALE_MARK)]
         done = dict(zip(bare, await _all(self._delete(one) for one in bare), strict=True))
         users = [one for one in suspects if one.user_id and one not in done]
@@ -171,9 +170,9 @@ class AnomalyCleaner:
             await entries.remove_entry(self._client, one.pool, one.worker_id)
         return "stopped"
 
-    async def _end(self, one: Suspect, seen: FleetScan, ended: list[Suspect]) -> str:
+    async def _end(self, one: Suspect, seen: FleetSnapshot, ended: list[Suspect]) -> str:
         """Stops a user's worker that no workflow knows, and adds it to `ended` when it has ended."""
-        tasks = [task.task_id for task in seen.snapshot.running.get(one.worker_id, ())]
+        tasks = [task.task_id for task in seen.running.get(one.worker_id, ())]
         if one.worker_id:
             await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
         for task_id in tasks:
@@ -199,11 +198,11 @@ class AnomalyCleaner:
         return True
 
 
-def _users(one: Suspect, seen: FleetScan) -> set[str]:
+def _users(one: Suspect, seen: FleetSnapshot) -> set[str]:
     """The users whom its worker serves or may serve."""
     if one.user_id:
         return {one.user_id}
-    return {row.user_id for row in seen.snapshot.by_worker.get(one.worker_id, ())}
+    return {row.user_id for row in seen.by_worker.get(one.worker_id, ())}
 
 
 async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:

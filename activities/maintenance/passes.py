@@ -15,13 +15,12 @@ from activities.heartbeat import Heartbeat
 from activities.maintenance.anomalies import (
     OLD,
     OverdueLimits,
-    ScanSummary,
     find_anomalies,
     guard_reason,
     is_many,
 )
 from activities.maintenance.cleanup import AnomalyCleaner
-from activities.maintenance.scan import FleetScan, FleetScanner
+from activities.maintenance.scan import FleetScanner
 from infra.database.engine import Database
 from infra.database.workers import passes
 from infra.database.workers.passes import PassBasis, PassRecord, Suspect
@@ -71,16 +70,16 @@ class MaintenanceActivities:
             why = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
             number = await self._write(PassBasis(), 0, began, f"{why} could not be read", [], [])
             return mm.Scanned(number=number, guarded=f"{why} could not be read")
-        suspects = await asyncio.to_thread(find_anomalies, seen.snapshot, self._limits)
-        why = guard_reason(_summary(seen, len(suspects)), before)
+        suspects = await asyncio.to_thread(find_anomalies, seen, self._limits)
+        why = guard_reason(seen.summary(len(suspects)), before)
         confirmed: list[Suspect] = []
         if not why and before is not None and not before.guarded:
             known = set(before.suspects)
             confirmed = [one for one in suspects if one in known]
-        number = await self._write(seen.place, seen.snapshot.size, began, why, suspects, confirmed)
+        number = await self._write(seen.place, seen.size, began, why, suspects, confirmed)
         return mm.Scanned(
             number=number,
-            workers=seen.snapshot.size,
+            workers=seen.size,
             found=len(suspects),
             confirmed=len(confirmed),
             guarded=why,
@@ -135,7 +134,7 @@ class MaintenanceActivities:
             seen = await self._scanner.scan_suspects(suspects)
             if _world_changed(seen.place, passed.place):
                 return mm.Cleaned(outcomes={"outage": len(suspects)})
-            still = set(find_anomalies(seen.snapshot, self._limits))
+            still = set(find_anomalies(seen, self._limits))
             due = [one for one in suspects if one in still]
             outcomes = await self._cleaner.clean(due, seen)
         except (RedisError, LauncherUnreachable) as error:
@@ -163,18 +162,6 @@ class MaintenanceActivities:
                 scan_seconds=round(shown.scan_seconds, 3),
             )
         return seconds
-
-
-def _summary(seen: FleetScan, anomalies: int) -> ScanSummary:
-    snapshot = seen.snapshot
-    return ScanSummary(
-        place=seen.place,
-        size=snapshot.size,
-        anomalies=anomalies,
-        in_service=snapshot.in_service,
-        unmarked=snapshot.unmarked,
-        unlisted=snapshot.unlisted,
-    )
 
 
 def _world_changed(now: PassBasis, then: PassBasis) -> bool:

@@ -8,7 +8,6 @@ a pass costs no more, and an orphan mark is found some passes later.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,7 +19,7 @@ from infra.database.workers import assignments
 from infra.database.workers.assignments import AssignmentRow
 from infra.database.workers.passes import PassBasis, Suspect
 from infra.launchers.port import Launcher
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.worker_task import Task
 from worker_runtime.protocol import keys
 
@@ -34,14 +33,6 @@ _PATTERN = "worker:[am][ce]t*"
 _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark, keys.metadata))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FleetScan:
-    """A snapshot of the fleet, and the servers of which it was taken."""
-
-    snapshot: FleetSnapshot
-    place: PassBasis
-
-
 class FleetScanner:
     """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is known."""
 
@@ -53,7 +44,7 @@ class FleetScanner:
         self._pool = pool
         self._cursor = 0
 
-    async def scan_all(self) -> FleetScan:
+    async def scan_all(self) -> FleetSnapshot:
         place, now = await self._where()
         tasks = await self._launcher.list()
         async with self._database.session() as session:
@@ -64,7 +55,7 @@ class FleetScanner:
         free = await self._free(pools)
         return await self._seen(place, now, rows, tasks, users, free)
 
-    async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetScan:
+    async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetSnapshot:
         """Scans only the users and workers of these suspects."""
         place, now = await self._where()
         listed = await self._launcher.list()
@@ -89,7 +80,7 @@ class FleetScanner:
         tasks: list[Task],
         users: list[str],
         free: dict[str, set[str]],
-    ) -> FleetScan:
+    ) -> FleetSnapshot:
         assigned = {one.worker_id for one in rows}
         own = {(task.pool, task.worker_id) for task in tasks if task.worker_id not in assigned}
         own |= {(pool, worker) for pool, some in free.items() for worker in some}
@@ -100,7 +91,11 @@ class FleetScanner:
             last = await assignments.last_assignments(session, unassigned)
         users = sorted({*users, *(one.user_id for one in last.values())})
         marks, reported = await self._marks(users)
-        snapshot = FleetSnapshot(
+        if text_of(await self._client.get(keys.GENERATION)) != place.generation:
+            raise RedisError("the generation changed during a scan")
+        listed = place.tasks or len(tasks)
+        return FleetSnapshot(
+            place=PassBasis(generation=place.generation, server=place.server, tasks=listed),
             open=rows,
             tasks=tasks,
             marks=marks,
@@ -110,16 +105,6 @@ class FleetScanner:
             last=last,
             now=now,
         )
-        if await self._generation() != place.generation:
-            raise RedisError("the generation changed during a scan")
-        listed = place.tasks or len(tasks)
-        return FleetScan(
-            snapshot=snapshot,
-            place=PassBasis(generation=place.generation, server=place.server, tasks=listed),
-        )
-
-    async def _generation(self) -> str:
-        return _text(await self._client.get(keys.GENERATION))
 
     async def _where(self) -> tuple[PassBasis, float]:
         """Which Valkey this is, and its clock."""
@@ -128,7 +113,7 @@ class FleetScanner:
             pipe.info("server")
             pipe.time()
             generation, server, (seconds, _) = await pipe.execute()
-        place = PassBasis(generation=_text(generation), server=str(server["run_id"]))
+        place = PassBasis(generation=text_of(generation), server=str(server["run_id"]))
         return place, float(seconds)
 
     async def _free(self, pools: Collection[str]) -> dict[str, set[str]]:
@@ -164,10 +149,10 @@ class FleetScanner:
                 found, *metadata = await pipe.execute()
             for user, mark, (state, task, activity) in zip(some, found, metadata, strict=True):
                 if mark:
-                    marks[user] = _text(mark)
+                    marks[user] = text_of(mark)
                 if state or task:
                     reported[user] = ReportedState(
-                        state=_text(state), task_id=_text(task), last_activity=_seconds(activity)
+                        state=text_of(state), task_id=text_of(task), last_activity=_seconds(activity)
                     )
         return marks, reported
 
@@ -182,12 +167,10 @@ class FleetScanner:
                 found = await pipe.execute()
             for (_, worker), (state, claim), expires in zip(some, found[::2], found[1::2], strict=True):
                 if state:
-                    entries[worker] = EntryState(state=_text(state), claim=_text(claim), expires=int(expires))
+                    entries[worker] = EntryState(
+                        state=text_of(state), claim=text_of(claim), expires=int(expires)
+                    )
         return entries
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
 
 
 def _seconds(milliseconds: Any) -> float:

@@ -144,23 +144,17 @@ class OrderSweeper:
 
     async def _overdue(self, due: DueOrder) -> None:
         order = due.order
-        late = DeadlineExceeded()
-        outcome = OrderOutcome(
-            order_id=str(order.id),
-            state=OrderState.EXPIRED,
-            reason=f"{late.code}: {late.detail}",
-            withdrawn=True,
-        )
-        answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
+        late: BerthError = DeadlineExceeded()
         copied = await self._queue.may_be_stale(order.created_at)
         if copied:  # it is withdrawn all the same
-            unknown = OutcomeUnknown(_COPIED)
-            outcome = OrderOutcome(
-                order_id=str(order.id),
-                state=OrderState.UNKNOWN,
-                reason=f"{unknown.code}: {unknown.detail}",
-            )
-            answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(unknown))
+            late = OutcomeUnknown(_COPIED)
+        outcome = OrderOutcome(
+            order_id=str(order.id),
+            state=OrderState.UNKNOWN if copied else OrderState.EXPIRED,
+            reason=f"{late.code}: {late.detail}",
+            withdrawn=not copied,
+        )
+        answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
         fate, found = await self._queue.overdue(order.user_id, order.id, answer)
         if order.generation != await self._generation():
             return  # a flushed server knows nothing; due again

@@ -12,7 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.switches import UserSwitch
@@ -61,10 +61,6 @@ class PoolEntry:
         )
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
 async def claim_entry(
     client: Redis, pool: str, claim_id: str, user_id: str = "", *, avoid: str = ""
 ) -> PoolEntry:
@@ -79,18 +75,18 @@ async def claim_entry(
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         given += [user_id, int(LINE_PATIENCE * 1000), avoid]
     found = await valkey.run_script(client, scripts.CLAIM, named, given)
-    status = _text(found[0])
+    status = text_of(found[0])
     if status == "empty":
         return PoolEntry(status=status)
     if status == "gone":
-        return PoolEntry(status=status, worker_id=_text(found[1]))
+        return PoolEntry(status=status, worker_id=text_of(found[1]))
     return PoolEntry(
         status=status,
-        worker_id=_text(found[1]),
+        worker_id=text_of(found[1]),
         public_key=bytes(found[2]),
         proof=bytes(found[3] or b""),
-        task_id=_text(found[4]),
-        version=_text(found[5]),
+        task_id=text_of(found[4]),
+        version=text_of(found[5]),
     )
 
 
@@ -104,7 +100,7 @@ async def write_owner(
         [keys.owner(user_id), keys.switch(user_id)],
         [worker.epoch, worker.worker_id, generation, *switch.words()],
     )
-    return _text(owned) == "ok"
+    return text_of(owned) == "ok"
 
 
 async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:
@@ -112,19 +108,19 @@ async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str)
     state = await valkey.run_script(
         client, scripts.SETTLE_CLAIM, [keys.pool_worker(pool, worker_id)], [claim_id, "released"]
     )
-    return _text(state)
+    return text_of(state)
 
 
 async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
     """The worker that this claim got, or ''."""
     value = await reply_of(client.get(keys.pool_claim(pool, claim_id)))
-    return _text(value) if value else ""
+    return text_of(value)
 
 
 async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
     """The claim that holds this worker by its pool entry, or ''."""
     value = await reply_of(client.hget(keys.pool_worker(pool, worker_id), "claim"))
-    return _text(value) if value else ""
+    return text_of(value)
 
 
 async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:

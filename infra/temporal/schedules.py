@@ -35,30 +35,29 @@ RETRY = 5.0
 log = structlog.get_logger()
 
 
-async def ensure_schedule(client: Client, schedule_id: str, schedule: Schedule) -> None:
-    """Creates the schedule or updates the present one, which stays paused if it is. Raises `RPCError`.
+async def ensure_schedule(client: Client, schedule_id: str, schedule: Schedule | None) -> None:
+    """Creates the schedule or updates the present one, which stays paused if it is; None deletes it.
 
-    Several orchestrators may do so at once.
+    Several orchestrators may do so at once. Raises `RPCError`.
     """
+    present = client.get_schedule_handle(schedule_id)
+    if schedule is None:
+        try:
+            await present.delete(rpc_timeout=CALL)
+        except RPCError as error:
+            if error.status != RPCStatusCode.NOT_FOUND:
+                raise
+        return
+
+    def updated(given: ScheduleUpdateInput) -> ScheduleUpdate:
+        schedule.state = given.description.schedule.state
+        return ScheduleUpdate(schedule=schedule)
+
     try:
         await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
         log.info("schedule_made", schedule=schedule_id)
     except ScheduleAlreadyRunningError:
-
-        def updated(given: ScheduleUpdateInput) -> ScheduleUpdate:
-            schedule.state = given.description.schedule.state
-            return ScheduleUpdate(schedule=schedule)
-
-        await client.get_schedule_handle(schedule_id).update(updated, rpc_timeout=CALL)
-
-
-async def remove_schedule(client: Client, schedule_id: str) -> None:
-    """Deletes the schedule, if there is one. Raises `RPCError`."""
-    try:
-        await client.get_schedule_handle(schedule_id).delete(rpc_timeout=CALL)
-    except RPCError as error:
-        if error.status != RPCStatusCode.NOT_FOUND:
-            raise
+        await present.update(updated, rpc_timeout=CALL)
 
 
 def _schedule(
@@ -98,8 +97,7 @@ def _at(clock: str, zone: str, *, weekdays: bool = False) -> ScheduleSpec:
 async def ensure_maintenance(client: Client, settings: Settings) -> None:
     """A pass every `maintenance_period` seconds; 0: none."""
     if not settings.maintenance_period:
-        await remove_schedule(client, names.MAINTENANCE_SCHEDULE)
-        return
+        return await ensure_schedule(client, names.MAINTENANCE_SCHEDULE, None)
     every = ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))
     schedule = _schedule(
         names.MAINTENANCE,
@@ -116,8 +114,7 @@ async def ensure_maintenance(client: Client, settings: Settings) -> None:
 async def ensure_morning(client: Client, settings: Settings) -> None:
     """On weekdays at `morning_at` in Taiwan; empty: never. The workflow knows the holidays."""
     if not settings.morning_at:
-        await remove_schedule(client, names.MORNING_SCHEDULE)
-        return
+        return await ensure_schedule(client, names.MORNING_SCHEDULE, None)
     given = mo.MorningInput(
         window=settings.morning_window,
         rate=settings.morning_rate,
@@ -146,8 +143,7 @@ def sends_statements(settings: Settings) -> bool:
 async def ensure_statements(client: Client, settings: Settings) -> None:
     """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading."""
     if not sends_statements(settings):
-        await remove_schedule(client, names.STATEMENTS_SCHEDULE)
-        return
+        return await ensure_schedule(client, names.STATEMENTS_SCHEDULE, None)
     schedule = _schedule(
         names.STATEMENTS,
         sm.StatementsInput(rate=settings.statements_rate),

@@ -18,6 +18,7 @@ from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
+from infra import tasks
 from infra.settings import Settings
 from infra.temporal.client import DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
 from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
@@ -96,10 +97,7 @@ class WorkerStarter:
 
     async def close(self) -> None:
         """Cancels the calls under way; the workflows go on without us."""
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await tasks.cancel_tasks(*self._running.values())
 
     def _ended(self, user_id: str, task: asyncio.Task[ActiveWorker]) -> None:
         self._running.pop(user_id, None)

@@ -40,6 +40,11 @@ async def reply_of(command: Awaitable[Any] | Any) -> Any:
     return await cast("Awaitable[Any]", command)
 
 
+def text_of(value: Any) -> str:
+    """A value of Valkey as text; '' for a missing one."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+
+
 async def run_script(client: Redis, script: Script, key_names: list[str], args: list[Any]) -> Any:
     """Runs a script; sends its source only to a server that does not have it."""
     try:

@@ -17,7 +17,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new
+    from workflows.entity import continue_as_new, copied_fields
     from workflows.order import messages as om
     from workflows.order.state import FollowedOrder, OrderStep
 
@@ -70,15 +70,7 @@ class OrderWorkflow:
 
     @workflow.query(name="view")
     def view(self) -> om.FollowView:
-        follow = self._order
-        return om.FollowView(
-            order_id=self._given.order_id,
-            state=follow.state,
-            finding=follow.finding,
-            looks=follow.looks,
-            attention=follow.attention,
-            story=follow.story,
-        )
+        return om.FollowView(order_id=self._given.order_id, **copied_fields(self._order, om.FollowView))
 
     async def _verify(self) -> None:
         request = om.VerifyOrder(

@@ -13,10 +13,13 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, known_fields, run_named_by_day
+    from workflows.entity import continue_as_new, copied_fields, known_fields, run_named_by_day
     from workflows.reports import messages as sm
 
 from workflows import calls
+
+#: What pages count.
+_COUNTS = ("users", "enqueued", "known", "too_many", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +37,11 @@ class StatementsProgress:
     refused: int = 0
 
     def with_page(self, page: sm.StatementsPage) -> StatementsProgress:
-        return replace(
-            self,
-            users=self.users + page.users,
-            after=page.after or self.after,
-            enqueued=self.enqueued + page.enqueued,
-            known=self.known + page.known,
-            too_many=self.too_many + page.too_many,
-            refused=self.refused + page.refused,
-        )
+        counts = {name: getattr(self, name) + getattr(page, name) for name in _COUNTS}
+        return replace(self, after=page.after or self.after, **counts)
 
     def result(self, now: float) -> sm.StatementsResult:
-        return sm.StatementsResult(
-            day=self.day,
-            users=self.users,
-            enqueued=self.enqueued,
-            known=self.known,
-            too_many=self.too_many,
-            refused=self.refused,
-            ended_at=now,
-        )
+        return sm.StatementsResult(**copied_fields(self, sm.StatementsResult), ended_at=now)
 
 
 @workflow.defn(name=names.STATEMENTS)

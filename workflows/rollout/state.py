@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workflows.entity import known_fields
+from workflows.entity import copied_fields, known_fields
 from workflows.rollout.messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
 
 P = RolloutPhase
@@ -140,8 +140,7 @@ class RolloutState:
     # --- showing and carrying -------------------------------------------------------------------------
 
     def view(self) -> RolloutView:
-        known = {name: getattr(self, name) for name in RolloutView.__dataclass_fields__ if name != "phase"}
-        return RolloutView(phase=str(self.phase), **known)
+        return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
 
     @classmethod
     def from_carried(cls, carried: Mapping[str, Any]) -> RolloutState:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from workflows.entity import known_fields
+from workflows.entity import copied_fields, known_fields
 from workflows.user_worker.messages import (
     CRASH_WINDOW,
     STOP_TIMEOUT,
@@ -315,9 +315,6 @@ class UserWorkerState:
     def idle(self, now: float) -> UserWorkerState:
         return self._to(S.IDLE_TIMEOUT, now, reason="idle")
 
-    def heard(self, sequence: int) -> UserWorkerState:
-        return replace(self, sequence=sequence)
-
     def used(self, at: float, now: float) -> UserWorkerState:
         """The worker was last used at `at`: its idle time counts from there."""
         return replace(self, last_activity=at).checked(at + self.settings.idle_timeout, now)
@@ -357,21 +354,8 @@ class UserWorkerState:
     # --- showing and carrying -------------------------------------------------------------------------
 
     def view(self) -> UserWorkerView:
-        return UserWorkerView(
-            user_id=self.user_id,
-            state=str(self.state),
-            since=self.since,
-            worker=self.worker,
-            attempts=self.attempts,
-            reason=self.reason,
-            next_step=self.next_step,
-            deadline=self.deadline,
-            health=self.health,
-            health_at=self.health_at,
-            crashes=len(self.crashes),
-            last_activity=self.last_activity,
-            note=self.note,
-        )
+        shown = copied_fields(self, UserWorkerView)
+        return UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crashes)})
 
     def carried(self) -> dict[str, Any]:
         """As a plain dict for continue-as-new."""

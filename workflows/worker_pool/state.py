@@ -240,43 +240,6 @@ class PoolState:
         return min(waits)
 
 
-def pool_view(
-    pool: str,
-    state: PoolState,
-    policy: PoolPolicy,
-    *,
-    in_flight: int,
-    configured: PoolPolicy | None,
-    revision: int,
-) -> PoolView:
-    return PoolView(
-        pool=pool,
-        target=policy.target,
-        ready=state.ready,
-        starting=state.starting + in_flight + len(state.unsettled),
-        launches=state.launches,
-        failures=state.failures,
-        last_failure=state.last_failure,
-        paused=state.paused,
-        mode=state.mode,
-        wanted=state.wanted,
-        reasons=state.reasons,
-        changes_at=state.until,
-        in_use=state.in_use,
-        claims=state.claims,
-        failing=state.failing,
-        circuit_open=state.circuit_open,
-        next_launch=state.not_before or None,
-        policy=policy,
-        configured=configured,
-        revision=revision,
-        release=state.release,
-        surge=state.surge,
-        never_ready=state.never_ready,
-        good=state.good,
-    )
-
-
 def pool_details(shown: PoolView) -> str:
     """Markdown."""
     text = f"### {shown.ready} of {shown.wanted} workers ready, {shown.starting} starting"

@@ -19,7 +19,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new
+    from workflows.entity import continue_as_new, copied_fields
     from workflows.rollout.messages import Release
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
@@ -30,7 +30,6 @@ with workflow.unsafe.imports_passed_through():
         PoolState,
         SizingInput,
         pool_details,
-        pool_view,
         size_pool,
     )
 
@@ -154,14 +153,18 @@ class WorkerPoolWorkflow:
 
     @workflow.query(name="view")
     def view(self) -> pm.PoolView:
-        return pool_view(
-            self._given.pool,
-            self._state,
-            self._policy,
-            in_flight=len(self._in_flight),
-            configured=self._configured,
-            revision=self._revision,
-        )
+        state = self._state
+        shown = copied_fields(state, pm.PoolView) | {
+            "starting": state.starting + len(self._in_flight) + len(state.unsettled),
+            "changes_at": state.until,
+            "next_launch": state.not_before or None,
+            "pool": self._given.pool,
+            "target": self._policy.target,
+            "policy": self._policy,
+            "configured": self._configured,
+            "revision": self._revision,
+        }
+        return pm.PoolView(**shown)
 
     # --- counts and launches --------------------------------------------------------------------------
 
