@@ -50,11 +50,7 @@ class ClaimActivities:
     """Activities `claim_worker`, `await_connected`, `connect_again`."""
 
     def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        unwrapper: KeyUnwrapper,
-        orchestrator_keys: OrchestratorKeys,
+        self, client: Redis, database: Database, unwrapper: KeyUnwrapper, orchestrator_keys: OrchestratorKeys
     ) -> None:
         self._client = client
         self._database = database
@@ -64,11 +60,7 @@ class ClaimActivities:
 
     @activity.defn
     async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
-        """Gives the user a worker of the pool: assignment, claim, owner key, sealed credentials.
-
-        With `check_crashes`, a user whose workers crashed recently gets `back_off` instead, unless the claim
-        was assigned before. A user whom a worker of a canary version failed gets no other of that version.
-        """
+        """Gives the user a worker of the pool: assignment, claim, owner key, sealed credentials."""
         if request.failed:
             await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
         claimed = await self._assign(request)
@@ -109,11 +101,7 @@ class ClaimActivities:
         return result
 
     async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
-        """Epoch, worker and accounts in one transaction.
-
-        The worker is claimed inside it: if the commit fails, a repeat of the claim id gets the same worker.
-        Nothing is sent before the commit.
-        """
+        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones."""
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         avoided = avoid.version if avoid else ""
         async with self._database.session() as session:
@@ -163,11 +151,7 @@ class ClaimActivities:
                     warm=worker.warm,
                 )
         return _ClaimedWorker(
-            found=found,
-            worker=worker,
-            accounts=accounts,
-            open_orders=open_orders,
-            crashes=assigned.crashes,
+            found=found, worker=worker, accounts=accounts, open_orders=open_orders, crashes=assigned.crashes
         )
 
     async def _to_end_first(

@@ -34,11 +34,7 @@ class ReloadActivity:
     """Activity `reload_credentials`."""
 
     def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        unwrapper: KeyUnwrapper,
-        orchestrator_keys: OrchestratorKeys,
+        self, client: Redis, database: Database, unwrapper: KeyUnwrapper, orchestrator_keys: OrchestratorKeys
     ) -> None:
         self._client = client
         self._database = database

@@ -39,11 +39,7 @@ class StopActivity:
     """Activity `stop_worker`."""
 
     def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        launcher: Launcher,
-        orchestrator_keys: OrchestratorKeys,
+        self, client: Redis, database: Database, launcher: Launcher, orchestrator_keys: OrchestratorKeys
     ) -> None:
         self._client = client
         self._database = database
@@ -52,10 +48,7 @@ class StopActivity:
 
     @activity.defn
     async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
-        """Returns when the task has certainly ended and its keys are removed.
-
-        Works by claim id, too, when it is unknown whether the claim got a worker.
-        """
+        """Returns when the worker has certainly ended; finds it by its claim if its id is unknown."""
         asked = request.worker
         known = worker_id = asked.worker_id or await self._worker_of(asked)
         if worker_id and await self._serves_another(asked, worker_id):
@@ -86,10 +79,7 @@ class StopActivity:
     async def _waiting(self, user_id: str) -> int:
         """What needs another worker: queued orders, orders that the ended worker had in hand, and jobs.
 
-        The next worker reports orders in hand as UNKNOWN before it takes its first order, so they start a
-        worker only once. Jobs count as one for each of: some wait, some are delayed, a runner did not sign
-        off (the next one takes its jobs back). They are left here because an ending worker's mark still looks
-        alive.
+        Jobs count as one for each of: some wait, some are delayed, a runner did not sign off.
         """
         tag = job_keys.user_tag(user_id)
         async with self._client.pipeline(transaction=False) as pipe:
@@ -109,10 +99,7 @@ class StopActivity:
         return (row.worker_id or "") if row is not None else ""
 
     async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
-        """Whether the worker was claimed anew after its entry had expired while it stood still.
-
-        It never had this claim's credentials: it refuses a claim that is no longer its own.
-        """
+        """Whether the worker was claimed anew after its entry had expired; it refuses this claim."""
         if await entries.claim_of_worker(self._client, asked.pool, worker_id) not in ("", asked.claim_id):
             return True
         async with self._database.session() as session:

@@ -87,11 +87,7 @@ class ExitWatcher:
                 await asyncio.sleep(RETRY)
 
     async def _position(self) -> str:
-        """The position after the last reported end; '' for all that the launcher still knows.
-
-        A repeat changes nothing, but a launcher keeps thousands of ends, and new ones must not wait for
-        those.
-        """
+        """The position after the last reported end; '' for all that the launcher still knows."""
         position = await reply_of(self._client.get(keys.EXITS_TOLD))
         return position.decode() if position else ""
 

@@ -104,10 +104,7 @@ class MarkWatcher:
         await self._signal(due, generation, absences)
 
     async def _marks(self, workers: Sequence[WorkerInService]) -> tuple[str, str, list[bytes | None]]:
-        """Valkey's generation and run id, and the mark of each worker, read under this generation.
-
-        Raises `RedisError` when the generation changed while they were read.
-        """
+        """Valkey's generation and run id, and each mark. Raises `RedisError` when the generation changed."""
         generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
         async with self._client.pipeline(transaction=False) as pipe:
             for start in range(0, len(workers), CHUNK):
@@ -135,10 +132,7 @@ class MarkWatcher:
     async def _restore_owners(
         self, missing: Sequence[WorkerInService], generation: str, server: str, connection: AsyncConnection
     ) -> set[WorkerInService]:
-        """Writes missing owner keys again, together with the switches; returns their workers.
-
-        Without its owner key, a worker cannot renew its mark.
-        """
+        """Writes missing owner keys again, without which no mark is renewed; returns their workers."""
         async with self._client.pipeline(transaction=False) as pipe:
             for one in missing:
                 pipe.exists(keys.owner(one.user_id))

@@ -127,11 +127,7 @@ class TimelineActivity:
 
     @activity.defn
     async def record_timeline(self, request: m.RecordTimeline) -> None:
-        """Writes transitions; a repeat writes none twice.
-
-        Raises `DatabaseUnavailable`; and for rows that PostgreSQL will never take (a user id that is too
-        long, of a run that somebody started by hand) an error that is not tried again.
-        """
+        """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
         rows = [timeline.NewTransition(**asdict(transition)) for transition in request.transitions]
         try:
             async with self._database.session() as session:

@@ -60,11 +60,7 @@ class AnomalyCleaner:
         self._temporal = temporal
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
-        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on.
-
-        `ABREAST` at a time take each step together: one query for their orders right before the stops, and
-        one statement that closes their assignments.
-        """
+        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on."""
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
             done = await self._clean(suspects[start : start + ABREAST], seen)
@@ -137,10 +133,7 @@ class AnomalyCleaner:
         return "deleted" if gone else "healed"
 
     async def _known_to_its_workflow(self, one: Suspect) -> bool:
-        """Whether the user's workflow knows this worker; then it was signalled to check it.
-
-        A workflow that cannot be queried counts as one that does.
-        """
+        """Whether the user's workflow knows this worker, and was signalled; True if it cannot be queried."""
         handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
         try:
             if (await handle.describe(rpc_timeout=CALL)).status != WorkflowExecutionStatus.RUNNING:

@@ -12,13 +12,7 @@ from redis.exceptions import RedisError
 from temporalio import activity
 
 from activities.heartbeat import Heartbeat
-from activities.maintenance.anomalies import (
-    OLD,
-    OverdueLimits,
-    find_anomalies,
-    guard_reason,
-    is_many,
-)
+from activities.maintenance.anomalies import OLD, OverdueLimits, find_anomalies, guard_reason, is_many
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScanner
 from infra.database.engine import Database
@@ -53,10 +47,7 @@ class MaintenanceActivities:
 
     @activity.defn
     async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
-        """Scans all workers and compares the anomalies with the pass before. Changes only its own record.
-
-        A scan that fails is recorded as a guarded pass, so that two further passes have to agree.
-        """
+        """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass."""
         began = time.monotonic()
         async with self._database.session() as session:
             before = await passes.last_pass(session)
@@ -78,11 +69,7 @@ class MaintenanceActivities:
             confirmed = [one for one in suspects if one in known]
         number = await self._write(seen.place, seen.size, began, why, suspects, confirmed)
         return mm.Scanned(
-            number=number,
-            workers=seen.size,
-            found=len(suspects),
-            confirmed=len(confirmed),
-            guarded=why,
+            number=number, workers=seen.size, found=len(suspects), confirmed=len(confirmed), guarded=why
         )
 
     def _apart(self, before: PassRecord | None) -> float:

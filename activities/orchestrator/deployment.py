@@ -24,11 +24,7 @@ from temporalio.api.workflowservice.v1 import (
     UpdateWorkflowExecutionOptionsRequest,
 )
 from temporalio.client import Client, WorkflowQueryFailedError
-from temporalio.common import (
-    SearchAttributeKey,
-    VersioningBehavior,
-    WorkerDeploymentVersion,
-)
+from temporalio.common import SearchAttributeKey, VersioningBehavior, WorkerDeploymentVersion
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import WorkerDeploymentConfig
 
@@ -114,11 +110,7 @@ class Deployment:
         )
 
     async def serves(self, queues: Collection[str]) -> bool:
-        """Whether Temporal knows that our version serves each of these queues, workflows and activities.
-
-        Each registers with its own first poll, one after the other; until all have, the version cannot
-        become current.
-        """
+        """Whether Temporal knows that our version serves these queues; before, it cannot become current."""
         request = DescribeWorkerDeploymentVersionRequest(
             namespace=self._temporal.namespace,
             deployment_version=VersionName(deployment_name=self.name, build_id=self.build),
@@ -168,10 +160,7 @@ class Deployment:
         ]
 
     async def served(self, some: Sequence[RunningWorkflow]) -> bool:
-        """Whether an orchestrator answers for these workflows, which are of one version.
-
-        Temporal's list of pollers does not help: it keeps those that have gone for minutes.
-        """
+        """Whether an orchestrator answers for them; Temporal's list of pollers is minutes old."""
         return any(await asyncio.gather(*(self._answers(one.workflow_id) for one in some[:_ASKED])))
 
     async def _answers(self, workflow_id: str) -> bool:

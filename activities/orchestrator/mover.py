@@ -36,19 +36,9 @@ class WorkflowMover:
     """A background loop of each orchestrator; PostgreSQL lets one work at a time."""
 
     def __init__(
-        self,
-        database: Database,
-        deployment: Deployment,
-        promotion: Promotion,
-        *,
-        rate: float,
-        period: float,
+        self, database: Database, deployment: Deployment, promotion: Promotion, *, rate: float, period: float
     ) -> None:
-        """`rate`: workflows a second. A move costs two workflow tasks and a replay.
-
-        `period`: seconds between two checks while nothing is left to move. One costs a listing and a look at
-        the deployment.
-        """
+        """`rate`: workflows a second; `period`: seconds between two checks while nothing is left to move."""
         self._database = database
         self._deployment = deployment
         self._promotion = promotion

@@ -64,10 +64,7 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
     handle = await temporal.start_workflow(
         WorkerPoolWorkflow.run,
         pm.PoolInput(
-            pool=settings.pool,
-            launch_timeout=settings.pool_launch_timeout,
-            policy=policy,
-            configured=policy,
+            pool=settings.pool, launch_timeout=settings.pool_launch_timeout, policy=policy, configured=policy
         ),
         id=names.worker_pool_id(settings.pool),
         task_queue=names.LIFECYCLE_QUEUE,

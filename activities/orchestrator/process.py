@@ -45,10 +45,7 @@ log = structlog.get_logger()
 
 
 def ready_file(settings: Settings) -> Path:
-    """Exists while this orchestrator serves; each has its own, by its name.
-
-    It holds how many free workers there will be at least: `berth up` waits for them.
-    """
+    """Exists while this orchestrator serves; holds how many free workers `berth up` may expect."""
     return settings.data_dir / f"{settings.orchestrator_name}.ready"
 
 

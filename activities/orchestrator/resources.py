@@ -53,9 +53,7 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
         client = valkey.connect_valkey(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
         stack.push_async_callback(client.aclose)
         database = Database(
-            settings.database_url,
-            pool_size=settings.database_pool,
-            pool_wait=settings.database_pool_wait,
+            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
         )
         stack.push_async_callback(database.close)
         rate = SharedRate(client, settings.launch_rate, settings.launch_burst)

@@ -136,10 +136,7 @@ class OrderActivities:
         )
 
     async def _find(self, order: Order, report: AccountReport) -> tuple[ExchangeOrder | None, bool]:
-        """The listed order that is ours, by the broker's id, else by our tag; and whether that is doubtful.
-
-        It is if an order with our tag is neither ours nor known as another one.
-        """
+        """The listed order that is ours, by the broker's id or our tag; and whether that is doubtful."""
         name = order.broker_order_id
         if name is not None:
             return next((one for one in report.orders if one.broker_order_id == name), None), False

@@ -79,11 +79,7 @@ class StatementActivities:
     async def _enqueue(self, request: sm.EnqueueStatements, day: date) -> sm.StatementsPage:
         async with self._database.session() as session:
             rows = await statement_addresses.addresses_after(
-                session,
-                email=self._email,
-                webhook=self._webhook,
-                after=request.after,
-                limit=request.limit,
+                session, email=self._email, webhook=self._webhook, after=request.after, limit=request.limit
             )
         counts = Counter[str]()
         for number, row in enumerate(rows):

@@ -142,10 +142,7 @@ class RolloutActivities:
 
     @activity.defn
     async def retire_workers(self, request: rm.RetireWorkers) -> int:
-        """Ends free workers of other versions; returns how many. Each leaves the pool before it ends.
-
-        A worker that an earlier call took out of the pool and did not end is ended, too.
-        """
+        """Ends free workers of other versions, and those that an earlier call only took; how many."""
         taken: list[Task] = []
         for task in await self._others(request.pool, self._version(request.version)):
             claim_id = f"retire-{task.worker_id}"

@@ -78,10 +78,7 @@ def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
 
 @contextmanager
 def temporal_errors(*, missing: BerthError | None = None, server_only: bool = False) -> Iterator[None]:
-    """Turns the errors of a call to Temporal into ours.
-
-    `missing` is raised when there is no such workflow or schedule. See `error_of_rpc` for `server_only`.
-    """
+    """Turns errors of Temporal into ours; `missing` is raised for an unknown workflow or schedule."""
     try:
         yield
     except RPCError as error:

@@ -88,12 +88,7 @@ class RolloutState:
     def after_check(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         """The state after a look at the pool, and what to do. The first look comes before any change."""
         state = replace(
-            self,
-            new=look.new,
-            old=look.old,
-            users=look.users,
-            wanted=look.wanted,
-            held=_held_reason(look),
+            self, new=look.new, old=look.old, users=look.users, wanted=look.wanted, held=_held_reason(look)
         )
         if not self.known:  # the first look changes nothing, so that a repeat sees the same
             return replace(state, before=look.before, known=True), RolloutStep()

@@ -177,10 +177,7 @@ class WorkerLifecycle:
             raise ClaimWorkerGone(self.given_up)
 
     async def unless_interrupted(self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False) -> T:
-        """The result of `work`; raises `StartFailed` on a shutdown, `ClaimWorkerGone` when the worker ends.
-
-        And `WorkOutdated` when the work has become useless.
-        """
+        """The result of `work`; raises `StartFailed`, `ClaimWorkerGone`, or `WorkOutdated`."""
         task = asyncio.ensure_future(work)
         await workflow.wait_condition(lambda: task.done() or self.interrupted or outdated())
         if not task.done():
@@ -240,11 +237,7 @@ class WorkerLifecycle:
             return 0
         unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
         request = m.StopWorker(
-            user_id=state.user_id,
-            worker=state.worker or unknown,
-            reason=reason,
-            grace=grace,
-            crashed=crashed,
+            user_id=state.user_id, worker=state.worker or unknown, reason=reason, grace=grace, crashed=crashed
         )
         while True:
             try:

@@ -120,10 +120,7 @@ class WorkerEventSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerUnmarked:
-    """Signal `worker_unmarked`: this worker's mark expired while those of others stayed.
-
-    It counts only under the same generation of Valkey: a flushed server is no proof of death.
-    """
+    """Signal `worker_unmarked`: this mark expired; it counts only under the same generation of Valkey."""
 
     worker_id: str
     epoch: int
@@ -209,10 +206,7 @@ class UserWorkerView:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimRequest:
-    """Activity `claim_worker`: assignment row, pool claim, owner key, sealed credentials, first reply.
-
-    Safe to run twice: everything in it is idempotent by `claim_id`.
-    """
+    """Activity `claim_worker`; everything in it is idempotent by `claim_id`."""
 
     user_id: str
     pool: str
@@ -250,10 +244,7 @@ class ClaimResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchForClaim:
-    """Activity `launch_for_claim`: cold path, a worker reserved for this claim.
-
-    Returns `Launched` when it is ready.
-    """
+    """Activity `launch_for_claim`: launches a worker that is reserved for this claim."""
 
     user_id: str
     pool: str

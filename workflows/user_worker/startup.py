@@ -29,10 +29,7 @@ class _StartHeldBack(Exception):
 
 
 async def start_worker(life: WorkerLifecycle) -> None:
-    """Returns when the user is Active.
-
-    Raises `StartFailed`, after which a worker may be left to be stopped, and `CrashedTooOften`, when none is.
-    """
+    """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped."""
     why, tries = "", 0
     failed: tuple[str, ...] = ()
     while tries < CLAIM_TRIES:

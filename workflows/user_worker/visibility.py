@@ -65,10 +65,7 @@ def _clock(at: float | None) -> str:
 
 def details(state: UserWorkerState) -> str:
     """The current details, in Markdown."""
-    lines = [
-        f"### {state.state} since {_clock(state.since)}",
-        f"**Next:** {state.next_step}{_when(state)}",
-    ]
+    lines = [f"### {state.state} since {_clock(state.since)}", f"**Next:** {state.next_step}{_when(state)}"]
     if state.reason:
         lines.append(f"**Reason:** {state.reason}")
     if state.worker:

@@ -79,10 +79,7 @@ class UserWorkerWorkflow:
 
     @workflow.update(name="ensure_active")
     async def ensure_active(self, request: m.EnsureActive) -> m.ActiveWorker:
-        """Returns when the worker is Active. Concurrent callers share one start.
-
-        Fails with an `ApplicationError` whose type is the reason's code.
-        """
+        """Returns when the worker is Active; callers share one start. Fails with the reason's code."""
         life = self._life
         if life.state.serving and not life.ending:
             if not request.mark_missing:
