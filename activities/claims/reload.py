@@ -80,10 +80,10 @@ class ReloadActivity:
         while time.monotonic() - began < request.timeout:
             activity.heartbeat()
             reply = await replies.wait(worker.worker_id, 0, WAIT_SLICE)
-            if reply is not None and reply.failure is None:
-                return m.ReloadResult(ok=True)
-            if reply is not None and reply.failure is not None:
+            if reply is not None:
                 failure = reply.failure
+                if failure is None:
+                    return m.ReloadResult(ok=True)
                 return m.ReloadResult(ok=False, failure_code=failure.code, failure_detail=failure.detail)
         return _failed("the worker did not answer in time")
 

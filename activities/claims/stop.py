@@ -71,7 +71,10 @@ class StopActivity:
                 reason=request.reason,
                 was_marked=marked,
             )
-        late = await self._end(asked.claim_id, request.reason, crashed=request.crashed)
+        async with self._database.session() as session:
+            late = await worker_sessions.end_session(
+                session, claim_id=asked.claim_id, reason=request.reason[:200], crashed=request.crashed
+            )
         if late not in ("", known):
             raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
         return m.Stopped(waiting=await self._waiting(request.user_id))
@@ -149,10 +152,3 @@ class StopActivity:
             [keys.mark(user), keys.metadata(user)],
             [worker.epoch, worker_id],
         )
-
-    async def _end(self, claim_id: str, reason: str, *, crashed: bool) -> str:
-        """Returns the assignment's worker, as `worker_sessions.end` does."""
-        async with self._database.session() as session:
-            return await worker_sessions.end_session(
-                session, claim_id=claim_id, reason=reason[:200], crashed=crashed
-            )

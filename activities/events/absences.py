@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from activities.maintenance.anomalies import is_many
 from infra.database.workers.sessions import WorkerInService
 
-#: Up to FEW may be missing at once whatever their share; from the share MANY on, nobody is signalled.
-FEW = 3
-MANY = 0.2
 #: Seconds between two reads after which what happened in between is unknown.
 GAP = 10.0
 #: Seconds after which a worker that is still unmarked is signalled again.
@@ -63,7 +61,7 @@ class Absences:
         self._signalled_at = {one: at for one, at in self._signalled_at.items() if one in self._since}
         self._without_workflow &= self._since.keys()
         counted = len(missing) - len(self._without_workflow)
-        self.many = counted > FEW and counted >= MANY * len(marks)
+        self.many = is_many(counted, len(marks))
         if self.many:
             self._settled_at = now + self._settle
         if self.many or now < self._settled_at:

@@ -17,7 +17,7 @@ from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.worker_task import LauncherUnreachable, TaskExit
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
@@ -52,7 +52,9 @@ class ExitWatcher:
         try:
             while True:
                 try:
-                    async for ended in self._launcher.exits(await self._position()):
+                    # '' is all that the launcher still knows.
+                    position = await reply_of(self._client.get(keys.EXITS_TOLD))
+                    async for ended in self._launcher.exits(text_of(position)):
                         await self._report_until_done(ended)
                 except (LauncherUnreachable, RedisError) as error:
                     log.warning("exits_not_read", error=type(error).__name__, reason=str(error)[:200])
@@ -85,11 +87,6 @@ class ExitWatcher:
                     continue
                 self._lost.setdefault(pool, worker_id)
                 await asyncio.sleep(RETRY)
-
-    async def _position(self) -> str:
-        """The position after the last reported end; '' for all that the launcher still knows."""
-        position = await reply_of(self._client.get(keys.EXITS_TOLD))
-        return position.decode() if position else ""
 
     async def _report_until_done(self, ended: TaskExit) -> None:
         """Reports one end, again and again until it succeeds."""
@@ -130,11 +127,7 @@ class ExitWatcher:
             )
             workflow_id = names.user_worker_id(row.user_id)
             if not await signal_workflow(self._temporal, workflow_id, "worker_lost", lost):
-                await self._close(row.claim_id, ended.reason)
-
-    async def _close(self, claim_id: str, reason: str) -> None:
-        """Ends the assignment of a worker without workflow; it would else stay open for ever."""
-        async with self._database.session() as session:
-            await worker_sessions.end_session(
-                session, claim_id=claim_id, reason=f"{reason}, no workflow"[:200]
-            )
+                # The assignment of a worker without workflow would else stay open for ever.
+                reason = f"{ended.reason}, no workflow"[:200]
+                async with self._database.session() as session:
+                    await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)

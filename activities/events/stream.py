@@ -13,7 +13,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from redis.asyncio import Redis
@@ -127,7 +127,7 @@ class EventStream:
                 self._group, self._consumer, {keys.EVENTS: cursor}, count=BATCH, block=BLOCK_MS
             )
         )
-        entries = _entries_of(found)
+        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
         await self._handle(entries)
         return len(entries)
 
@@ -182,15 +182,6 @@ class EventStream:
     async def _wait(self, event: str, error: Exception) -> None:
         log.warning(event, group=self._group, error=type(error).__name__, reason=str(error)[:200])
         await asyncio.sleep(RETRY)
-
-
-def _entries_of(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """RESP3 gives a map of streams, RESP2 a list of pairs."""
-    if not found:
-        return []
-    if isinstance(found, dict):
-        return [entry for lists in found.values() for entries in lists for entry in entries]
-    return [entry for _, entries in found for entry in entries]
 
 
 def _position(entry_id: str) -> tuple[int, int]:

@@ -30,7 +30,6 @@ from temporalio.service import RPCError
 
 from infra import tasks
 from infra.database.engine import Database
-from infra.database.models import Order
 from infra.database.orders import recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.acceptance import place_request
@@ -199,10 +198,11 @@ class OrderSweeper:
     async def _follow(self, due: DueOrder) -> None:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
+        midnight = datetime.combine(order.trading_day, time(), TAIPEI)
         follow = om.FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,
-            day_end=self._day_end(order).timestamp(),
+            day_end=(midnight + timedelta(seconds=self._settings.trading_day_end)).timestamp(),
             settings=om.FollowSettings(
                 first_pause=self._settings.verify_pause,
                 longest_pause=self._settings.verify_longest_pause,
@@ -223,10 +223,6 @@ class OrderSweeper:
             rpc_timeout=CALL,
         )
         await self._postpone(due, FOLLOWED)
-
-    def _day_end(self, order: Order) -> datetime:
-        midnight = datetime.combine(order.trading_day, time(), TAIPEI)
-        return midnight + timedelta(seconds=self._settings.trading_day_end)
 
     async def _postpone(self, due: DueOrder, seconds: float) -> None:
         async with self._database.session(autocommit=True) as session:

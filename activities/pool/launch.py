@@ -26,7 +26,7 @@ from infra.launchers.port import Launcher, LaunchSpec
 from infra.settings import Settings
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import OrchestratorKeys
-from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
+from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
@@ -213,7 +213,7 @@ class LaunchActivities:
                 seconds = round(time.monotonic() - began, 3)
                 log.info("worker_launched", worker_id=task.worker_id, task_id=task.task_id, seconds=seconds)
                 return launched
-            runs = await self._runs(task)
+            runs = any(other.task_id == task.task_id for other in await self._launcher.list())
             listed = listed or runs
             # A list that is behind does not show a new worker yet.
             if not runs and (listed or waited > self._launcher.list_lag):
@@ -223,9 +223,6 @@ class LaunchActivities:
             return launched
         await self._launcher.stop(task.task_id, "not ready in time")
         raise _never_ready(f"worker {task.worker_id} was not ready within {timeout:.0f} s")
-
-    async def _runs(self, task: Task) -> bool:
-        return any(other.task_id == task.task_id for other in await self._launcher.list())
 
     async def _assigned(self, worker_id: str) -> bool:
         async with self._database.session() as session:

@@ -148,12 +148,15 @@ class UserWorkerWorkflow:
     @workflow.signal(name="worker_unmarked")
     def worker_unmarked(self, *payload: Any) -> None:
         """Carries a `WorkerUnmarked`: the watcher saw a worker's mark expire."""
-        unmarked, life = read_payload("worker_unmarked", payload, m.WorkerUnmarked), self._life
-        worker = life.state.worker
-        if unmarked is None or worker is None or not life.state.serving:
-            return
-        if (worker.worker_id, worker.epoch) == (unmarked.worker_id, unmarked.epoch):
-            life.unmarked = unmarked.generation
+        unmarked = read_payload("worker_unmarked", payload, m.WorkerUnmarked)
+        if unmarked is not None and self._serves(unmarked.worker_id, unmarked.epoch):
+            self._life.unmarked = unmarked.generation
+
+    def _serves(self, worker_id: str, epoch: int) -> bool:
+        """Whether this worker is the user's present one, and in service."""
+        state = self._life.state
+        worker = state.worker if state.serving else None
+        return worker is not None and (worker.worker_id, worker.epoch) == (worker_id, epoch)
 
     @workflow.signal(name="move_when_quiet")
     def move_when_quiet(self, *payload: Any) -> None:
@@ -166,10 +169,8 @@ class UserWorkerWorkflow:
     @workflow.signal(name="examine")
     def examine(self, *payload: Any) -> None:
         """Carries an `Examine`: maintenance found an anomaly of a worker."""
-        asked, worker = read_payload("examine", payload, m.Examine), self._life.state.worker
-        if asked is None or worker is None or not self._life.state.serving:
-            return
-        if (worker.worker_id, worker.epoch) == (asked.worker_id, asked.epoch):
+        asked = read_payload("examine", payload, m.Examine)
+        if asked is not None and self._serves(asked.worker_id, asked.epoch):
             self._life.suspect = True
 
     @workflow.signal(name="worker_event")

@@ -20,13 +20,11 @@ from temporalio.exceptions import ApplicationError, FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import continue_as_new, copied_fields
-    from workflows.rollout.messages import Release
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import (
         BACKOFF_MAX,
         REPORT_AFTER,
-        PoolSizing,
         PoolState,
         SizingInput,
         pool_details,
@@ -186,7 +184,9 @@ class WorkerPoolWorkflow:
             self._state = replace(self._state, last_failure=f"count: {cause(error)}")
             return
         self._uncounted = 0
-        self._state = self._state.counted(count, self._sized(count))
+        claims = self._state.claims if count.claims is None else count.claims
+        now = SizingInput(in_use=count.in_use, claims=claims, window=count.window)
+        self._state = self._state.counted(count, size_pool(self._policy, now))
         if self._state.paused:
             return
         gap = self._state.gap(len(under_way))
@@ -198,10 +198,6 @@ class WorkerPoolWorkflow:
         wanted = gap + len(self._state.unsettled)
         for _ in range(min(wanted, self._state.launches_allowed(len(self._in_flight), workflow.time()))):
             self._launch()
-
-    def _sized(self, count: pm.PoolCount) -> PoolSizing:
-        claims = self._state.claims if count.claims is None else count.claims
-        return size_pool(self._policy, SizingInput(in_use=count.in_use, claims=claims, window=count.window))
 
     def _token(self) -> str:
         """The same in a replay, and never used again: the first run's id stays over continue-as-new."""
@@ -226,18 +222,15 @@ class WorkerPoolWorkflow:
         seen = self._state.failing
         try:
             await calls.launch_pool_worker(request)
-            self._recovered(request.release)
+            if self._state.failures_reported:
+                workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
+            self._state = self._state.launched(request.release)
         except FailureError as error:
             self._failed(token, error, seen)
         finally:
             del self._in_flight[token]
             # Claims during the launch may have left a gap.
             self._changed = True
-
-    def _recovered(self, release: Release) -> None:
-        if self._state.failures_reported:
-            workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
-        self._state = self._state.launched(release)
 
     def _failed(self, token: str, error: FailureError, seen: int) -> None:
         """Logs an episode of failures once, and once more when refilling stops."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.events.absences import FEW, GAP, MANY, SIGNAL_AGAIN, Absences
+from activities.events.absences import GAP, SIGNAL_AGAIN, Absences
+from activities.maintenance.anomalies import FEW, MANY
 from infra.database.workers.sessions import WorkerInService
 
 CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
