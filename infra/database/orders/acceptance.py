@@ -52,6 +52,8 @@ class AcceptedOrder:
     same_request: bool
 
 
+#: By name: a newer schema may have more columns than this release knows.
+_COLUMNS = ", ".join(f"placed.{column.name}" for column in Order.__table__.columns)
 #: Six digits to the base 36. (`string_agg` over `generate_series` took 36 us.)
 _TAG = " || ".join(
     f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as int) + 1, 1)"
@@ -104,7 +106,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
                             'symbol', symbol, 'side', side, 'quantity', quantity)
   from placed
 )
-select placed.* from placed
+select {_COLUMNS} from placed
 """)  # noqa: S608 - a constant of ours
 # asyncpg wants a type for each parameter; they are those of the columns.
 _ACCEPT_TYPED = _ACCEPT.bindparams(
