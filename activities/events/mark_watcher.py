@@ -55,14 +55,34 @@ class MarkWatcher:
         self._many = False
         #: The last server of which it was written down since when it is known.
         self._noted = ""
+        #: The last server to which this process wrote the switches while it was on standby.
+        self._restored_on = ""
 
     async def run(self) -> None:
         while True:
             try:
-                await lead(self._settings.database_url, LOCK, self.watch)
+                await lead(
+                    self._settings.database_url, LOCK, self.watch, on_standby=self.restore_on_new_server
+                )
             except DatabaseUnavailable as error:
                 log.warning("watcher_waits", reason=error.detail)
             await asyncio.sleep(RETRY)
+
+    async def restore_on_new_server(self, connection: AsyncConnection) -> None:
+        """Writes the switches to a Valkey server that is new, though another process leads.
+
+        The leader may be frozen, or unable to reach Valkey while it keeps its lock. Until the switches stand
+        on a new server, workers leave all requests in their queues.
+        """
+        try:
+            server = await valkey.read_server_id(self._client)
+            if server != self._restored_on:
+                await valkey.note_server(self._client, server)
+                workers = await worker_sessions.workers_in_service(connection)
+                await self._restore_switches(workers, server, connection)
+                self._restored_on = server
+        except (RedisError, OSError) as error:
+            log.info("standby_cannot_read", error=type(error).__name__, reason=str(error)[:200])
 
     async def watch(self, connection: AsyncConnection) -> None:
         """Checks the marks every `watch_period`; reads PostgreSQL by `connection`."""

@@ -60,12 +60,22 @@ def seconds_from_now(seconds: Any) -> Any:
     return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
 
 
-async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[None]]) -> None:
+#: What a leader does, and what a process on standby does; both with the connection of the lock.
+ConnectionWork = Callable[[AsyncConnection], Awaitable[None]]
+
+
+async def _do_nothing(_: AsyncConnection) -> None:
+    return
+
+
+async def lead(
+    url: str, lock: int, work: ConnectionWork, *, on_standby: ConnectionWork = _do_nothing
+) -> None:
     """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
 
-    `work` gets the connection that holds the lock, in autocommit; it must be direct, or of a pooler in
-    session mode. When it breaks, `work` is cancelled and `DatabaseUnavailable` is raised, as it is when no
-    connection can be opened: call it again.
+    `on_standby` runs before each new attempt. Both get the connection that holds the lock, in autocommit; it
+    must be direct, or of a pooler in session mode. When it breaks, `work` is cancelled and
+    `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it again.
     """
     engine = create_engine(url, pool_size=1)
     try:
@@ -78,7 +88,8 @@ async def lead(url: str, lock: int, work: Callable[[AsyncConnection], Awaitable[
                 await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
                 # A process stopped between the messages of a statement is not idle to PostgreSQL.
                 await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
-                while not await connection.scalar(_TRY, {"lock": lock}):  # noqa: ASYNC110 — another process frees it
+                while not await connection.scalar(_TRY, {"lock": lock}):
+                    await on_standby(connection)
                     await asyncio.sleep(STANDBY)
                 log.info("leads", lock=f"{lock:x}")
                 await _work_until_lost(lost, work(connection))

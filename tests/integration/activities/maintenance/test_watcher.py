@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
 from activities.events.absences import Absences
-from activities.events.mark_watcher import MarkWatcher
+from activities.events.mark_watcher import LOCK, MarkWatcher
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -334,6 +334,27 @@ async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard
         await until_field(yard, one.user, b"halted")
         await until_field(yard, other.user, server, SERVER)
     assert await reply_of(yard.client.hget(keys.switch(one.user), SERVER)) == server
+
+
+async def test_a_process_on_standby_writes_the_switches_to_a_new_server_whoever_leads(
+    yard: Yard, temporal: Client
+) -> None:
+    """The leader may be frozen, or unable to reach Valkey."""
+    one = await serving(yard)
+    server = (await valkey.read_server_id(yard.client)).encode()
+    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
+    leads = asyncio.Event()
+
+    async def lead_and_rest(_: AsyncConnection) -> None:
+        leads.set()
+        await asyncio.Event().wait()
+
+    leader = asyncio.create_task(lead(yard.settings.database_url, LOCK, lead_and_rest))
+    await leads.wait()
+    async with watching(yard, temporal):
+        await until_field(yard, one.user, server, SERVER)
+        assert not leader.done()
+    await tasks.cancel_tasks(leader)
 
 
 async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_ever(
