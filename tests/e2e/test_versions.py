@@ -14,6 +14,7 @@ import pytest
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.workflowservice.v1 import DescribeWorkflowExecutionRequest
 from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
 
 from activities.orchestrator.deployment import Deployment
 from infra.local.components import OrchestratorComponent
@@ -55,10 +56,20 @@ class VersionedFleet:
                 one.stop()
 
     def ask(self, question: Callable[[Client], Awaitable[T]]) -> T:
+        """Asks Temporal; again while it says that a deployment got too many requests in this moment."""
+
         async def asked() -> T:
             return await question(await Client.connect(self.stack.settings.temporal_address))
 
-        return asyncio.run(asked())
+        def answer() -> list[T] | None:
+            try:
+                return [asyncio.run(asked())]
+            except RPCError as error:
+                if error.status is not RPCStatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                return None
+
+        return until(answer, "answer about the deployment")[0]
 
     def current(self) -> str:
         async def look(client: Client) -> str:
