@@ -11,7 +11,7 @@ from pathlib import Path
 
 #: Lines of the product: what the architecture allows, and what may not be exceeded today.
 GOAL = 48_000
-LIMIT = 50_000
+LIMIT = 49_700
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("worker_runtime", "workflows", "activities", "api", "infra")
