@@ -1,4 +1,4 @@
-"""Memory limits of real workers (requirement R1): the one past its limit dies, and nobody else."""
+"""Memory limits of real workers: the one past its limit dies, and nobody else."""
 
 from __future__ import annotations
 
