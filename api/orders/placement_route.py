@@ -1,8 +1,9 @@
 """The route of `POST /v1/users/{user_id}/orders`: reads a plain request itself, leaves any other to FastAPI.
 
-FastAPI's dependency solving and body validation cost 0.3 ms of the 2.9 ms that an order takes (median, one
-user, `berth bench order`). A request is plain if it has no query and a JSON body that is an order. Everything
-else goes to FastAPI's own handler, which alone says what is wrong with a request.
+It saves FastAPI's dependency solving and body validation. An earlier form, which passed the routing by, too,
+saved 0.4 ms of CPU an order; what this form saves was not measured apart. A request is plain if it has no
+query and a JSON body that is an order. Everything else goes to FastAPI's own handler, which alone says what
+is wrong with a request.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PlacementRoute(APIRoute):
 
 
 async def _plain_order(request: Request) -> OrderRequest | None:
-    """The order of a plain request, else None. Starlette keeps the body for whoever reads it next."""
+    """Returns the order of a plain request, else None. Starlette keeps the body for the next reader."""
     if request.scope["query_string"] or request.headers.get("content-type") != "application/json":
         return None
     if not _USER_ID.fullmatch(request.path_params["user_id"]):

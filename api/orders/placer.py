@@ -32,7 +32,7 @@ from infra.valkey.request_queue import QueuedRequest, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, DuplicateOrder
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 
-#: A withdrawal is tried so often, so many seconds apart, while Valkey does not answer.
+#: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
 WITHDRAW_TRIES = 3
 WITHDRAW_PAUSE = 0.5
 #: Seconds past the deadline after which an unanswered order is taken back: a worker that popped it right

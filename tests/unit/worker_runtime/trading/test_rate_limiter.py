@@ -83,7 +83,7 @@ class GrantingValkey(Valkey):
 
 
 def spend_orders(client: GrantingValkey, count: int, egress: str = "") -> SharedRateLimiter:
-    """A rate limiter that has granted so many orders."""
+    """A rate limiter that has granted this many orders."""
     config = WorkerConfig(
         worker_id="w",
         pool="p",
