@@ -14,6 +14,7 @@ from infra.settings import Settings
 from infra.temporal import schedules
 from tests.workflow.bulk_fakes import FakeMaintenance
 from tests.workflow.fakes import until
+from tests.workflow.user_worker.test_cost_at_rest import actions
 from workflows import names
 from workflows.maintenance import messages as mm
 from workflows.maintenance.workflow import MaintenanceWorkflow
@@ -56,6 +57,15 @@ async def test_a_pass_that_may_not_act_has_no_children(
     result = await one_pass(skipping.client, fake)
     assert (result.outcomes, fake.batches) == ({}, [])
     assert len(fake.finished) == (1 if scanned.number else 0)
+
+
+async def test_a_pass_that_finds_nothing_costs_two_actions_beside_its_start(
+    skipping: WorkflowEnvironment,
+) -> None:
+    fake = FakeMaintenance(mm.Scanned(number=7, workers=1000))
+    await one_pass(skipping.client, fake)
+    history = await skipping.client.get_workflow_handle("maintenance-test").fetch_history()
+    assert len(actions(history)) == 2
 
 
 async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -> None:

@@ -2,9 +2,9 @@
 
 All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that thousands
 fit on one host. After all users have become Active comes the rest: actions are counted from the
-histories, CPU is measured from outside. The idle timeout is so long that it does not fire. Then, on the same
-servers with our orchestrator and API stopped, as many naive workflows that poll every minute, for the same
-time.
+histories, CPU is measured from outside. The idle timeout is so long that it does not fire, and no morning
+connects users. Then, on the same servers with our orchestrator and API stopped, as many naive workflows that
+poll every minute, for the same time.
 
 At rest nothing fires, so a second figure says what users cost who are active all the time: each idle timeout
 ends in a look that finds them used. A short timeout is run for many periods, and what one period costs is
@@ -86,7 +86,8 @@ def run(
 def _measure_rest(
     workers: int, seconds: float, settle: float, base_seconds: float, say: Say
 ) -> dict[str, Any]:
-    with running(_POOL, partial(SimulatedStack, habits=SimulatedBehaviour()), idle_timeout=_LONG) as target:
+    stacked = partial(SimulatedStack, habits=SimulatedBehaviour())
+    with running(_POOL, stacked, idle_timeout=_LONG, morning_at="") as target:
         stack = target.stack
         pids = {"server": stack.temporal.pid, "orchestrator": stack.orchestrator.pid}
         base = CpuShare(pids)
