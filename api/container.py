@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
+from temporalio.client import Client
 
 from api.fleet.maintenance import MaintenanceTrigger
 from api.fleet.readiness import ReadinessProbe
@@ -36,7 +35,7 @@ from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import tasks
-from infra.database import users
+from infra.database import audit, users
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.migrate import migrate
 from infra.database.orders import feed as order_changes
@@ -46,7 +45,7 @@ from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
-from infra.vault.key_pairs import KeyWrapper, load_public
+from infra.vault.key_pairs import load_public
 
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is gone is
 #: found out at once; only one that stands still is waited for, and a busy host does so for 2 to 3 s.
@@ -57,37 +56,6 @@ VALKEY_CONNECTIONS = 256
 MIGRATE_PERIOD = 0.5
 #: Seconds that the start waits for the first attempt; other processes may migrate at the same time.
 MIGRATE_PATIENCE = 10.0
-
-
-@dataclass(frozen=True)
-class Services:
-    """What routes use."""
-
-    settings: Settings
-    database: Database
-    valkey: Redis
-    authenticator: Authenticator
-    answers: AnswerListener
-    placer: OrderPlacer
-    worker_requests: WorkerRequests
-    changes: OrderChangeService
-    portfolio: Portfolio
-    closer: PositionCloser
-    intents: IntentRunner
-    reader: OrderReader
-    starter: WorkerStarter
-    control: WorkerControl
-    fleet: FleetList
-    pools: PoolControl
-    jobs: JobService
-    rollouts: RolloutControl
-    maintenance: MaintenanceTrigger
-    notifications: NotificationListener
-    streams: EventStreams
-    readiness: ReadinessProbe
-    wrapper: KeyWrapper
-    switches: SwitchControl
-    webhooks: AlertProcessor
 
 
 class SchemaMigration:
@@ -114,115 +82,116 @@ class SchemaMigration:
                 await asyncio.sleep(MIGRATE_PERIOD)
 
 
-def build_authenticator(database: Database, schema: SchemaMigration, ttl: float) -> Authenticator:
-    async def lookup(token: str) -> Principal | None:
-        if not schema.ready:  # every request passes here: none meets a table that is not there yet
+class Services:
+    """What routes use. Making them connects to no server."""
+
+    def __init__(self, settings: Settings, temporal: Client) -> None:
+        deadline = settings.order_deadline
+        self.settings = settings
+        self.wrapper = load_public(settings.master_public_file)
+        self.database = Database(
+            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
+        )
+        self.valkey = valkey.connect_valkey(
+            settings.valkey_url, socket_timeout=VALKEY_TIMEOUT, max_connections=VALKEY_CONNECTIONS
+        )
+        self.schema = SchemaMigration(settings.database_url)
+        self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)
+        self.notifications = NotificationListener(
+            settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
+        )
+        self.streams = EventStreams(self.notifications)
+        self.starter = WorkerStarter(temporal, settings)
+        self.control = WorkerControl(temporal)
+        self.readiness = ReadinessProbe(self.database, self.valkey, self.control, lambda: self.schema.ready)
+        self.fleet = FleetList(temporal)
+        self.pools = PoolControl(temporal)
+        self.rollouts = RolloutControl(temporal)
+        self.maintenance = MaintenanceTrigger(temporal)
+        self.switches = SwitchControl(self.database, self.valkey)
+        self.jobs = JobService(
+            self.database, self.valkey, JobClient(self.valkey), self.starter, settings.jobs_waiting
+        )
+
+        self.answers = AnswerListener(self.valkey)
+        self.outcome_writer = OutcomeWriter(self.database)
+        queue = RequestQueue(self.valkey, lambda: self.answers.link)
+        waiter = AnswerWaiter(queue, self.answers, self.starter)
+        self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer)
+        self.worker_requests = WorkerRequests(queue, self.answers, waiter)
+        self.reader = OrderReader(self.database, self.answers, deadline)
+        self.placer = OrderPlacer(
+            self.database,
+            self.answers,
+            self.pending_orders,
+            self.reader,
+            checks.create_checks(settings, self.database),
+            deadline=deadline,
+            unknown_blocks=settings.unknown_blocks,
+        )
+        self.changes = OrderChangeService(
+            self.database,
+            self.answers,
+            queue,
+            self.worker_requests,
+            self.reader,
+            self.outcome_writer,
+            deadline=deadline,
+        )
+        self.portfolio = Portfolio(self.database, self.answers, self.worker_requests)
+        self.closer = PositionCloser(
+            self.database, self.placer, self.portfolio, connections=settings.database_pool
+        )
+        self.intents = IntentRunner(
+            self.database, self.closer, self.reader, self.notifications, deadline=deadline
+        )
+        self.webhooks = AlertProcessor(
+            self.database,
+            self.valkey,
+            self.placer,
+            self.closer,
+            self.intents,
+            self.reader,
+            settings,
+            ready=lambda: self.schema.ready,
+        )
+
+    async def _find_caller(self, token: str) -> Principal | None:
+        if not self.schema.ready:  # every request passes here: none meets a table that is not there yet
             raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
-        async with database.session() as session:
+        async with self.database.session() as session:
             key = await users.find_api_key(session, token)
         return Principal(str(key.id), Role(key.role), key.user_id) if key else None
 
-    return Authenticator(lookup, ttl)
+    async def audit_request(self, caller: Principal, action: str, subject: str, **data: Any) -> None:
+        """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""
+        async with self.database.session() as session:
+            audit.append_entry(session, actor=caller.actor, action=action, subject=subject, **data)
 
 
 @asynccontextmanager
 async def running_services(settings: Settings) -> AsyncIterator[Services]:
     """All services, with the process ready to serve. No server needs to be up for it."""
-    wrapper = load_public(settings.master_public_file)
+    services = Services(settings, await connect_temporal(settings))
     async with AsyncExitStack() as stack:
-        database = Database(
-            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
-        )
-        stack.push_async_callback(database.close)
-        client = valkey.connect_valkey(
-            settings.valkey_url, socket_timeout=VALKEY_TIMEOUT, max_connections=VALKEY_CONNECTIONS
-        )
-        stack.push_async_callback(client.aclose)
-        temporal = await connect_temporal(settings)
-
-        schema = SchemaMigration(settings.database_url)
-        migrating = asyncio.create_task(schema.run(), name="migrate")
-        stack.push_async_callback(tasks.cancel_tasks, migrating)
-        outcome_writer = OutcomeWriter(database)
-        outcome_writer.start()
-        stack.push_async_callback(outcome_writer.close)
-        answers = AnswerListener(client)
-        stack.push_async_callback(answers.close)
-        starter = WorkerStarter(temporal, settings)
-        stack.push_async_callback(starter.close)
-        queue = RequestQueue(client, lambda: answers.link)
-        waiter = AnswerWaiter(queue, answers, starter)
-        pending_orders = PendingOrders(queue, answers, waiter, outcome_writer)
-        stack.push_async_callback(pending_orders.close)
-        worker_requests = WorkerRequests(queue, answers, waiter)
-        stack.push_async_callback(worker_requests.close)
-
-        notifications = NotificationListener(
-            settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
-        )
-        notifications.start()
-        stack.push_async_callback(notifications.close)
-
-        await answers.start()
+        stack.push_async_callback(services.database.close)
+        stack.push_async_callback(services.valkey.aclose)
+        await stack.enter_async_context(tasks.running(services.schema.run()))
+        services.outcome_writer.start()
+        stack.push_async_callback(services.outcome_writer.close)
+        stack.push_async_callback(services.answers.close)
+        stack.push_async_callback(services.starter.close)
+        stack.push_async_callback(services.pending_orders.close)
+        stack.push_async_callback(services.worker_requests.close)
+        await stack.enter_async_context(tasks.running(services.notifications.run()))
+        await services.answers.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(MIGRATE_PATIENCE):
-                await schema.tried.wait()
-        control = WorkerControl(temporal)
-        reader = OrderReader(database, answers, settings.order_deadline)
-        placer = OrderPlacer(
-            database,
-            answers,
-            pending_orders,
-            reader,
-            checks.create_checks(settings, database),
-            deadline=settings.order_deadline,
-            unknown_blocks=settings.unknown_blocks,
-        )
-        portfolio = Portfolio(database, answers, worker_requests)
-        closer = PositionCloser(database, placer, portfolio, connections=settings.database_pool)
-        intents = IntentRunner(database, closer, reader, notifications, deadline=settings.order_deadline)
-        webhooks = AlertProcessor(
-            database, client, placer, closer, intents, reader, settings, ready=lambda: schema.ready
-        )
-        stack.push_async_callback(webhooks.close)
-        keeper = AlertKeeper(database, webhooks)
-        keeper.start()
-        stack.push_async_callback(keeper.close)
-        yield Services(
-            settings=settings,
-            database=database,
-            valkey=client,
-            authenticator=build_authenticator(database, schema, settings.api_key_cache),
-            answers=answers,
-            placer=placer,
-            worker_requests=worker_requests,
-            portfolio=portfolio,
-            closer=closer,
-            intents=intents,
-            changes=OrderChangeService(
-                database,
-                answers,
-                queue,
-                worker_requests,
-                reader,
-                outcome_writer,
-                deadline=settings.order_deadline,
-            ),
-            reader=reader,
-            starter=starter,
-            control=control,
-            fleet=FleetList(temporal),
-            pools=PoolControl(temporal),
-            jobs=JobService(database, client, JobClient(client), starter, settings.jobs_waiting),
-            rollouts=RolloutControl(temporal),
-            maintenance=MaintenanceTrigger(temporal),
-            notifications=notifications,
-            streams=EventStreams(notifications),
-            readiness=ReadinessProbe(database, client, control, lambda: schema.ready),
-            wrapper=wrapper,
-            switches=SwitchControl(database, client),
-            webhooks=webhooks,
-        )
+                await services.schema.tried.wait()
+        stack.push_async_callback(services.webhooks.close)
+        keeper = AlertKeeper(services.database, services.webhooks)
+        await stack.enter_async_context(tasks.running(keeper.run()))
+        yield services
 
 
 async def current_services(request: Request) -> Services:

@@ -1,8 +1,10 @@
-"""Cancellation of background tasks that is certain to end them."""
+"""Background tasks, and a cancellation that is certain to end them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 #: Seconds between two attempts to cancel the same task.
@@ -24,3 +26,13 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     for task in given:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not report it
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Runs `work` in a task until the block is left."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await cancel_tasks(task)

@@ -27,8 +27,6 @@ from api.http.errors import (
 from api.http.fields import ID_PATTERN
 from api.workers.schemas import ReasonBody
 from infra import metrics
-from infra import metrics as prometheus
-from infra.database import audit
 from infra.database.engine import DatabaseUnavailable
 from infra.database.workers import passes
 from infra.jobs import metrics as job_metrics
@@ -82,14 +80,8 @@ async def run_maintenance(
 ) -> MaintenanceRunView:
     """One pass, or the one under way, guards and all: what an earlier look has seen, too, is cleaned up."""
     require_staff(caller)
-    async with services.database.session() as session:
-        audit.append_entry(
-            session,
-            actor=caller.actor,
-            action="maintenance.run_requested",
-            subject="fleet",
-            reason=(body or ReasonBody()).reason,
-        )
+    reason = (body or ReasonBody()).reason
+    await services.audit_request(caller, "maintenance.run_requested", "fleet", reason=reason)
     done = await services.maintenance.run_pass(wait)
     if done is None:
         response.status_code = status.HTTP_202_ACCEPTED
@@ -142,10 +134,7 @@ metrics_router = APIRouter(tags=["fleet"])
     summary="Metrics of the fleet and its jobs",
     response_class=Response,
     responses={
-        200: {
-            "description": "Prometheus' text format.",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        },
+        **problems.content("Prometheus' text format.", "text/plain"),
         **problems.responses(Forbidden, DatabaseUnavailable, ValkeyUnavailable),
     },
 )
@@ -154,11 +143,11 @@ async def get_metrics(caller: Caller, services: InServices) -> Response:
     waits and run times, ends, late renewals. For operators' keys.
     """
     require_staff(caller)
-    page = prometheus.MetricsPage()
+    page = metrics.MetricsPage()
     async with services.database.session(autocommit=True) as session:
         await metrics.write_fleet_metrics(page, services.valkey, session, services.settings.pool)
     await job_metrics.write_job_metrics(page, services.valkey)
-    return Response(page.text(), media_type=prometheus.MEDIA_TYPE)
+    return Response(page.text(), media_type=metrics.MEDIA_TYPE)
 
 
 health_router = APIRouter(tags=["health"])

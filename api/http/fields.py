@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Annotated, Any
 
-from fastapi import Path
+from fastapi import Path, Response
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
@@ -36,6 +36,12 @@ class View(BaseModel):
     """What the API returns."""
 
     model_config = ConfigDict(frozen=True)
+
+
+def view_response(view: View, status: int = 200, location: str | None = None) -> Response:
+    """A view as bytes: FastAPI would validate and convert what has just been built."""
+    headers = {"Location": location} if location else None
+    return Response(view.model_dump_json(), status, headers, "application/json")
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:

@@ -15,7 +15,6 @@ import asyncpg
 from sqlalchemy.engine import make_url
 
 from api.http import log
-from infra import tasks
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
@@ -23,6 +22,14 @@ TIMEOUT = 3.0
 CHECK_PERIOD = 10.0
 #: Seconds between two attempts to reconnect: the first, doubled each time, and the longest.
 RECONNECT, RECONNECT_MOST = 0.1, 5.0
+
+
+async def heard_within(event: asyncio.Event, seconds: float) -> bool:
+    """Waits for an event; false if it was not set within so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
 
 
 class NotificationListener:
@@ -36,15 +43,7 @@ class NotificationListener:
         self._waiting: dict[tuple[str, str], set[asyncio.Event]] = {}
         #: Set while the connection listens.
         self.listening = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._log = log.logger()
-
-    def start(self) -> None:
-        """Starts to connect, and goes on trying for ever."""
-        self._task = asyncio.create_task(self._run(), name="notifications")
-
-    async def close(self) -> None:
-        await tasks.cancel_tasks(self._task)
 
     @contextmanager
     def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:
@@ -59,11 +58,17 @@ class NotificationListener:
             if not waiting:
                 self._waiting.pop((channel, key), None)
 
+    def wake_all(self) -> None:
+        for waiting in self._waiting.values():
+            for event in waiting:
+                event.set()
+
     def _notify(self, connection: Any, pid: int, channel: str, payload: object) -> None:
         for event in self._waiting.get((channel, str(payload)), ()):
             event.set()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Connects, and goes on trying for ever."""
         pause = RECONNECT
         while True:
             try:
@@ -92,15 +97,9 @@ class NotificationListener:
                 await connection.add_listener(channel, self._notify)
             self.listening.set()
             self._log.info("notifications_connected", channels=self._channels)
-            for waiting in self._waiting.values():
-                for event in waiting:
-                    event.set()
-            while not ended.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(CHECK_PERIOD):
-                        await ended.wait()
-                if not ended.is_set():
-                    await connection.execute("select 1")
+            self.wake_all()
+            while not await heard_within(ended, CHECK_PERIOD):
+                await connection.execute("select 1")
             raise ConnectionResetError("PostgreSQL closed the connection")
         finally:
             connection.terminate()  # nothing is under way that a polite end would save

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -95,7 +97,7 @@ _DEPENDENCIES: dict[type[BerthError], str] = {
 class ProblemError(Exception):
     """Carries an error to the handler together with members of its own, such as the order it left behind."""
 
-    def __init__(self, error: BerthError, members: dict[str, Any]) -> None:
+    def __init__(self, error: BerthError, **members: BaseModel | Sequence[BaseModel]) -> None:
         super().__init__(error.detail)
         self.error = error
         self.members = members
@@ -147,7 +149,11 @@ def response_of(error: BerthError, *, instance: str = "", request_id: str = "", 
         headers["Retry-After"] = str(RETRY_AFTER if known is None else max(1, math.ceil(known)))
     if body["status"] == 401:
         headers["WWW-Authenticate"] = "ApiKey"
-    return Response(json.dumps(body, default=str), body["status"], headers, MEDIA_TYPE)
+    return Response(json.dumps(body, default=_plain), body["status"], headers, MEDIA_TYPE)
+
+
+def _plain(value: object) -> object:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
@@ -166,17 +172,12 @@ def _of_validation(failure: RequestValidationError) -> errors.InvalidRequest:
 
 
 def _of_http(failure: HTTPException) -> BerthError:
+    """What Starlette and FastAPI refuse by themselves; all that we refuse is a `BerthError`."""
     match failure.status_code:
-        case 401:
-            return errors.Unauthenticated()
-        case 403:
-            return errors.Forbidden()
         case 404:
             return errors.NotFound()
         case 405:
             return errors.MethodNotAllowed()
-        case 413:
-            return errors.BodyTooLarge()
         case status if status < 500:
             return errors.InvalidRequest("the request cannot be read")
     return BerthError()
@@ -231,6 +232,14 @@ def responses(*kinds: type[BerthError], public: bool = False) -> dict[int | str,
             examples[kind.code] = {"summary": kind.title(), "value": body_of(kind(), instance="/v1/…")}
             entry["description"] = f"{entry['description']} {kind.title()}".strip()
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+def content(description: str, media_type: str, example: str | None = None) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI `responses` of an operation that answers with text of this type."""
+    shown: dict[str, Any] = {"schema": {"type": "string"}}
+    if example is not None:
+        shown["example"] = example
+    return {200: {"description": description, "content": {media_type: shown}}}
 
 
 #: Schema of a problem in OpenAPI. Written out: no route returns it as its model.

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.http import log
 from api.http.errors import TooManyStreams
-from api.http.notifications import NotificationListener
+from api.http.notifications import NotificationListener, heard_within
 from infra.database.engine import DatabaseUnavailable
 
 
@@ -107,7 +107,7 @@ class EventStreams:
         self._heartbeat = heartbeat
         self._life = life
         self._open: Counter[tuple[str, str]] = Counter()
-        self._ending = asyncio.Event()
+        self._ending = False
         self._log = log.logger()
 
     @property
@@ -117,7 +117,8 @@ class EventStreams:
 
     def end(self) -> None:
         """Ends all streams, and those still to come: the server stops."""
-        self._ending.set()
+        self._ending = True
+        self._notifications.wake_all()
 
     async def open_stream(self, feed: EventFeed, holder: str, after: int | None) -> StreamingResponse:
         """The answer that streams `feed` behind the id `after`; None: from now on, the present first.
@@ -153,11 +154,11 @@ class EventStreams:
                 for event in found:
                     yield event.encoded()
                     last = event.id
-                if self._ending.is_set() or time.monotonic() >= until:
+                if self._ending or time.monotonic() >= until:
                     return
-                if not found and not await self._wait_for_news(news):
+                if not found and not await heard_within(news, self._heartbeat):
                     yield format_sse_event(comment="alive")
-                if self._ending.is_set():
+                if self._ending:
                     return
                 news.clear()
                 found = await self._read_events(feed, last)
@@ -168,16 +169,6 @@ class EventStreams:
         except DatabaseUnavailable as error:
             self._log.warning("stream_waits", channel=feed.channel, reason=error.detail)
             return []
-
-    async def _wait_for_news(self, news: asyncio.Event) -> bool:
-        """Until there is news, or the server stops; False after a heartbeat without either."""
-        waits = [asyncio.ensure_future(one.wait()) for one in (news, self._ending)]
-        try:
-            done, _ = await asyncio.wait(waits, timeout=self._heartbeat, return_when=asyncio.FIRST_COMPLETED)
-            return bool(done)
-        finally:
-            for one in waits:
-                one.cancel()
 
 
 class _EventStreamResponse(StreamingResponse):

@@ -9,15 +9,15 @@ from uuid import uuid4
 from fastapi import APIRouter, Path, Query, Response
 from redis.asyncio import Redis
 
-from api.container import InServices, Services
+from api.container import InServices
 from api.http import problems
-from api.http.auth import Caller, Principal, require_staff
+from api.http.auth import Caller, require_staff
 from api.http.errors import Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
 from api.http.fields import ID_PATTERN, UserIdInPath
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, MailJobRequest, UserJobRequest, WebhookJobRequest
+from api.orders import export
 from api.workers.router import require_known_user
-from infra.database import audit
 from infra.jobs import limits as job_limits
 from infra.jobs.client import JobIdReused
 from infra.jobs.limits import JobLimits
@@ -79,10 +79,7 @@ async def get_user_job(
     summary="Fetch an export",
     response_class=Response,
     responses={
-        200: {
-            "description": "CSV (RFC 4180) with a header, the newest first.",
-            "content": {"text/csv": {"schema": {"type": "string"}}},
-        },
+        **problems.content("CSV (RFC 4180) with a header, the newest first.", "text/csv"),
         **problems.responses(NotFound, ValkeyUnavailable),
     },
 )
@@ -92,11 +89,7 @@ async def get_user_file(
     """The file that an `order_export` made."""
     await require_known_user(services, caller, user_id)
     data = await services.jobs.file(job_id, job_keys.user_tag(user_id))
-    headers = {
-        "Content-Disposition": f'attachment; filename="orders-{user_id}.csv"',
-        "Cache-Control": "no-store",
-    }
-    return Response(data, media_type="text/csv; charset=utf-8; header=present", headers=headers)
+    return Response(data, media_type=export.MEDIA_TYPE, headers=export.headers(user_id))
 
 
 @router.post(
@@ -126,7 +119,7 @@ async def put_fleet_job(body: FleetJobRequest, caller: Caller, services: InServi
     about: dict[str, str] = {"type": job.type}
     if isinstance(job, WebhookJobRequest | MailJobRequest):
         about["recipient"] = job.to if isinstance(job, MailJobRequest) else job.recipient
-    await _audit_job(services, caller, "job.requested", job_id=job_id, **about)
+    await services.audit_request(caller, "job.requested", "fleet", job_id=job_id, **about)
     return await services.jobs.enqueue_fleet_job(body, job_id)
 
 
@@ -151,14 +144,8 @@ async def get_fleet_job(
 async def cancel_fleet_job(job_id: JobIdInPath, caller: Caller, services: InServices) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
     require_staff(caller)
-    await _audit_job(services, caller, "job.cancel_requested", job_id=job_id)
+    await services.audit_request(caller, "job.cancel_requested", "fleet", job_id=job_id)
     return await services.jobs.cancel(job_id, job_keys.FLEET_TAG)
-
-
-async def _audit_job(services: Services, caller: Principal, action: str, **about: str) -> None:
-    """Who asked for what, in the audit trail: before it is done, so that nothing is done unseen."""
-    async with services.database.session() as session:
-        audit.append_entry(session, actor=caller.actor, action=action, subject="fleet", **about)
 
 
 limit_router = APIRouter(prefix="/job-limits", tags=["jobs"])
@@ -195,15 +182,8 @@ async def put_job_limits(
     if job_type not in _KNOWN:
         raise NotFound
     limits = JobLimits(**{name: getattr(body, name) for name in JobLimits.__dataclass_fields__})
-    async with services.database.session() as session:  # before it is done, so that nothing is done unseen
-        audit.append_entry(
-            session,
-            actor=caller.actor,
-            action="job_limits.set",
-            subject=f"job-type:{job_type}",
-            reason=body.reason,
-            **asdict(limits),
-        )
+    subject = f"job-type:{job_type}"
+    await services.audit_request(caller, "job_limits.set", subject, reason=body.reason, **asdict(limits))
     await job_limits.put_limits(services.valkey, job_type, limits)
     return await _limits_view(services.valkey, job_type, limits)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from api.container import InServices, Services
 from api.http import errors, problems
 from api.http.auth import Caller, Principal
-from api.orders.changes import ChangeResult
+from api.http.fields import view_response
 from api.orders.router import Wait
 from api.orders.schemas import CancelRequest, OrderView, ReplaceRequest
 from infra.database import models
@@ -51,10 +51,6 @@ async def _own_order(services: Services, caller: Principal, order_id: UUID) -> m
     return row
 
 
-def _change_response(changed: ChangeResult, done: bool) -> Response:
-    return Response(changed.order.model_dump_json(), 200 if done else 202, media_type="application/json")
-
-
 @router.post(
     "/cancel",
     response_model=OrderView,
@@ -77,7 +73,7 @@ async def cancel_order(
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
     changed = await services.changes.cancel(row, body, seconds, caller.actor)
-    return _change_response(changed, changed.order.state is OrderState.CANCELLED)
+    return view_response(changed.order, 200 if changed.order.state is OrderState.CANCELLED else 202)
 
 
 @router.post(
@@ -109,4 +105,4 @@ async def replace_order(
     row = await _own_order(services, caller, order_id)
     seconds = services.settings.order_wait if wait is None else wait
     changed = await services.changes.replace(row, body, seconds, caller.actor)
-    return _change_response(changed, changed.answered)
+    return view_response(changed.order, 200 if changed.answered else 202)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from redis.exceptions import RedisError
@@ -85,17 +86,8 @@ class OrderChangeService:
             if order.state is OrderState.CANCELLED:
                 return ChangeResult(order)
             _refuse_final(order)
-        request = CancelOrder(
-            request_id=order_requests.request_id_of(row.id, "cancel", body.request_id),
-            order_id=order.id,
-            user_id=order.user_id,
-            account_id=order.account_id,
-            symbol=order.symbol,
-            tag=row.tag,
-            broker_order_id=order.broker_order_id,
-            reply_to=self._answers.channel,
-            generation=generation,
-        )
+        request_id = order_requests.request_id_of(row.id, "cancel", body.request_id)
+        request = CancelOrder(**self._request(row, order, request_id), generation=generation)
         changed = await self._send(request, order, self._deadline, wait)
         if changed.order.final and changed.order.state is not OrderState.CANCELLED:
             _refuse_final(changed.order)
@@ -153,24 +145,31 @@ class OrderChangeService:
                 first = await order_requests.note_change(session, row, body.request_id, wanted, actor=actor)
         change = first or wanted
         if not change.asks_the_same(wanted):
-            raise ProblemError(errors.RequestIdReused(), _order_member(order))
+            raise ProblemError(errors.RequestIdReused(), order=order)
         left = (change.deadline_at - now).total_seconds()
         if left <= 0 or change.generation != generation:
             return ChangeResult(order)  # made long ago or never: it is never sent a second time
+        request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
         request = ReplaceOrder(
-            request_id=order_requests.request_id_of(row.id, "replace", body.request_id),
-            order_id=order.id,
-            user_id=order.user_id,
-            account_id=order.account_id,
-            symbol=order.symbol,
-            tag=row.tag,
-            broker_order_id=order.broker_order_id,
+            **self._request(row, order, request_id),
+            generation=change.generation,
             quantity=change.quantity,
             price=change.price,
-            reply_to=self._answers.channel,
-            generation=change.generation,
         )
         return await self._send(request, order, left, wait, change)
+
+    def _request(self, row: Row, order: OrderView, request_id: str) -> dict[str, Any]:
+        """The fields that cancels and changes have in common."""
+        return {
+            "request_id": request_id,
+            "order_id": order.id,
+            "user_id": order.user_id,
+            "account_id": order.account_id,
+            "symbol": order.symbol,
+            "tag": row.tag,
+            "broker_order_id": order.broker_order_id,
+            "reply_to": self._answers.channel,
+        }
 
     async def _send(
         self,
@@ -188,14 +187,14 @@ class OrderChangeService:
             return ChangeResult(order, answered=False)
         error = task.exception()
         if error is not None:
-            raise ProblemError(error, _order_member(order)) if isinstance(error, BerthError) else error
+            raise ProblemError(error, order=order) if isinstance(error, BerthError) else error
         answer = task.result()
         if answer.outcome is not None:
             order = apply_answer(order, answer)
         if isinstance(request, CancelOrder) and order.state is OrderState.CANCELLED:
             return ChangeResult(order)  # by an earlier cancel, if this one failed
         if answer.failure is not None:
-            raise ProblemError(answer.failure.error(), _order_member(order))
+            raise ProblemError(answer.failure.error(), order=order)
         if change is not None:
             order = order.model_copy(
                 update={"quantity": change.quantity or order.quantity, "price": change.price or order.price}
@@ -211,13 +210,9 @@ class OrderChangeService:
                     await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)
 
 
-def _order_member(order: OrderView) -> dict[str, object]:
-    return {"order": order.model_dump(mode="json")}
-
-
 def _refuse_final(order: OrderView) -> None:
     if order.final:
-        raise ProblemError(OrderSettled(f"the order is {order.state.value} already"), _order_member(order))
+        raise ProblemError(OrderSettled(f"the order is {order.state.value} already"), order=order)
 
 
 def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
@@ -225,7 +220,7 @@ def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
     _refuse_final(order)
     if order.state not in _WORKING:
         early = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
-        raise ProblemError(errors.NotAtBroker() if early else errors.OrderUnknown(), _order_member(order))
+        raise ProblemError(errors.NotAtBroker() if early else errors.OrderUnknown(), order=order)
     wrong = None
     if body.price is not None and order.price is None:
         wrong = "a market order has no price"
@@ -236,4 +231,4 @@ def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
     elif (body.quantity or order.quantity, body.price or order.price) == (order.quantity, order.price):
         wrong = "the order is like this already"
     if wrong is not None:
-        raise ProblemError(errors.ReplaceInvalid(wrong), _order_member(order))
+        raise ProblemError(errors.ReplaceInvalid(wrong), order=order)

@@ -22,6 +22,16 @@ COLUMNS = (
 )
 #: How a spreadsheet's formula begins, also in its wide forms (OWASP, "CSV injection").
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
+#: Of a file with a header (RFC 4180).
+MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
+
+
+def headers(user_id: str) -> dict[str, str]:
+    """Of the file of a user's orders."""
+    return {
+        "Content-Disposition": f'attachment; filename="orders-{user_id}.csv"',
+        "Cache-Control": "no-store",
+    }
 
 
 def _cell(value: object) -> str:

@@ -20,7 +20,7 @@ from api.http.errors import (
     TooManyStreams,
     ValkeyUnavailable,
 )
-from api.http.fields import UserIdInPath
+from api.http.fields import UserIdInPath, view_response
 from api.http.problems import ProblemError
 from api.orders import export
 from api.orders.feed import OrderFeed
@@ -106,12 +106,9 @@ async def place_order(
     found = await services.placer.place_order(user_id, body, seconds, caller.actor)
     order = found.order
     if found.failure is not None:
-        raise ProblemError(found.failure, {"order": order.model_dump(mode="json")})
+        raise ProblemError(found.failure, order=order)
     status = 202 if order.state in UNANSWERED else 201 if found.new else 200
-    # As bytes: FastAPI would validate and convert what has just been built.
-    return Response(
-        order.model_dump_json(), status, {"Location": f"/v1/orders/{order.id}"}, "application/json"
-    )
+    return view_response(order, status, f"/v1/orders/{order.id}")
 
 
 @router.get(
@@ -151,11 +148,11 @@ async def list_orders(
     summary="Export orders",
     response_class=StreamingResponse,
     responses={
-        200: {
-            "description": "CSV (RFC 4180) with a header, the newest first. A text that a spreadsheet would"
+        **problems.content(
+            "CSV (RFC 4180) with a header, the newest first. A text that a spreadsheet would"
             " take for a formula begins with an apostrophe.",
-            "content": {"text/csv": {"schema": {"type": "string"}}},
-        },
+            "text/csv",
+        ),
         **problems.responses(NotFound),
     },
 )
@@ -173,11 +170,7 @@ async def export_orders(
         async for chunk in found:
             yield chunk
 
-    headers = {
-        "Content-Disposition": f'attachment; filename="orders-{user_id}.csv"',
-        "Cache-Control": "no-store",
-    }
-    return StreamingResponse(whole(), media_type="text/csv; charset=utf-8; header=present", headers=headers)
+    return StreamingResponse(whole(), media_type=export.MEDIA_TYPE, headers=export.headers(user_id))
 
 
 @router.get(
@@ -185,17 +178,13 @@ async def export_orders(
     summary="Follow changes of orders",
     response_class=StreamingResponse,
     responses={
-        200: {
-            "description": "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
+        **problems.content(
+            "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
             " `event: order` is one changed order (data: `OrderView`). Both have an `id` to come back"
             " with.",
-            "content": {
-                "text/event-stream": {
-                    "schema": {"type": "string"},
-                    "example": 'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
-                }
-            },
-        },
+            "text/event-stream",
+            'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
+        ),
         **problems.responses(NotFound, TooManyStreams),
     },
 )

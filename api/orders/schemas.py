@@ -59,6 +59,16 @@ ClientOrderId = Annotated[
     ),
 ]
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
+OrderPrice = Annotated[Decimal, Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False)]
+LimitPrice = Annotated[OrderPrice | None, Field(description="Required with LMT, refused with MKT.")]
+
+
+def check_price(price_type: PriceType, price: Decimal | None) -> None:
+    """Raises `ValueError` unless there is a price exactly with a limit order."""
+    if price_type is PriceType.LIMIT and price is None:
+        raise ValueError("a limit order needs a price")
+    if price_type is PriceType.MARKET and price is not None:
+        raise ValueError("a market order has no price")
 
 
 class OrderRequest(Body):
@@ -74,24 +84,12 @@ class OrderRequest(Body):
     side: Side
     quantity: Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots.")]
     price_type: PriceType = PriceType.LIMIT
-    price: Annotated[
-        Decimal | None,
-        Field(
-            gt=0,
-            max_digits=14,
-            decimal_places=4,
-            allow_inf_nan=False,
-            description="Required with LMT, refused with MKT.",
-        ),
-    ] = None
+    price: LimitPrice = None
     time_in_force: TimeInForce = TimeInForce.ROD
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
-        if self.price_type is PriceType.LIMIT and self.price is None:
-            raise ValueError("a limit order needs a price")
-        if self.price_type is PriceType.MARKET and self.price is not None:
-            raise ValueError("a market order has no price")
+        check_price(self.price_type, self.price)
         return self
 
 
@@ -189,10 +187,7 @@ class ReplaceRequest(Body):
             description="New total in lots: below the present one, and not below what is filled.",
         ),
     ] = None
-    price: Annotated[
-        Decimal | None,
-        Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False, description="New limit price."),
-    ] = None
+    price: Annotated[OrderPrice | None, Field(description="New limit price.")] = None
 
     @model_validator(mode="after")
     def _something_changes(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, status
 
@@ -23,7 +23,6 @@ from api.http.errors import (
 from api.http.fields import ID_PATTERN
 from api.pools.schemas import PoolPolicyRequest, PoolStatusView, RolloutRequest, RolloutStatusView
 from api.workers.schemas import ReasonBody
-from infra.database import audit
 from infra.market.windows import ZoneUnknown, zone_of
 from workflows.worker_pool.messages import SetPolicy
 from workflows.worker_pool.policy import PoolPolicyInvalid, check_policy
@@ -33,21 +32,6 @@ router = APIRouter(prefix="/pools/{pool}", tags=["pools"])
 PoolName = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["default"])]
 
 _POOL_PROBLEMS = (Forbidden, NoPool, TemporalUnavailable, OrchestratorUnavailable)
-
-
-async def audit_pool_request(
-    services: Services, caller: Principal, pool: str, asked: str, reason: str, **data: Any
-) -> None:
-    """Before it is done, so that nothing is done unseen."""
-    async with services.database.session() as session:
-        audit.append_entry(
-            session,
-            actor=caller.actor,
-            action=f"pool.{asked}_requested",
-            subject=f"pool:{pool}",
-            reason=reason,
-            **data,
-        )
 
 
 @router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
@@ -71,7 +55,9 @@ async def put_pool(
     check_policy(policy)
     for window in policy.windows:
         zone_of(window.zone)
-    await audit_pool_request(services, caller, pool, "policy", body.reason, policy=asdict(policy))
+    await services.audit_request(
+        caller, "pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy)
+    )
     return PoolStatusView.of(
         await services.pools.set_policy(pool, SetPolicy(policy=policy, revision=body.revision))
     )
@@ -81,7 +67,8 @@ async def _change_mode(
     pool: str, caller: Principal, services: Services, body: ReasonBody | None, asked: str
 ) -> PoolStatusView:
     require_staff(caller)
-    await audit_pool_request(services, caller, pool, asked, (body or ReasonBody()).reason)
+    reason = (body or ReasonBody()).reason
+    await services.audit_request(caller, f"pool.{asked}_requested", f"pool:{pool}", reason=reason)
     return PoolStatusView.of(await services.pools.change_mode(pool, asked))
 
 
@@ -142,8 +129,9 @@ async def start_rollout(
             f"the pool's workers are of version {body.version} already: another image needs another version"
         )
     given = body.given(pool, caller.actor)
-    await audit_pool_request(
-        services, caller, pool, "rollout", body.reason, version=body.version, image=body.image
+    wanted = {"version": body.version, "image": body.image}
+    await services.audit_request(
+        caller, "pool.rollout_requested", f"pool:{pool}", reason=body.reason, **wanted
     )
     return RolloutStatusView.of(await services.rollouts.start(given, before))
 
@@ -160,5 +148,5 @@ async def abort_rollout(
     """What the pool had before is put back in the same way. The answer may not show it yet."""
     require_staff(caller)
     reason = (body or ReasonBody()).reason
-    await audit_pool_request(services, caller, pool, "rollout_abort", reason)
+    await services.audit_request(caller, "pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
     return RolloutStatusView.of(await services.rollouts.abort(pool, reason))

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Response
 from api.container import InServices
 from api.http import errors, problems
 from api.http.auth import Caller
-from api.http.fields import AccountIdInPath, UserIdInPath
+from api.http.fields import AccountIdInPath, UserIdInPath, view_response
 from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
@@ -71,31 +71,14 @@ async def close_position(
     never closes twice.
     """
     await require_known_user(services, caller, user_id)
-    close = PositionClose(
-        user_id=user_id,
-        account_id=account_id,
-        symbol=symbol,
-        client_order_id=body.client_order_id,
-        fingerprint=body.fingerprint(account_id, symbol),
-        origin="close",
-        actor=caller.actor,
-        price_type=body.price_type,
-        price=body.price,
-        time_in_force=body.lasts,
-        quantity=body.quantity,
-    )
+    close = PositionClose.of(body, user_id, account_id, symbol, caller.actor)
     placed = await services.closer.close_position(
         close, services.settings.order_wait if wait is None else wait
     )
     if placed.failure is not None:
-        raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
+        raise ProblemError(placed.failure, order=placed.order)
     status = 202 if placed.order.state in UNANSWERED else 200
-    return Response(
-        placed.order.model_dump_json(),
-        status,
-        {"Location": f"/v1/orders/{placed.order.id}"},
-        "application/json",
-    )
+    return view_response(placed.order, status, f"/v1/orders/{placed.order.id}")
 
 
 @router.post(
@@ -128,6 +111,4 @@ async def carry_out_intent(
     await require_known_user(services, caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
     result = await services.intents.run_intent(user_id, account_id, body, seconds, caller.actor)
-    return Response(
-        result.model_dump_json(), 200 if all_answered(result) else 202, media_type="application/json"
-    )
+    return view_response(result, 200 if all_answered(result) else 202)

@@ -10,18 +10,19 @@ accepted: an entry that nobody waited for is not made at another price. (Alerts 
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from uuid import UUID
 
-from api.http.errors import CloseNotFilled, IntentExpired, NoPosition
-from api.http.notifications import NotificationListener
+from api.http.errors import ClientOrderIdReused, CloseNotFilled, IntentExpired, NoPosition
+from api.http.notifications import NotificationListener, heard_within
 from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import OrderLeg, PlacementResult
-from api.orders.schemas import OrderRequest, OrderView
+from api.orders.schemas import OrderView
 from api.positions.closer import PositionClose, PositionCloser
 from api.positions.schemas import Intent, IntentRequest, IntentView
 from infra.database.engine import Database
@@ -32,6 +33,51 @@ from worker_runtime.protocol.messages import OrderState, Side
 
 #: Seconds between two looks at the closing leg, in case a notice was lost.
 CHECK_PERIOD = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntentRun:
+    """One call that carries out an intent."""
+
+    user_id: str
+    account_id: str
+    body: IntentRequest
+    actor: str
+    #: Instants on `time.monotonic`: how long the caller waits, and after which no leg is written or sent.
+    until: float
+    not_after: float
+    #: PostgreSQL's time before the first look at orders and positions.
+    since: datetime
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    @property
+    def closing_id(self) -> str:
+        return f"{self.body.client_order_id}.close"
+
+    @property
+    def opening_id(self) -> str:
+        return f"{self.body.client_order_id}.open"
+
+    def leg(self, *, reduce_only: bool) -> OrderLeg:
+        return OrderLeg(
+            fingerprint=self.body.fingerprint(self.account_id),
+            origin=f"{self.body.intent}:{self.body.client_order_id}",
+            reduce_only=reduce_only,
+        )
+
+    def result(
+        self, legs: list[OrderView], failure: BerthError | None, *, complete: bool = True
+    ) -> IntentView:
+        """Raises `ProblemError` with the legs there are if the last one failed."""
+        if failure is not None:
+            raise ProblemError(failure, legs=legs)
+        body = self.body
+        return IntentView(
+            client_order_id=body.client_order_id, intent=body.intent, legs=legs, complete=complete
+        )
 
 
 class IntentRunner:
@@ -58,139 +104,100 @@ class IntentRunner:
         wait: float,
         actor: str,
         *,
-        not_after: float | None = None,
+        not_after: float = math.inf,
     ) -> IntentView:
         """Carries an intent out as far as it comes within `wait` seconds.
 
         `not_after`: an instant on `time.monotonic` after which no leg is written any more, and none sent.
         Raises `ProblemError` with the legs there are: `CloseNotFilled`, `IntentExpired`, or why a leg never
-        reached the broker; and what `PositionCloser.close_position` and `open` raise.
+        reached the broker; and what `PositionCloser.close_position` and `place_alone` raise.
         """
         until = time.monotonic() + wait
-        ids = f"{body.client_order_id}.close", f"{body.client_order_id}.open"
         async with self._database.session() as session:
             since = await closing.database_clock(session)
+            run = IntentRun(
+                user_id=user_id,
+                account_id=account_id,
+                body=body,
+                actor=actor,
+                until=until,
+                not_after=not_after,
+                since=since,
+            )
+            ids = (run.closing_id, run.opening_id)
             known = await closing.orders_by_client_ids(session, user_id, ids)
-        if ids[1] in known:
-            legs = await self._read_orders([known[one].id for one in ids if one in known])
-            opened = await self._open(user_id, account_id, body, since, until, actor, not_after)
-            return _result(body, [*legs[:-1], opened.order], opened.failure)
+        if run.opening_id in known:
+            if not body.intent.enters:
+                raise ClientOrderIdReused
+            legs = [await self._reader.get(known[one].id) for one in ids if one in known]
+            opened = await self._open(run)
+            return run.result([*legs[:-1], opened.order], opened.failure)
+        enters = body.intent.enters
         close = PositionClose(
             user_id=user_id,
             account_id=account_id,
             symbol=body.symbol,
-            client_order_id=ids[0],
-            fingerprint=body.fingerprint(account_id),
-            origin=_origin(body),
+            client_order_id=run.closing_id,
+            leg=run.leg(reduce_only=True),
             actor=actor,
-            price_type=body.price_type,
-            price=body.price,
-            time_in_force=body.lasts,
-            quantity=None if body.intent.enters else body.quantity,
-            long=body.intent.long != body.intent.enters,
-            opens=ids[1] if body.intent.enters else None,
+            pricing=body,
+            quantity=None if enters else body.quantity,
+            long=body.intent.long != enters,
+            opens=run.opening_id if enters else None,
         )
         try:
-            left = max(0.0, until - time.monotonic())
-            closed = await self._positions.close_position(close, left, not_after=not_after)
+            closed = await self._positions.close_position(close, run.left, not_after=not_after)
         except NoPosition:
-            if not body.intent.enters:
+            if not enters:
                 raise
-            opened = await self._open(user_id, account_id, body, since, until, actor, not_after)
-            return _result(body, [opened.order], opened.failure)
-        if not body.intent.enters or closed.failure is not None:
-            return _result(body, [closed.order], closed.failure)
-        return await self._reverse(closed.order, user_id, account_id, body, since, until, actor, not_after)
+            opened = await self._open(run)
+            return run.result([opened.order], opened.failure)
+        if not enters or closed.failure is not None:
+            return run.result([closed.order], closed.failure)
+        return await self._reverse(run, closed.order)
 
-    async def _reverse(
-        self,
-        close: OrderView,
-        user_id: str,
-        account_id: str,
-        body: IntentRequest,
-        since: datetime,
-        until: float,
-        actor: str,
-        not_after: float | None,
-    ) -> IntentView:
+    async def _reverse(self, run: IntentRun, close: OrderView) -> IntentView:
         """The opening leg, once the closing one is filled."""
-        close = await self._final(close, until)
+        close = await self._final(close, run)
         failure = failure_of(close)
         if not close.final or failure is not None:
-            return _result(body, [close], failure, complete=False)
+            return run.result([close], failure, complete=False)
         if close.state is not OrderState.FILLED:
-            raise _problem(CloseNotFilled(f"the closing order is {close.state.value}"), [close])
+            raise ProblemError(CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close])
         if (datetime.now(UTC) - close.accepted_at).total_seconds() > self._deadline:
-            raise _problem(IntentExpired(), [close])
-        opened = await self._open(user_id, account_id, body, since, until, actor, not_after, after=close)
-        return _result(body, [close, opened.order], opened.failure)
-
-    async def _open(
-        self,
-        user_id: str,
-        account_id: str,
-        body: IntentRequest,
-        since: datetime,
-        until: float,
-        actor: str,
-        not_after: float | None,
-        *,
-        after: OrderView | None = None,
-    ) -> PlacementResult:
-        order = OrderRequest.model_validate(
-            {
-                "client_order_id": f"{body.client_order_id}.open",
-                "account_id": account_id,
-                "symbol": body.symbol,
-                "side": Side.BUY if body.intent is Intent.LONG_ENTRY else Side.SELL,
-                "quantity": body.quantity,
-                "price_type": body.price_type,
-                "price": body.price,
-                "time_in_force": body.lasts,
-            }
-        )
-        leg = OrderLeg(fingerprint=body.fingerprint(account_id), origin=_origin(body))
+            raise ProblemError(IntentExpired(), legs=[close])
         try:
-            left = max(0.0, until - time.monotonic())
-            ended = after.client_order_id if after else None
-            return await self._positions.open_position(
-                user_id, order, leg, since, left, actor, after=ended, not_after=not_after
-            )
+            opened = await self._open(run, but=[close.client_order_id])
         except BerthError as error:
-            if after is None:
-                raise
-            raise _problem(error, [after]) from None
+            raise ProblemError(error, legs=[close]) from None
+        return run.result([close, opened.order], opened.failure)
 
-    async def _final(self, order: OrderView, until: float) -> OrderView:
+    async def _open(self, run: IntentRun, but: Sequence[str] = ()) -> PlacementResult:
+        """Opens the position; orders with client order ids in `but` are not in its way."""
+        body = run.body
+        assert body.quantity is not None  # an entry has one  # noqa: S101
+        side = Side.BUY if body.intent is Intent.LONG_ENTRY else Side.SELL
+        order = body.order(run.opening_id, run.account_id, body.symbol, side, body.quantity)
+        return await self._positions.place_alone(
+            run.user_id,
+            order,
+            run.leg(reduce_only=False),
+            run.since,
+            run.left,
+            run.actor,
+            but=but,
+            not_after=run.not_after,
+        )
+
+    async def _final(self, order: OrderView, run: IntentRun) -> OrderView:
         """The order once it is final, or as it is when the time is over."""
         with self._notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
-            while not order.final and (left := until - time.monotonic()) > 0:
+            while not order.final and run.left:
                 news.clear()
                 order = await self._reader.get(UUID(order.id))
                 if not order.final:
-                    waiting = asyncio.ensure_future(news.wait())
-                    await asyncio.wait({waiting}, timeout=min(CHECK_PERIOD, left))
-                    waiting.cancel()
+                    await heard_within(news, min(CHECK_PERIOD, run.left))
         return order
-
-    async def _read_orders(self, ids: Sequence[UUID]) -> list[OrderView]:
-        return [await self._reader.get(order_id) for order_id in ids]
-
-
-def _origin(body: IntentRequest) -> str:
-    return f"{body.intent}:{body.client_order_id}"
-
-
-def _problem(error: BerthError, legs: Sequence[OrderView]) -> ProblemError:
-    return ProblemError(error, {"legs": [order.model_dump(mode="json") for order in legs]})
-
-
-def _result(
-    body: IntentRequest, legs: list[OrderView], failure: BerthError | None, *, complete: bool = True
-) -> IntentView:
-    if failure is not None:
-        raise _problem(failure, legs)
-    return IntentView(client_order_id=body.client_order_id, intent=body.intent, legs=legs, complete=complete)
 
 
 def all_answered(result: IntentView) -> bool:

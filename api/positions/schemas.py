@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from decimal import Decimal
 from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Any, Literal, Self
@@ -11,9 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from api.http.fields import Body, Price, View, examples
-from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, ClientOrderId, OrderView, Symbol
+from api.orders.schemas import (
+    MAX_QUANTITY,
+    ORDER_VIEW_EXAMPLE,
+    ClientOrderId,
+    LimitPrice,
+    OrderRequest,
+    OrderView,
+    Symbol,
+    check_price,
+)
 from worker_runtime.protocol import exchange
-from worker_runtime.protocol.messages import PriceType, TimeInForce
+from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import AccountReport
 
 _POSITION: dict[str, JsonValue] = {
@@ -88,30 +96,18 @@ _INTENT: dict[str, Any] = {
 _Quantity = Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)]
 
 
-class _PricedBody(Body):
+class PricedBody(Body):
     """How an order is priced: at the market and at once, unless a price is given."""
 
     price_type: PriceType = PriceType.MARKET
-    price: Annotated[
-        Decimal | None,
-        Field(
-            gt=0,
-            max_digits=14,
-            decimal_places=4,
-            allow_inf_nan=False,
-            description="Required with LMT, refused with MKT.",
-        ),
-    ] = None
+    price: LimitPrice = None
     time_in_force: Annotated[
         TimeInForce | None, Field(description="Without it: IOC at the market, ROD with a limit.")
     ] = None
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
-        if self.price_type is PriceType.LIMIT and self.price is None:
-            raise ValueError("a limit order needs a price")
-        if self.price_type is PriceType.MARKET and self.price is not None:
-            raise ValueError("a market order has no price")
+        check_price(self.price_type, self.price)
         return self
 
     @property
@@ -119,13 +115,28 @@ class _PricedBody(Body):
         market = self.price_type is PriceType.MARKET
         return self.time_in_force or (TimeInForce.IOC if market else TimeInForce.ROD)
 
+    def order(
+        self, client_order_id: str, account_id: str, symbol: str, side: Side, quantity: int
+    ) -> OrderRequest:
+        """An order that is priced like this."""
+        return OrderRequest(
+            client_order_id=client_order_id,
+            account_id=account_id,
+            symbol=symbol,
+            side=side,
+            quantity=quantity,
+            price_type=self.price_type,
+            price=self.price,
+            time_in_force=self.lasts,
+        )
+
     def _print(self, *parts: str) -> str:
         """The same for two bodies that ask for the same, however the price is written."""
         price = "" if self.price is None else format(self.price.normalize(), "f")
         return sha256("|".join((*parts, self.price_type, price, self.lasts)).encode()).hexdigest()
 
 
-class ClosePositionRequest(_PricedBody):
+class ClosePositionRequest(PricedBody):
     """Close a position, or a part of it."""
 
     model_config = examples(_CLOSE)
@@ -154,7 +165,7 @@ class Intent(StrEnum):
         return self in (Intent.LONG_ENTRY, Intent.LONG_EXIT)
 
 
-class IntentRequest(_PricedBody):
+class IntentRequest(PricedBody):
     """Enter or leave the market on one side."""
 
     model_config = examples(_INTENT)

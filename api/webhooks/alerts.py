@@ -75,20 +75,8 @@ def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
         intent = _checked(IntentRequest, intent=alert.action.value, symbol=alert.symbol, **priced)
         return AlertPlan(digest=digest, ids=(f"{name}.close", f"{name}.open"), what=intent)
     body = _checked(ClosePositionRequest, **priced)
-    close = PositionClose(
-        user_id=webhook.user_id,
-        account_id=webhook.account_id,
-        symbol=alert.symbol,
-        client_order_id=name,
-        fingerprint=body.fingerprint(webhook.account_id, alert.symbol),
-        origin="close",
-        actor=actor_of(webhook),
-        price_type=body.price_type,
-        price=body.price,
-        time_in_force=body.lasts,
-        quantity=body.quantity,
-        long=None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL,
-    )
+    long = None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL
+    close = PositionClose.of(body, webhook.user_id, webhook.account_id, alert.symbol, actor_of(webhook), long)
     return AlertPlan(digest=digest, ids=(name,), what=close)
 
 

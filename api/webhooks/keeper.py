@@ -12,7 +12,6 @@ import asyncio
 
 from api.http import log
 from api.webhooks.service import LEASE, AlertProcessor
-from infra import tasks
 from infra.database.engine import Database
 from infra.database.trading import webhooks
 from worker_runtime.protocol.errors import BerthError
@@ -26,21 +25,10 @@ MOST = 20
 class AlertKeeper:
     """A loop of each API process."""
 
-    def __init__(
-        self, database: Database, processor: AlertProcessor, *, period: float = PERIOD, lease: float = LEASE
-    ) -> None:
+    def __init__(self, database: Database, processor: AlertProcessor) -> None:
         self._database = database
         self._processor = processor
-        self._period = period
-        self._lease = lease
-        self._task: asyncio.Task[None] | None = None
         self._log = log.logger()
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="alert keeper")
-
-    async def close(self) -> None:
-        await tasks.cancel_tasks(self._task)
 
     async def keep_alerts(self) -> int:
         """Keeps what is under way here, and takes on what nobody holds; returns how much that was. Raises
@@ -48,8 +36,8 @@ class AlertKeeper:
         mine = self._processor.under_way
         async with self._database.session() as session:
             if mine:
-                await webhooks.hold_alerts(session, mine, self._lease)
-            found = await webhooks.take_abandoned_alerts(session, lease=self._lease, most=MOST)
+                await webhooks.hold_alerts(session, mine, LEASE)
+            found = await webhooks.take_abandoned_alerts(session, lease=LEASE, most=MOST)
         for one in found:
             try:
                 await self._processor.resume_alert(one)
@@ -59,9 +47,9 @@ class AlertKeeper:
                 self._log.exception("alert_not_resumed")
         return len(found)
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(PERIOD)
             if not self._processor.ready:
                 continue
             try:

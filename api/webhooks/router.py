@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Request, Response
 from api.container import InServices
 from api.http import errors, problems
 from api.http.auth import Caller, require_user
-from api.http.fields import UserIdInPath
+from api.http.fields import UserIdInPath, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
 from api.webhooks.schemas import (
@@ -153,7 +153,7 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
             complete=taken.complete,
         )
     status = 202 if not settled else 201 if taken.new else 200
-    return Response(found.model_dump_json(), status, None, "application/json")
+    return view_response(found, status)
 
 
 def _webhook_view(row: trading_models.Webhook) -> WebhookView:

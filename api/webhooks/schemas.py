@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from decimal import Decimal
 from enum import StrEnum
 from ipaddress import ip_network
 from typing import Annotated, Any, Self
@@ -20,7 +19,7 @@ from pydantic import (
 )
 
 from api.http.fields import AccountId, Body, View, examples
-from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderView
+from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderPrice, OrderView, Symbol
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 _EXAMPLE: dict[str, Any] = {
@@ -137,7 +136,7 @@ class Alert(BaseModel):
     secret: Annotated[str, Field(min_length=1, max_length=256, repr=False)]
     time: Annotated[AwareDatetime, Field(description="When the alert was sent, with a zone.")]
     action: AlertAction
-    symbol: Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
+    symbol: Symbol
     quantity: Annotated[
         Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)] | None,
         BeforeValidator(_whole),
@@ -151,7 +150,7 @@ class Alert(BaseModel):
         ),
     ] = False
     price_type: PriceType = PriceType.MARKET
-    price: Annotated[Decimal | None, Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False)] = None
+    price: OrderPrice | None = None
     time_in_force: TimeInForce | None = Field(
         default=None, description="IOC for market orders and ROD for limit orders, unless it is given."
     )

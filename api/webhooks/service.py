@@ -261,7 +261,7 @@ class AlertProcessor:
             assert isinstance(what, OrderRequest)  # noqa: S101
             placed = await self._placer.place_order(user, what, WAIT, actor, not_after=until)
         if placed.failure is not None:
-            raise ProblemError(placed.failure, {"order": placed.order.model_dump(mode="json")})
+            raise ProblemError(placed.failure, order=placed.order)
         return [placed.order]
 
     async def _orders(self, webhook: Webhook, plan: AlertPlan) -> list[UUID]:

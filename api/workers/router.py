@@ -21,7 +21,7 @@ from api.http.errors import (
     TooManyStreams,
     ValkeyUnavailable,
 )
-from api.http.fields import UserIdInPath
+from api.http.fields import UserIdInPath, view_response
 from api.workers.schemas import (
     LifecycleView,
     MarkView,
@@ -33,7 +33,7 @@ from api.workers.schemas import (
     WorkerView,
 )
 from api.workers.timeline import TimelineFeed, transitions
-from infra.database import audit, users
+from infra.database import users
 from worker_runtime.protocol import errors, keys
 from workflows.user_worker.messages import ActiveWorker, UserWorkerView
 
@@ -55,15 +55,8 @@ async def require_known_user(services: Services, caller: Principal, user_id: str
 async def _audit_worker(
     services: Services, caller: Principal, user_id: str, asked: str, why: ReasonBody | None
 ) -> None:
-    """Who asked for what and why, in the audit trail: before it is done, so that nothing is done unseen."""
-    async with services.database.session() as session:
-        audit.append_entry(
-            session,
-            actor=caller.actor,
-            action=f"worker.{asked}_requested",
-            subject=f"user:{user_id}",
-            reason=(why or ReasonBody()).reason,
-        )
+    reason = (why or ReasonBody()).reason
+    await services.audit_request(caller, f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
 
 
 def _time(seconds: float | None) -> datetime | None:
@@ -159,13 +152,12 @@ async def start_worker(
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
         return _accepted_response(user_id, "start")
-    return Response(_started_view(user_id, task.result()).model_dump_json(), media_type="application/json")
+    return view_response(_started_view(user_id, task.result()))
 
 
 def _accepted_response(user_id: str, signal: str) -> Response:
-    body = SignalledView(user_id=user_id, signal=signal).model_dump_json()
-    location = {"Location": f"/v1/users/{user_id}/worker"}
-    return Response(body, status.HTTP_202_ACCEPTED, location, "application/json")
+    body = SignalledView(user_id=user_id, signal=signal)
+    return view_response(body, status.HTTP_202_ACCEPTED, f"/v1/users/{user_id}/worker")
 
 
 def _started_view(user_id: str, active: ActiveWorker) -> StartedWorkerView:
@@ -256,9 +248,7 @@ async def reload_credentials(
     if wait > 0:
         detail = await services.control.reload_credentials_now(user_id, wait)
         if detail is not None:
-            return Response(
-                ReloadedView(user_id=user_id, detail=detail).model_dump_json(), media_type="application/json"
-            )
+            return view_response(ReloadedView(user_id=user_id, detail=detail))
     else:
         await services.control.reload_credentials(user_id)
     return _accepted_response(user_id, "reload_credentials")
@@ -299,17 +289,12 @@ async def get_timeline(
     summary="Follow the worker's changes of state",
     response_class=StreamingResponse,
     responses={
-        200: {
-            "description": "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
+        **problems.content(
+            "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
             " `event: transition` one change (data: `TransitionView`). Both have an `id` to come back with.",
-            "content": {
-                "text/event-stream": {
-                    "schema": {"type": "string"},
-                    "example": 'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\n'
-                    "id: 17\n\n",
-                }
-            },
-        },
+            "text/event-stream",
+            'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
+        ),
         **problems.responses(NotFound, TooManyStreams),
     },
 )

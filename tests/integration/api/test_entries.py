@@ -88,7 +88,7 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
         await closing.lock_symbol(session, api.user, "main", "MXFA6")  # another process is at the position
         since = await closing.database_clock(session)
         opening = asyncio.create_task(
-            services.closer.open_position(
+            services.closer.place_alone(
                 api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2
             )
         )

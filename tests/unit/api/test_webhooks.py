@@ -104,7 +104,7 @@ def test_a_close_takes_either_side_and_a_reducing_order_only_the_other_one() -> 
     assert isinstance(reducing.what, PositionClose)
     assert (close.what.long, close.what.quantity) == (None, None)
     assert (reducing.what.long, reducing.what.quantity) == (True, 1)
-    assert reducing.what.time_in_force is TimeInForce.ROD
+    assert reducing.what.pricing.lasts is TimeInForce.ROD
 
 
 def test_an_intent_has_ids_for_its_orders() -> None:
