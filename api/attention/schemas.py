@@ -6,7 +6,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from api.http.fields import Body, View, examples
 from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderView
@@ -85,9 +85,7 @@ _RECONCILIATION_EXAMPLE: dict[str, Any] = {
 class ReconciliationView(View):
     """What one comparison after a login found."""
 
-    model_config = ConfigDict(
-        frozen=True, from_attributes=True, json_schema_extra={"examples": [_RECONCILIATION_EXAMPLE]}
-    )
+    model_config = examples(_RECONCILIATION_EXAMPLE)
 
     id: int
     user_id: str

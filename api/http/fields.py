@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 from fastapi import Path, Response
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
 #: a letter or digit, so that it is never the pool's `-1`.
@@ -33,9 +33,13 @@ class Body(BaseModel):
 
 
 class View(BaseModel):
-    """What the API returns."""
+    """What the API returns; `model_validate` also takes a row or a dataclass with the same names."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
+
+
+#: For a field of a view whose source has 0 or an empty text for what is not known.
+EMPTY_IS_NONE = BeforeValidator(lambda value: value or None)
 
 
 def view_response(view: View, status: int = 200, location: str | None = None) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import UTC, date, datetime, time, timedelta, timezone
+from datetime import date, datetime, time, timedelta, timezone
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from api.http import log
 from api.http.errors import InvalidRequest, NotFound, TooManyJobs
 from api.jobs import schemas
+from api.orders.export import row_of
 from api.orders.outcomes import view_of
 from infra.database import accounts
 from infra.database.engine import Database
@@ -26,7 +27,7 @@ from infra.valkey.request_queue import RequestQueue
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
-from worker_runtime.protocol.errors import MalformedMessage, UnknownAccount
+from worker_runtime.protocol.errors import MalformedMessage
 
 #: Orders that are read for one job: more do not fit into it, however well they are packed.
 _MOST_ORDERS = 2000
@@ -140,8 +141,7 @@ class JobService:
     ) -> msgspec.Struct:
         if isinstance(wanted, schemas.SnapshotJobRequest):
             async with self._database.session() as session:
-                if not await accounts.account_exists(session, user_id, wanted.account_id):
-                    raise UnknownAccount(f"user {user_id} has no account {wanted.account_id}")
+                await accounts.require_account(session, user_id, wanted.account_id)
             return catalog.SnapshotPositions(user_id=user_id, account_id=wanted.account_id)
         if isinstance(wanted, schemas.ExportJobRequest):
             packed = await self._packed(wanted.orders.of(user_id))
@@ -154,7 +154,7 @@ class JobService:
             rows = await order_list.page_of_orders(session, wanted, limit=_MOST_ORDERS + 1)
         if len(rows) > _MOST_ORDERS:
             raise catalog.TooManyOrders(f"more than {_MOST_ORDERS} orders")
-        found = [_row(view_of(row)) for row in rows]
+        found = [row_of(view_of(row)) for row in rows]
         return await asyncio.to_thread(catalog.pack_orders, found)  # some ms of compression
 
     def _started(self, task: asyncio.Task[Any]) -> None:
@@ -180,9 +180,7 @@ def view(state: JobState) -> schemas.JobStateView:
         finished_at=schemas.time_of_ms(result.finished_at_ms) if result and state.ended else None,
         progress=state.progress,
         value=msgspec.json.decode(result.value) if result and state.ended else None,
-        failure=schemas.JobFailureView(code=failure.code, detail=failure.detail, retryable=failure.retryable)
-        if failure
-        else None,
+        failure=schemas.JobFailureView.model_validate(failure) if failure else None,
     )
 
 
@@ -207,11 +205,3 @@ def _found_or_404(state: JobState | None) -> JobState:
 def _of_day(user_id: str, day: date) -> order_list.OrderSelection:
     begin = datetime.combine(day, time(), _TAIPEI)
     return order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))
-
-
-def _row(order: Any) -> catalog.OrderRow:
-    """The columns of the API's own export."""
-    shown = {name: getattr(order, name) for name in catalog.OrderRow.__struct_fields__}
-    at = order.accepted_at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    plain = {name: shown[name].value for name in ("side", "price_type", "time_in_force", "state")}
-    return catalog.OrderRow(**(shown | plain | {"accepted_at": at}))

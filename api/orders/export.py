@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator
+from datetime import UTC
 
 from api.orders.outcomes import view_of
 from api.orders.schemas import OrderView
 from infra.database.engine import Database
-from infra.database.models import Order as Row
 from infra.database.orders import listing as order_list
+from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
 #: Rows that are read at once. About 150 KB of CSV; no transaction is open while a client reads them.
 PAGE = 500
-COLUMNS = (
-    *("accepted_at", "id", "client_order_id", "account_id", "symbol", "side", "quantity", "price_type"),
-    *("price", "time_in_force", "state", "filled_quantity", "average_price", "broker_order_id"),
-    *("reduce_only", "origin", "code", "reason"),
-)
-#: How a spreadsheet's formula begins, also in its wide forms (OWASP, "CSV injection").
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
 #: Of a file with a header (RFC 4180).
 MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
 
@@ -34,27 +25,12 @@ def headers(user_id: str) -> dict[str, str]:
     }
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    text = str(value)
-    # A spreadsheet would run it: an apostrophe makes it text.
-    return f"'{text}" if text.startswith(_FORMULA) else text
-
-
-def _row(order: OrderView) -> list[str]:
-    shown = order.model_dump(mode="json") | {"accepted_at": order.accepted_at}
-    return [_cell(shown[name]) for name in COLUMNS]
-
-
-def _encoded(rows: Sequence[Sequence[str]]) -> bytes:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\r\n").writerows(rows)
-    return out.getvalue().encode()
+def row_of(order: OrderView) -> OrderRow:
+    """The columns of an order."""
+    shown = order.model_dump(include=set(OrderRow.__struct_fields__))
+    at = order.accepted_at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    plain = {name: shown[name].value for name in ("side", "price_type", "time_in_force", "state")}
+    return OrderRow(**(shown | plain | {"accepted_at": at}))
 
 
 async def lines(database: Database, wanted: order_list.OrderSelection) -> AsyncIterator[bytes]:
@@ -62,18 +38,11 @@ async def lines(database: Database, wanted: order_list.OrderSelection) -> AsyncI
 
     Raises `DatabaseUnavailable`.
     """
-    head: Sequence[Sequence[str]] = [COLUMNS]
     behind: order_list.OrderPosition | None = None
     while True:
-        rows = await _page(database, wanted, behind)
-        yield _encoded([*head, *(_row(view_of(row)) for row in rows)])
+        async with database.session() as session:
+            rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=PAGE)
+        yield csv_of((row_of(view_of(row)) for row in rows), header=behind is None)
         if len(rows) < PAGE:
             return
-        head, behind = (), order_list.position_of(rows[-1])
-
-
-async def _page(
-    database: Database, wanted: order_list.OrderSelection, behind: order_list.OrderPosition | None
-) -> Sequence[Row]:
-    async with database.session() as session:
-        return await order_list.page_of_orders(session, wanted, behind=behind, limit=PAGE)
+        behind = order_list.position_of(rows[-1])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from api.http.fields import Body, View, examples
+from api.http.fields import EMPTY_IS_NONE, Body, View, examples
 from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import PoolMode, PoolView
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
@@ -104,10 +104,6 @@ class PoolPolicyBody(Body):
         windows = tuple(PoolWindow(**window.model_dump()) for window in self.windows)
         return PoolPolicy(**given, windows=windows)
 
-    @classmethod
-    def of(cls, policy: PoolPolicy) -> PoolPolicyBody:
-        return PoolPolicyBody(**asdict(policy))
-
 
 class PoolPolicyRequest(PoolPolicyBody):
     """A whole policy. It counts at once: what is too much is stopped without waiting."""
@@ -133,7 +129,9 @@ class PoolStatusView(View):
     ]
     wanted: Annotated[int, Field(description="Free workers that there should be, as of the last look.")]
     reasons: Annotated[tuple[str, ...], Field(description="How the number came about, a step each.")]
-    changes_at: Annotated[datetime | None, Field(description="When a window begins or ends next.")]
+    changes_at: Annotated[
+        datetime | None, EMPTY_IS_NONE, Field(description="When a window begins or ends next.")
+    ]
     ready: int
     starting: int
     in_use: int
@@ -149,15 +147,13 @@ class PoolStatusView(View):
         ),
     ]
     last_failure: str
-    next_launch: Annotated[datetime | None, Field(description="Nothing is launched before.")]
+    next_launch: Annotated[datetime | None, EMPTY_IS_NONE, Field(description="Nothing is launched before.")]
     revision: Annotated[int, Field(description="Grows with every change of the policy.")]
     policy: PoolPolicyBody
 
     @classmethod
     def of(cls, view: PoolView) -> Self:
-        given = {**asdict(view), "policy": PoolPolicyBody.of(view.policy)}
-        # The workflow has 0 for a time that is not known.
-        return cls(**given | {name: given[name] or None for name in ("changes_at", "next_launch")})
+        return cls.model_validate(asdict(view))
 
 
 _NEW: dict[str, Any] = {"version": "0.2.0", "image": "berth-worker:0.2.0", "reason": "release 0.2.0"}
@@ -188,10 +184,6 @@ class ReleaseView(View):
 
     version: str
     image: str
-
-    @classmethod
-    def of(cls, release: Release) -> ReleaseView:
-        return cls(version=release.version, image=release.image)
 
 
 class RolloutRequest(Body):

@@ -13,7 +13,7 @@ from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests
 from infra.database import accounts
 from infra.database.engine import Database
-from worker_runtime.protocol.errors import BerthError, UnknownAccount, WorkerLost
+from worker_runtime.protocol.errors import BerthError, WorkerLost
 from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
@@ -42,8 +42,7 @@ class Portfolio:
         is no worker; `ValkeyUnavailable`. A question that nobody took by then is taken back.
         """
         async with self._database.session() as session:
-            if not await accounts.account_exists(session, user_id, account_id):
-                raise UnknownAccount(f"user {user_id} has no account {account_id}")
+            await accounts.require_account(session, user_id, account_id)
         query = QueryAccount(
             request_id=f"query:{uuid4()}",
             user_id=user_id,

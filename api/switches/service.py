@@ -15,7 +15,6 @@ from infra.database.trading.models import Switch
 from infra.database.trading.switches import TradingScope
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
-from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.switches import SwitchState, UserSwitch
 
 
@@ -36,10 +35,8 @@ class SwitchControl:
         async with self._database.session() as session:
             if scope.user_id:
                 await users.get_user(session, scope.user_id)
-            if scope.account_id and not await accounts.account_exists(
-                session, scope.user_id, scope.account_id
-            ):
-                raise UnknownAccount(f"user {scope.user_id} has no account {scope.account_id}")
+            if scope.account_id:
+                await accounts.require_account(session, scope.user_id, scope.account_id)
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
         told = await self._fan_out(scope)
         self._log.warning(

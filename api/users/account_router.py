@@ -103,10 +103,9 @@ async def get_limits(
     """What the account may do, where that differs from the settings."""
     require_user(caller, user_id)
     async with services.database.session() as session:
-        if not await accounts.account_exists(session, user_id, account_id):
-            raise UnknownAccount(f"user {user_id} has no account {account_id}")
+        await accounts.require_account(session, user_id, account_id)
         found = await trading_limits.get_limits(session, user_id, account_id)
-    return _limits_view(found)
+    return AccountLimitsView.model_validate(found)
 
 
 @limit_router.put(
@@ -124,13 +123,8 @@ async def put_limits(
     """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators and
     administrators."""
     require_staff(caller)
-    limits = AccountLimits(**{name: getattr(body, name) for name in AccountLimitsRequest.model_fields})
+    limits = AccountLimits(**body.model_dump())
     async with services.database.session() as session:
-        if not await accounts.account_exists(session, user_id, account_id):
-            raise UnknownAccount(f"user {user_id} has no account {account_id}")
+        await accounts.require_account(session, user_id, account_id)
         await trading_limits.put_limits(session, user_id, account_id, limits, actor=caller.actor)
-    return _limits_view(limits)
-
-
-def _limits_view(limits: AccountLimits) -> AccountLimitsView:
-    return AccountLimitsView(**{name: getattr(limits, name) for name in AccountLimitsView.model_fields})
+    return AccountLimitsView.model_validate(limits)

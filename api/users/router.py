@@ -15,7 +15,6 @@ from api.http.fields import UserIdInPath
 from api.users.schemas import StatementAddressesRequest, StatementAddressesView, UserRequest, UserWithKeyView
 from api.workers.router import require_known_user
 from infra.database import audit, users
-from infra.database import users as api_keys
 from infra.database.models import StatementAddress
 from infra.database.users import UserExists
 
@@ -34,7 +33,7 @@ async def create_user(body: UserRequest, caller: Caller, services: InServices) -
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with services.database.session() as session:
         user = await users.create_user(session, user_id)
-        key = await api_keys.create_api_key(session, "user", user_id)
+        key = await users.create_api_key(session, "user", user_id)
         audit.append_entry(
             session,
             actor=caller.actor,
@@ -60,7 +59,7 @@ async def get_statement_addresses(
     await require_known_user(services, caller, user_id)
     async with services.database.session() as session:
         found = await users.get_addresses(session, user_id)
-    return StatementAddressesView(email=found.email, webhook_url=found.webhook_url)
+    return StatementAddressesView.model_validate(found)
 
 
 @statement_router.put(
@@ -80,7 +79,7 @@ async def put_statement_addresses(
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     async with services.database.session() as session:
         await users.put_addresses(session, user_id, addresses, actor=caller.actor)
-    return StatementAddressesView(email=addresses.email, webhook_url=addresses.webhook_url)
+    return StatementAddressesView.model_validate(addresses)
 
 
 def _check_has_host(url: str) -> None:

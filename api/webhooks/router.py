@@ -22,7 +22,6 @@ from api.webhooks.schemas import (
 )
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
-from infra.database.trading import models as trading_models
 from infra.database.trading import webhooks
 from infra.database.users import UserNotFound
 from worker_runtime.protocol import errors as protocol
@@ -45,8 +44,7 @@ async def create_webhook(
     require_user(caller, user_id)
     async with services.database.session() as session:
         await users.get_user(session, user_id)
-        if not await accounts.account_exists(session, user_id, body.account_id):
-            raise protocol.UnknownAccount(f"user {user_id} has no account {body.account_id}")
+        await accounts.require_account(session, user_id, body.account_id)
         made = await webhooks.create_webhook(
             session,
             user_id=user_id,
@@ -55,7 +53,7 @@ async def create_webhook(
             window_s=body.window_s,
             actor=caller.actor,
         )
-    shown = _webhook_view(made.row).model_dump()
+    shown = WebhookView.model_validate(made.row).model_dump()
     path = f"/v1/webhooks/{made.token}/orders"
     return WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
 
@@ -70,7 +68,7 @@ async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServi
     require_user(caller, user_id)
     async with services.database.session() as session:
         rows = await webhooks.webhooks_of_user(session, user_id)
-    return WebhookList(webhooks=[_webhook_view(row) for row in rows])
+    return WebhookList(webhooks=[WebhookView.model_validate(row) for row in rows])
 
 
 @router.delete(
@@ -87,7 +85,7 @@ async def revoke_webhook(
         row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=caller.actor)
     if row is None:
         raise errors.NotFound
-    return _webhook_view(row)
+    return WebhookView.model_validate(row)
 
 
 @router.post(
@@ -154,7 +152,3 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
         )
     status = 202 if not settled else 201 if taken.new else 200
     return view_response(found, status)
-
-
-def _webhook_view(row: trading_models.Webhook) -> WebhookView:
-    return WebhookView.model_validate({name: getattr(row, name) for name in WebhookView.model_fields})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response, status
@@ -35,7 +35,7 @@ from api.workers.schemas import (
 from api.workers.timeline import TimelineFeed, transitions
 from infra.database import users
 from worker_runtime.protocol import errors, keys
-from workflows.user_worker.messages import ActiveWorker, UserWorkerView
+from workflows.user_worker.messages import UserWorkerView
 
 router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
 
@@ -57,10 +57,6 @@ async def _audit_worker(
 ) -> None:
     reason = (why or ReasonBody()).reason
     await services.audit_request(caller, f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
-
-
-def _time(seconds: float | None) -> datetime | None:
-    return datetime.fromtimestamp(seconds, UTC) if seconds else None
 
 
 #: Metadata that the orchestrator and the worker need between themselves, and nobody else.
@@ -98,22 +94,8 @@ async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices
 
 
 def _lifecycle_view(view: UserWorkerView) -> LifecycleView:
-    worker = view.worker
-    return LifecycleView(
-        state=view.state,
-        since=datetime.fromtimestamp(view.since, UTC),
-        worker_id=worker.worker_id if worker else None,
-        task_id=worker.task_id if worker else None,
-        epoch=worker.epoch if worker else None,
-        attempts=view.attempts,
-        reason=view.reason,
-        next_step=view.next_step,
-        deadline=_time(view.deadline),
-        health=view.health,
-        health_at=_time(view.health_at),
-        crashes=view.crashes,
-        last_activity=_time(view.last_activity),
-    )
+    worker = asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
+    return LifecycleView.model_validate(asdict(view) | worker)
 
 
 @router.post(
@@ -152,26 +134,13 @@ async def start_worker(
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
         return _accepted_response(user_id, "start")
-    return view_response(_started_view(user_id, task.result()))
+    active = asdict(task.result())
+    return view_response(StartedWorkerView.model_validate({"user_id": user_id} | active | active["worker"]))
 
 
 def _accepted_response(user_id: str, signal: str) -> Response:
     body = SignalledView(user_id=user_id, signal=signal)
     return view_response(body, status.HTTP_202_ACCEPTED, f"/v1/users/{user_id}/worker")
-
-
-def _started_view(user_id: str, active: ActiveWorker) -> StartedWorkerView:
-    return StartedWorkerView(
-        user_id=user_id,
-        state=active.state,
-        worker_id=active.worker.worker_id,
-        epoch=active.worker.epoch,
-        pool=active.worker.pool,
-        version=active.worker.version,
-        warm=active.worker.warm,
-        claimed_at=_time(active.claimed_at),
-        connected_at=_time(active.connected_at),
-    )
 
 
 @router.post(

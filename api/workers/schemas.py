@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from api.http.fields import Body, View, examples
+from api.http.fields import EMPTY_IS_NONE, Body, View, examples
 
 
 class ReasonBody(Body):
@@ -58,8 +58,8 @@ class StartedWorkerView(View):
     pool: str
     version: str
     warm: Annotated[bool, Field(description="Taken from the pool, not launched for this user.")]
-    claimed_at: datetime | None
-    connected_at: datetime | None
+    claimed_at: Annotated[datetime | None, EMPTY_IS_NONE]
+    connected_at: Annotated[datetime | None, EMPTY_IS_NONE]
 
 
 class MarkView(View):
@@ -80,13 +80,15 @@ class LifecycleView(View):
     attempts: int
     reason: str
     next_step: str
-    deadline: datetime | None
+    deadline: Annotated[datetime | None, EMPTY_IS_NONE]
     health: Annotated[
         str, Field(description="What is last known of the broker connections: `well`, or `degraded: …`.")
     ]
-    health_at: datetime | None
+    health_at: Annotated[datetime | None, EMPTY_IS_NONE]
     crashes: Annotated[int, Field(description="Within the window that backoff and parking count.")]
-    last_activity: Annotated[datetime | None, Field(description="Last known order or control message.")]
+    last_activity: Annotated[
+        datetime | None, EMPTY_IS_NONE, Field(description="Last known order or control message.")
+    ]
 
 
 class WorkerView(View):
@@ -149,8 +151,8 @@ class TransitionView(View):
     before: str
     after: str
     reason: str
-    worker_id: str | None
-    epoch: int | None
+    worker_id: Annotated[str | None, EMPTY_IS_NONE]
+    epoch: Annotated[int | None, EMPTY_IS_NONE]
     deadline: Annotated[datetime | None, Field(description="Until when the new state may last.")]
 
 

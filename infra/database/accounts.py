@@ -10,6 +10,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import BrokerAccount, EncryptedCredentials, StoredCredentials
+from worker_runtime.protocol.errors import UnknownAccount
 
 _KEY = ["user_id", "account_id"]
 
@@ -39,9 +40,10 @@ async def put_account(
     return int(version or 0)
 
 
-async def account_exists(session: AsyncSession, user_id: str, account_id: str) -> bool:
-    """Whether the user has this account, with or without credentials."""
-    return await session.get(BrokerAccount, (user_id, account_id)) is not None
+async def require_account(session: AsyncSession, user_id: str, account_id: str) -> None:
+    """Raises `UnknownAccount` if the user does not have this account, with or without credentials."""
+    if await session.get(BrokerAccount, (user_id, account_id)) is None:
+        raise UnknownAccount(f"user {user_id} has no account {account_id}")
 
 
 async def accounts_of_user(session: AsyncSession, user_id: str) -> Sequence[StoredCredentials]:

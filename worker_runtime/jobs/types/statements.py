@@ -5,6 +5,7 @@ They are made from the orders that the job carries.
 
 from __future__ import annotations
 
+import zlib
 from decimal import Decimal
 
 import msgspec
@@ -22,15 +23,13 @@ from worker_runtime.jobs.protocol.catalog import (
     SendEmail,
     Statement,
     StatementLine,
+    csv_of,
     unpack_orders,
 )
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.jobs.types.mail import email_job
 from worker_runtime.jobs.types.webhook import webhook_job
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
-
-#: The beginnings of a spreadsheet's formula, with their wide forms (OWASP, "CSV injection").
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
 
 
 def make_statement(arguments: MakeStatement, _context: JobContext) -> Statement:
@@ -79,30 +78,9 @@ def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
 
 def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
     """Raises `MalformedMessage`."""
-    # Imported here, because only this job needs them.
-    import csv
-    import io
-    import zlib
-
     rows = unpack_orders(arguments.orders)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\r\n")
-    columns = OrderRow.__struct_fields__
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in columns])
-    packed = zlib.compress(out.getvalue().encode(), 9)
+    packed = zlib.compress(csv_of(rows, header=True), 9)
     return OrderExport(user_id=arguments.user_id, orders=len(rows), csv=packed)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
-    # An apostrophe makes it text: a spreadsheet would run it.
-    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 #: Bytes: far more than 40 KiB of packed orders need, and little beside a session in the same container.

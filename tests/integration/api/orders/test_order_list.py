@@ -12,10 +12,11 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from api.orders.export import COLUMNS, PAGE
+from api.orders.export import PAGE
 from infra.database.models import Order
 from infra.database.orders import acceptance, attention
 from tests.integration.api.conftest import ServedApi
+from worker_runtime.jobs.protocol.catalog import OrderRow
 
 _BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
 
@@ -167,13 +168,13 @@ async def test_the_export_has_every_order_once_across_pages(api: ServedApi, user
     assert f"orders-{api.user}.csv" in answer.headers["content-disposition"]
     assert answer.text.count("\r\n") == len(made) + 1
     rows = list(csv.DictReader(io.StringIO(answer.text, newline="")))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == OrderRow.__struct_fields__
     assert [UUID(row["id"]) for row in rows] == made[::-1]
 
 
 async def test_an_export_of_nothing_is_its_header(api: ServedApi, user: httpx.AsyncClient) -> None:
     answer = await user.get(f"/users/{api.user}/orders.csv", params={"symbol": "2317"})
-    assert answer.text == ",".join(COLUMNS) + "\r\n"
+    assert answer.text == ",".join(OrderRow.__struct_fields__) + "\r\n"
 
 
 async def test_a_spreadsheet_runs_nothing_of_an_export(api: ServedApi, user: httpx.AsyncClient) -> None:
