@@ -7,16 +7,17 @@ this before it stops the container.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
-from infra.node.client import stop_all_tasks
+from infra.launchers.process import ProcessLauncher
 from worker_runtime.protocol.errors import BerthError
 
 
 def main(arguments: list[str]) -> int:
     try:
-        count = stop_all_tasks(Path(arguments[0]), "the node's container stops")
+        count = asyncio.run(ProcessLauncher(Path(arguments[0])).stop_all("the node's container stops"))
     except BerthError as error:
         sys.stderr.write(f"drain {arguments[0]}: {error}\n")
         return 1

@@ -1,6 +1,6 @@
 """The parts of the local stack that are our own processes: exchange, node, orchestrator, API, job runner.
 
-Where Docker runs the workers, `WorkerContainers` lists and ends them.
+Workers are listed and ended through the launcher that runs them, the node's or Docker's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from redis import Redis
 from redis.exceptions import RedisError
 
+from infra.launchers.process import ProcessLauncher
 from infra.local.process import HOST, Server, accepts
-from infra.node import client
-from infra.node.protocol import NodeStatus, PingNode
 from infra.settings import Settings
 from infra.worker_task import Task
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -62,10 +61,15 @@ class ChildComponent(Server):
     """A child that runs `python -m <module>` with all its settings in the environment."""
 
     module = ""
+    #: Whether it listens on a TCP port.
+    has_port = True
 
     def __init__(self, directory: Path, settings: Settings, port: int | None = None) -> None:
         super().__init__(directory, port)
         self.settings = settings
+
+    def ports(self) -> list[tuple[int, str]]:
+        return super().ports() if self.has_port else []
 
     def command(self) -> Sequence[str]:
         # -P: a stray `api.py` in the current folder is not imported.
@@ -103,23 +107,25 @@ class NodeComponent(ChildComponent):
     name = "node"
     module = "infra.node"
     keeps_children = True
-
-    def ports(self) -> list[tuple[int, str]]:
-        return []
+    has_port = False
 
     def answers(self) -> bool:
         try:
-            return isinstance(client.ask_node(self.settings.node_socket, PingNode(), timeout=1.0), NodeStatus)
+            asyncio.run(ProcessLauncher(self.settings.node_socket, answer_timeout=1.0).ping())
         except BerthError:
             return False
+        return True
 
     def tasks(self) -> list[Task]:
-        """The workers that run now. Raises `NodeSilent`."""
-        return client.list_tasks(self.settings.node_socket)
+        """The workers that run now. Raises `LauncherUnreachable`."""
+        return asyncio.run(ProcessLauncher(self.settings.node_socket).list())
 
-    def stop_all(self, reason: str, grace: float | None = None) -> int:
-        """Ends all workers, each within its grace period; returns how many there were."""
-        return client.stop_all_tasks(self.settings.node_socket, reason, grace)
+    def stop_all(self, reason: str) -> int:
+        """Ends all workers, each within its grace period; returns how many there were.
+
+        Raises `LauncherUnreachable`, and `StopFailed` when an end could not be confirmed.
+        """
+        return asyncio.run(ProcessLauncher(self.settings.node_socket).stop_all(reason))
 
 
 class OrchestratorComponent(ChildComponent):
@@ -127,6 +133,7 @@ class OrchestratorComponent(ChildComponent):
 
     name = "orchestrator"
     module = "activities"
+    has_port = False
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         self.name = settings.orchestrator_name
@@ -144,9 +151,6 @@ class OrchestratorComponent(ChildComponent):
         except (OSError, ValueError):
             return 0
 
-    def ports(self) -> list[tuple[int, str]]:
-        return []
-
     def prepare(self) -> None:
         super().prepare()
         self.ready_file.unlink(missing_ok=True)  # a killed one left it behind
@@ -160,9 +164,7 @@ class JobFleetComponent(ChildComponent):
 
     name = "jobs"
     module = "infra.jobs.fleet"
-
-    def ports(self) -> list[tuple[int, str]]:
-        return []
+    has_port = False
 
     def answers(self) -> bool:
         """Whether a runner is registered that was not there before the start."""

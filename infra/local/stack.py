@@ -30,12 +30,12 @@ from infra.local.folder import DataFolder
 from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.local.steps import OnProgress, StartStep, StepProgress, StepStatus
-from infra.node.client import NodeSilent
 from infra.settings import LocalSettings, Settings
 from infra.vault import keyring
 from infra.vault.rotation import kept_files
 from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError
 
 #: Equal to `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
@@ -249,7 +249,7 @@ class LocalStack:
         return alive & {task.worker_id for task in self.tasks()}
 
     def tasks(self) -> list[Task]:
-        """The workers that run now. Raises `NodeSilent` or `LauncherUnreachable`."""
+        """The workers that run now. Raises `LauncherUnreachable`."""
         return self.node.tasks() if self.containers is None else self.containers.tasks()
 
     # --- stop ---------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class LocalStack:
             self.node.abort.clear()
             with contextlib.suppress(ServerFailed):
                 self.node.start()
-        with contextlib.suppress(NodeSilent):
+        with contextlib.suppress(BerthError):
             self.node.stop_all("berth down")
 
     def __enter__(self) -> Self:
