@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.database.orders.states import OPEN_STATES, RANK, OrderProgress, further_states, rank
+from infra.database.orders.states import OPEN_STATES, RANK, rank
+from tests.order_model import OrderModel, further_states
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 EVENTS = st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 5)), max_size=12)
 
 
-def after(happened: list[tuple[OrderState, int]], begin: OrderProgress | None = None) -> OrderProgress:
-    progress = begin or OrderProgress()
+def after(happened: list[tuple[OrderState, int]], begin: OrderModel | None = None) -> OrderModel:
+    progress = begin or OrderModel()
     for state, filled in happened:
         progress = progress.after_event(state, filled)
     return progress

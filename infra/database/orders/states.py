@@ -1,8 +1,8 @@
-"""The states of an order as a pure state machine, in which events may come late, repeated and in any order.
+"""The states of an order. Its events may come late, repeated and in any order.
 
 Several sources report the same event: a worker, its successor, an answer. So there are no transitions from
 state to state but ranks: an order only moves to a state of a higher rank, and a final state never changes.
-`recording.py` applies the same rules in SQL to a whole batch.
+`recording.py` has these rules in SQL; tests compare it with `tests/order_model.py`.
 
 | rank | state |
 |---|---|
@@ -19,9 +19,6 @@ Submitted ranks above unknown: knowing that the broker has the order is more tha
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from decimal import Decimal
 
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
@@ -53,46 +50,3 @@ class OrderNotFound(BerthError):
 
 def rank(state: str) -> int:
     return RANK[OrderState(state)]
-
-
-def further_states(state: str) -> frozenset[OrderState]:
-    """Returns the states to which an order in `state` may move."""
-    return frozenset(known for known, its_rank in RANK.items() if its_rank > rank(state))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrderProgress:
-    """What is known of one order. A cancelled order may have fills, so they stand beside the state."""
-
-    state: OrderState = OrderState.ACCEPTED
-    filled_quantity: int = 0
-    average_price: Decimal | None = None
-    #: Why a person has to look at it.
-    attention: str | None = None
-    #: The sweeper or the order's workflow still has to check it.
-    watched: bool = True
-
-    @property
-    def final(self) -> bool:
-        return self.state in FINAL_ORDER_STATES
-
-    def after_event(
-        self, state: OrderState, filled_quantity: int = 0, average_price: Decimal | None = None
-    ) -> OrderProgress:
-        """Returns the progress after an event or an answer. A repeat or a late one changes nothing."""
-        after = self
-        if state in further_states(self.state):
-            after = replace(after, state=state)
-        if filled_quantity > self.filled_quantity:
-            after = replace(after, filled_quantity=filled_quantity, average_price=average_price)
-        if after.final:
-            after = replace(after, attention=None, watched=False)
-        return after
-
-    def after_dead_end(self, reason: str) -> OrderProgress:
-        """Returns the progress once a person has to look at the order, unless it is final."""
-        return self if self.final else replace(self, attention=reason, watched=False)
-
-    def rechecked(self) -> OrderProgress:
-        """Returns the progress once a person has the order checked again."""
-        return self if self.final else replace(self, watched=True)

@@ -17,9 +17,10 @@ from infra.database.models import AuditEntry, Order, WorkerSession
 from infra.database.orders import acceptance, attention, recording
 from infra.database.orders import checks as blocking
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
-from infra.database.orders.states import OrderNotFound, OrderProgress
+from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
+from tests.order_model import OrderModel
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 from worker_runtime.trading.order_submitter import may_be_same_contract
@@ -295,7 +296,7 @@ async def test_the_statements_do_what_the_state_machine_says(
     database: Database, batches: list[list[tuple[OrderState, int]]]
 ) -> None:
     order_id = await placed(database, uuid.uuid4().hex, symbol=uuid.uuid4().hex)
-    expected = OrderProgress()
+    expected = OrderModel()
     for number, batch in enumerate(batches):
         told = [
             event(str(order_id), f"{order_id}:{number}:{place}", state, filled)
