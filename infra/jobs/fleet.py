@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from base64 import b64encode
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,23 +21,15 @@ from infra.vault import key_file
 _PIPE = 64 * 1024
 
 
-def runner_config(
-    settings: Settings,
-    *,
-    name: str = "",
-    queues: Sequence[str] = (),
-    slots: int | None = None,
-    recycle: int | None = None,
-) -> bytes:
-    """The configuration of a runner of the fleet; the settings give what the arguments do not. Raises
-    `KeyFileMissing`, `KeyFileExposed`."""
+def runner_config(settings: Settings) -> bytes:
+    """The configuration of a runner of the fleet. Raises `KeyFileMissing`, `KeyFileExposed`."""
     config: dict[str, Any] = {
-        "name": name or settings.jobs_runner,
+        "name": settings.jobs_runner,
         "node": socket.gethostname(),
         "valkey_url": settings.valkey_url,
-        "queues": list(queues or settings.jobs_queues),
-        "slots": settings.jobs_slots if slots is None else slots,
-        "recycle": settings.jobs_recycle if recycle is None else recycle,
+        "queues": settings.jobs_queues,
+        "slots": settings.jobs_slots,
+        "recycle": settings.jobs_recycle,
         "lease": settings.jobs_lease,
         "events_to": settings.jobs_events_to,
         "version": settings.worker_version,

@@ -39,9 +39,8 @@ def settings(folder: Path, **fields: object) -> Settings:
 
 
 def test_a_runner_gets_what_the_settings_say(tmp_path: Path) -> None:
-    found = parse_config(
-        fleet.runner_config(settings(tmp_path), name="night", queues=("webhook", "email"), slots=3)
-    )
+    own = settings(tmp_path, jobs_runner="night", jobs_queues=("webhook", "email"), jobs_slots=3)
+    found = parse_config(fleet.runner_config(own))
     assert (found.name, found.queues, found.slots, found.tag) == (
         "night",
         ("webhook", "email"),
