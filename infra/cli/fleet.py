@@ -52,20 +52,16 @@ def status(api: OperatorApi) -> CommandAnswer:
 
 
 def _show_pass(found: dict[str, object]) -> None:
-    from infra.cli.tables import clock, console, empty_table, plain
+    from infra.cli.tables import clock, console, table
 
     out = console()
-    rows = empty_table(out, "pass of (UTC)", "workers", "odd", "done", "held still because", "seconds")
-    began = found["began_at"]
-    rows.add_row(
-        clock(str(began)),
-        plain(found["workers"]),
-        _counts(found["found"]),
-        _counts(found["outcomes"]),
-        plain(found["guarded"] or "-"),
-        plain("under way" if found["total_seconds"] is None else found["total_seconds"]),
+    columns = ("pass of (UTC)", "workers", "odd", "done", "held still because", "seconds")
+    row = (
+        *(clock(str(found["began_at"])), found["workers"], _counts(found["found"])),
+        *(_counts(found["outcomes"]), found["guarded"] or "-"),
+        "under way" if found["total_seconds"] is None else found["total_seconds"],
     )
-    out.print(rows)
+    out.print(table(out, columns, [row]))
 
 
 def _counts(counts: object) -> str:

@@ -67,11 +67,12 @@ def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason:
 
 
 def _show_limits(rows: list[dict[str, Any]]) -> None:
-    from infra.cli.tables import console, empty_table, plain
+    from infra.cli.tables import console, table
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        limits = [row[name] for name in ("running_now", "running", "per_node", "per_second", "burst")]
+        return [row["type"], *("-" if limit is None else f"{limit:g}" for limit in limits)]
 
     out = console()
-    table = empty_table(out, "type", "running", "limit", "per node", "per second", "burst")
-    for row in rows:
-        cells = [row["running_now"], *(row[name] for name in ("running", "per_node", "per_second", "burst"))]
-        table.add_row(plain(row["type"]), *("-" if cell is None else f"{cell:g}" for cell in cells))
-    out.print(table)
+    columns = ("type", "running", "limit", "per node", "per second", "burst")
+    out.print(table(out, columns, map(cells, rows)))

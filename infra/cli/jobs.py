@@ -191,7 +191,7 @@ def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
     found = jobs.job(job)
     if found is None:
         raise BerthError(f"there is no job {job}, or its result has expired")
-    return CommandAnswer(_plain(found), lambda: tables.job_table(tables.console(), found))
+    return CommandAnswer(_plain(found), lambda: tables.show_job(tables.console(), found))
 
 
 def _check_requeue(job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str) -> None:

@@ -12,13 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 Data = Annotated[
     Path,

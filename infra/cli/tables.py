@@ -53,77 +53,91 @@ def _state(name: object) -> Text:
     return Text(plain(name) or "-", style=_WORKER_STYLES.get(plain(name), ""))
 
 
-def empty_table(out: Console, *columns: str) -> Table:
-    """An empty table, with lines on a terminal only."""
-    return Table(*columns, box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
+def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """A table, with lines on a terminal only. A cell that is no `Text` is shown by `plain`."""
+    made = Table(*columns, box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
+    for row in rows:
+        made.add_row(*map(_cell, row))
+    return made
+
+
+def show_table(
+    out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]], *, none: str, more: str = ""
+) -> None:
+    """Prints a table, and behind it the sentence `more`; without rows only the sentence `none`."""
+    made = table(out, columns, rows)
+    out.print(made if made.row_count else none)
+    if made.row_count and more:
+        out.print(more)
+
+
+def _cell(value: object) -> Text:
+    return value if isinstance(value, Text) else Text(plain(value))
+
+
+def _details(rows: Iterable[tuple[str, object]]) -> Table:
+    """Names and values, one pair a line, without those whose value is empty."""
+    made = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        if shown := _cell(value):
+            made.add_row(name, shown)
+    return made
 
 
 def show_workers(out: Console, rows: Iterable[Mapping[str, Any]], *, more: bool) -> None:
     """Prints one line a user."""
-    table = empty_table(out, "user", "state", "worker", "pool", "started (UTC)")
-    for row in rows:
-        table.add_row(
-            Text(plain(row["user_id"])),
+    cells = (
+        (
+            row["user_id"],
             _state(row["state"]),
-            Text(plain(row["worker_id"]) or "-"),
-            Text(plain(row["pool"]) or "-"),
+            row["worker_id"] or "-",
+            row["pool"] or "-",
             clock(row["started_at"]),
         )
-    if not table.row_count:
-        out.print("no such worker runs")
-        return
-    out.print(table)
-    if more:
-        out.print("there are more: raise --limit, or narrow with --state and --user")
+        for row in rows
+    )
+    advice = "there are more: raise --limit, or narrow with --state and --user" if more else ""
+    columns = ("user", "state", "worker", "pool", "started (UTC)")
+    show_table(out, columns, cells, none="no such worker runs", more=advice)
 
 
 def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
     """Prints all that is known of one user's worker."""
-    metadata = shown.get("metadata") or {}
-    life = shown.get("lifecycle")
-    table = Table.grid(padding=(0, 2))
-    table.add_row("user", Text(plain(shown["user_id"])))
-    table.add_row("state", _state(shown["state"] or "no worker yet"))
-    table.add_row("live", "yes: its mark is there" if shown["live"] else "no mark")
-    if life:
+    rows: list[tuple[str, object]] = [
+        ("user", shown["user_id"]),
+        ("state", _state(shown["state"] or "no worker yet")),
+        ("live", "yes: its mark is there" if shown["live"] else "no mark"),
+    ]
+    if life := shown.get("lifecycle"):
         # Without a worker, its health would be that of the one before.
-        health = f"{plain(life['health'])} ({clock(life['health_at'])} UTC)" if life["worker_id"] else ""
+        health = f"{life['health']} ({clock(life['health_at'])} UTC)" if life["worker_id"] else ""
         by = f", by {clock(life['deadline'])} UTC" if life["deadline"] else ""
-        rows = [
-            (
-                "lifecycle",
-                f"{plain(life['state'])} since {clock(life['since'])} UTC, attempt {life['attempts']}",
-            ),
-            ("reason", plain(life["reason"])),
+        rows += [
+            ("lifecycle", f"{life['state']} since {clock(life['since'])} UTC, attempt {life['attempts']}"),
+            ("reason", life["reason"]),
             ("next", f"{plain(life['next_step'])}{by}"),
-            ("worker", plain(life["worker_id"])),
-            ("task", plain(life["task_id"])),
-            ("epoch", plain(life["epoch"])),
+            ("worker", life["worker_id"]),
+            ("task", life["task_id"]),
+            ("epoch", life["epoch"]),
             ("health", health if life["health"] else ""),
             ("crashes", f"{life['crashes']} of late" if life["crashes"] else ""),
             ("last use", f"{clock(life['last_activity'])} UTC" if life["last_activity"] else ""),
-            ("version", plain(metadata.get("version"))),
+            ("version", (shown.get("metadata") or {}).get("version")),
         ]
-        for name, value in rows:
-            if value:
-                table.add_row(name, Text(value))
-    out.print(table)
+    out.print(_details(rows))
 
 
 def show_timeline(out: Console, rows: Iterable[Mapping[str, Any]]) -> None:
     """Prints one line a change of state."""
-    table = empty_table(out, "id", "at (UTC)", "before", "after", "worker", "epoch", "reason")
-    for row in rows:
-        table.add_row(
-            str(row["id"]),
-            clock(row["at"]),
-            plain(row["before"]),
-            _state(row["after"]),
-            Text(plain(row["worker_id"]) or "-"),
-            plain(row["epoch"]) or "-",
-            Text(plain(row["reason"])),
+    cells = (
+        (
+            *(row["id"], clock(row["at"]), row["before"], _state(row["after"])),
+            *(row["worker_id"] or "-", plain(row["epoch"]) or "-", row["reason"]),
         )
-    out.print(table if table.row_count else "nothing has happened yet")
+        for row in rows
+    )
+    columns = ("id", "at (UTC)", "before", "after", "worker", "epoch", "reason")
+    show_table(out, columns, cells, none="nothing has happened yet")
 
 
 def show_transition(out: Console, row: Mapping[str, Any]) -> None:
@@ -149,33 +163,27 @@ _PHASES = {
 def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
     """Prints one pool, and its windows in a second table."""
     policy = shown["policy"]
-    table = Table.grid(padding=(0, 2))
     mode = plain(shown["mode"])
     rows: list[tuple[str, object]] = [
-        ("pool", plain(shown["pool"])),
+        ("pool", shown["pool"]),
         ("mode", Text(mode, style=_POOL_STYLES.get(mode, ""))),
         ("free", f"{shown['ready']} of {shown['wanted']} wanted, {shown['starting']} starting"),
-        ("in use", str(shown["in_use"])),
+        ("in use", shown["in_use"]),
         ("next change", f"{clock(shown['changes_at'])} UTC" if shown["changes_at"] else "none"),
-        ("target", str(policy["target"])),
+        ("target", policy["target"]),
         ("bounds", f"{policy['minimum']} to {_bound(policy['maximum'])}, in all {_bound(policy['limit'])}"),
-        ("buffer", plain(policy["buffer"])),
+        ("buffer", policy["buffer"]),
         ("demand", _demand(policy["demand_minutes"], shown["claims"])),
         ("shrinks", f"after {policy['shrink_after']:g} s"),
         ("launches", f"{shown['launches']}, {shown['failures']} failed"),
         ("trouble", Text(_trouble(shown), style="red")),
-        ("revision", str(shown["revision"])),
+        ("revision", shown["revision"]),
     ]
-    for name, value in rows:
-        if str(value):
-            table.add_row(name, value if isinstance(value, Text) else Text(str(value)))
-    out.print(table)
+    out.print(_details(rows))
     if policy["windows"]:
-        windows = empty_table(out, "window", "target", "from", "to", "days", "calendar", "zone")
-        for one in policy["windows"]:
-            names = ("name", "target", "begins", "ends", "days", "calendar", "zone")
-            windows.add_row(*(Text(plain(one[name])) for name in names))
-        out.print(windows)
+        names = ("name", "target", "begins", "ends", "days", "calendar", "zone")
+        columns = ("window", "target", "from", "to", "days", "calendar", "zone")
+        out.print(table(out, columns, ((one[name] for name in names) for one in policy["windows"])))
 
 
 def explain_pool(shown: Mapping[str, Any]) -> list[str]:
@@ -194,26 +202,22 @@ def explain_pool(shown: Mapping[str, Any]) -> list[str]:
 
 
 def rollout_table(shown: Mapping[str, Any]) -> Table:
-    """A table of one rollout."""
-    table = Table.grid(padding=(0, 2))
     back = "back" in plain(shown["phase"])
-    rows: list[tuple[str, str]] = [
-        ("pool", plain(shown["pool"])),
-        ("phase", _PHASES.get(shown["phase"], plain(shown["phase"]))),
-        ("to", _release(shown["before"] if back else shown["release"])),
-        ("from", _release(shown["release"] if back else shown["before"])),
-        ("free", f"{shown['new']} of {shown['wanted']} wanted, {shown['old']} of other versions left"),
-        ("users", f"{shown['users']} on other versions, {shown['asked']} asked to move"),
-        ("ended", f"{shown['retired']} free workers"),
-        ("began", f"{clock(shown['began_at'])} UTC"),
-        ("deadline", "" if shown["ended"] else f"{clock(shown['deadline'])} UTC"),
-        ("went back", plain(shown["reason"])),
-        ("waits", "" if shown["ended"] else plain(shown["held"])),
-    ]
-    for name, value in rows:
-        if value:
-            table.add_row(name, Text(value))
-    return table
+    return _details(
+        [
+            ("pool", shown["pool"]),
+            ("phase", _PHASES.get(shown["phase"], shown["phase"])),
+            ("to", _release(shown["before"] if back else shown["release"])),
+            ("from", _release(shown["release"] if back else shown["before"])),
+            ("free", f"{shown['new']} of {shown['wanted']} wanted, {shown['old']} of other versions left"),
+            ("users", f"{shown['users']} on other versions, {shown['asked']} asked to move"),
+            ("ended", f"{shown['retired']} free workers"),
+            ("began", f"{clock(shown['began_at'])} UTC"),
+            ("deadline", "" if shown["ended"] else f"{clock(shown['deadline'])} UTC"),
+            ("went back", shown["reason"]),
+            ("waits", "" if shown["ended"] else shown["held"]),
+        ]
+    )
 
 
 def _release(release: Mapping[str, Any]) -> str:
@@ -269,68 +273,67 @@ def job_board(out: Console, shown: QueueOverview, *, workers: bool) -> Renderabl
 
 
 def queue_table(out: Console, rows: Iterable[QueueSnapshot]) -> Table:
-    table = empty_table(out, "queue", "waiting", "weight", "state", "types")
-    for one in rows:
-        state = Text("suspended", style="yellow") if one.suspended else Text("open")
-        types = "  ".join(f"{name} {count}" for name, count in one.types.items())
-        table.add_row(one.queue, str(one.waiting), f"{one.weight:g}", state, types)
-    return table
+    cells = (
+        (
+            *(one.queue, one.waiting, f"{one.weight:g}"),
+            Text("suspended", style="yellow") if one.suspended else "open",
+            "  ".join(f"{name} {count}" for name, count in one.types.items()),
+        )
+        for one in rows
+    )
+    return table(out, ("queue", "waiting", "weight", "state", "types"), cells)
 
 
 def runner_table(out: Console, rows: Iterable[RunnerSnapshot]) -> Table:
-    table = empty_table(out, "runner", "node", "pid", "queues", "state", "jobs", "born", "seen")
-    for one in rows:
-        state = Text(
-            one.state + (", suspended" if one.suspended else ""), style=_JOB_STYLES.get(one.state, "")
+    cells = (
+        (
+            *(one.runner, one.node, one.pid, one.queues),
+            Text(one.state + (", suspended" if one.suspended else ""), _JOB_STYLES.get(one.state, "")),
+            *(" ".join(one.jobs), _ago(one.born_at_ms), _ago(one.seen_at_ms)),
         )
-        table.add_row(
-            *(plain(one.runner), plain(one.node), str(one.pid), plain(one.queues)),
-            *(state, " ".join(map(plain, one.jobs)), _ago(one.born_at_ms), _ago(one.seen_at_ms)),
-        )
-    return table
+        for one in rows
+    )
+    return table(out, ("runner", "node", "pid", "queues", "state", "jobs", "born", "seen"), cells)
 
 
 def running_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
-    table = empty_table(out, "job", "type", "queue", "attempt", "runner", "for", "progress")
-    for one in rows:
-        progress = "" if one.progress is None else plain(one.progress)
-        table.add_row(
-            *(plain(one.job_id), plain(one.name), plain(one.queue), str(one.attempt)),
-            *(plain(one.runner), _ago(one.started_at_ms), progress),
+    cells = (
+        (
+            *(one.job_id, one.name, one.queue, one.attempt),
+            *(one.runner, _ago(one.started_at_ms), one.progress),
         )
-    return table
+        for one in rows
+    )
+    return table(out, ("job", "type", "queue", "attempt", "runner", "for", "progress"), cells)
 
 
 def failed_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
-    table = empty_table(out, "job", "type", "queue", "attempts", "failed (UTC)", "code", "why")
-    for one in rows:
-        table.add_row(
-            *(plain(one.job_id), plain(one.name), plain(one.queue), str(one.attempt)),
-            *(_clock_of_day(one.failed_at_ms), Text(plain(one.code), style="red"), plain(one.detail)),
+    cells = (
+        (
+            *(one.job_id, one.name, one.queue, one.attempt),
+            *(_clock_of_day(one.failed_at_ms), Text(plain(one.code), style="red"), one.detail),
         )
-    return table
+        for one in rows
+    )
+    return table(out, ("job", "type", "queue", "attempts", "failed (UTC)", "code", "why"), cells)
 
 
-def job_table(out: Console, one: JobSnapshot) -> None:
+def show_job(out: Console, one: JobSnapshot) -> None:
     """Prints all that is known of one job, with its traceback and output."""
-    table = Table.grid(padding=(0, 2))
     rows = [
         ("job", one.job_id),
         ("type", one.name),
         ("queue", one.queue),
-        ("state", one.state),
-        ("attempt", str(one.attempt)),
+        ("state", Text(plain(one.state), _JOB_STYLES.get(one.state, ""))),
+        ("attempt", one.attempt),
         ("runner", one.runner),
         ("started (UTC)", _clock_of_day(one.started_at_ms) if one.started_at_ms else ""),
         ("failed (UTC)", _clock_of_day(one.failed_at_ms) if one.failed_at_ms else ""),
-        ("progress", "" if one.progress is None else str(one.progress)),
+        ("progress", one.progress),
         ("code", one.code),
         ("why", one.detail),
     ]
-    for name, value in rows:
-        if value:
-            table.add_row(name, Text(plain(value), style=_JOB_STYLES.get(value, "")))
-    out.print(table)
+    out.print(_details(rows))
     for title, text in (("traceback", one.traceback), ("output", one.output)):
         if text:
             out.print(Text(f"{title}:", style="bold"))

@@ -15,41 +15,33 @@ if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
 
-Everybody = Annotated[bool, typer.Option("--all", help="Everybody.")]
 User = Annotated[str | None, typer.Option("--user", metavar="USER", help="One user.")]
-Account = Annotated[
-    str | None, typer.Option("--account", metavar="ACCOUNT", help="Only this account; needs --user.")
-]
-Why = Annotated[str, typer.Option("--reason", help="Why; recorded in the audit trail.")]
 
 
 def install(root: typer.Typer) -> None:
     """Adds the four commands of the trading switches to `berth` itself."""
-    for command in (halt, reduce):
-        api_command(root, check=_check_target, json=False)(command)
-    api_command(root, "open", check=_check_target, json=False)(open_)
+    _add_switch(root, "halt", "halted", "Take no new orders, nor those already queued. Cancels still pass.")
+    _add_switch(
+        root, "reduce", "reducing", "Take only orders that make a position smaller. Cancels still pass."
+    )
+    _add_switch(root, "open", "open", "Take orders again, unless another switch forbids it.")
     api_command(root)(switches)
 
 
-def halt(
-    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> CommandAnswer:
-    """Take no new orders, nor those already queued. Cancels still pass."""
-    return _put_switch(api, "halted", reason, user, account)
+def _add_switch(root: typer.Typer, name: str, state: str, help: str) -> None:
+    def command(
+        api: OperatorApi,
+        reason: Annotated[str, typer.Option(help="Why; recorded in the audit trail.")],
+        everybody: Annotated[bool, typer.Option("--all", help="Everybody.")] = False,
+        user: User = None,
+        account: Annotated[
+            str | None, typer.Option(metavar="ACCOUNT", help="Only this account; needs --user.")
+        ] = None,
+    ) -> CommandAnswer:
+        return _put_switch(api, state, reason, user, account)
 
-
-def reduce(
-    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> CommandAnswer:
-    """Take only orders that make a position smaller. Cancels still pass."""
-    return _put_switch(api, "reducing", reason, user, account)
-
-
-def open_(
-    api: OperatorApi, reason: Why, everybody: Everybody = False, user: User = None, account: Account = None
-) -> CommandAnswer:
-    """Take orders again, unless another switch forbids it."""
-    return _put_switch(api, "open", reason, user, account)
+    command.__doc__ = help
+    api_command(root, name, check=_check_target, json=False)(command)
 
 
 def switches(
@@ -90,18 +82,17 @@ def _put_switch(
 def _show_switches(found: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from infra.cli.tables import clock, console, empty_table, plain
+    from infra.cli.tables import clock, console, plain, table
+
+    def cells(one: dict[str, Any]) -> tuple[object, ...]:
+        whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
+        state = Text(plain(one["state"]), style=colours.get(one["state"], ""))
+        holder = "the user" if one["held_by"] == "user" else one["actor"]
+        return whom, state, holder, clock(one["at"]), one["reason"]
 
     out = console()
-    rows = empty_table(out, "for", "state", "set by", "at (UTC)", "reason")
     colours = {"halted": "red", "reducing": "yellow", "open": "green"}
-    for one in found["switches"]:
-        whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
-        state = plain(one["state"])
-        holder = "the user" if one["held_by"] == "user" else plain(one["actor"])
-        shown = Text(state, style=colours.get(state, ""))
-        rows.add_row(whom, shown, holder, clock(one["at"]), Text(plain(one["reason"])))
-    out.print(rows)
+    out.print(table(out, ("for", "state", "set by", "at (UTC)", "reason"), map(cells, found["switches"])))
     if effective := found.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}
         out.print("in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))
@@ -189,47 +180,26 @@ def _order_path(order: str, what: str) -> str:
 
 
 def _show_orders(rows: list[dict[str, Any]], *, more: bool) -> None:
-    from rich.text import Text
+    from infra.cli.tables import clock, console, show_table
 
-    from infra.cli.tables import clock, console, empty_table, plain
-
-    out = console()
-    table = empty_table(out, "order", "user", "account", "what", "known", "since (UTC)", "why")
-    for row in rows:
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
         what = f"{row['side']} {row['quantity']} {row['symbol']}, {row['filled_quantity']} filled"
-        words = (row["id"], row["user_id"], row["account_id"], what, row["known_state"])
-        table.add_row(
-            *(Text(plain(word)) for word in words),
-            clock(row["attention_at"]),
-            Text(plain(row["attention"])),
-        )
-    if not table.row_count:
-        out.print("no order waits for a person")
-        return
-    out.print(table)
-    if more:
-        out.print("there are more: raise --limit")
+        names = (row["id"], row["user_id"], row["account_id"])
+        return *names, what, row["known_state"], clock(row["attention_at"]), row["attention"]
+
+    columns = ("order", "user", "account", "what", "known", "since (UTC)", "why")
+    advice = "there are more: raise --limit" if more else ""
+    show_table(console(), columns, map(cells, rows), none="no order waits for a person", more=advice)
 
 
 def _show_differences(rows: list[dict[str, Any]], *, more: bool) -> None:
-    from rich.text import Text
+    from infra.cli.tables import clock, console, show_table
 
-    from infra.cli.tables import clock, console, empty_table, plain
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
+        what = json.dumps(row["differences"], ensure_ascii=False)
+        blocks = "yes" if row["blocks"] else "no"
+        return row["id"], row["user_id"], row["account_id"], clock(row["at"]), blocks, what
 
-    out = console()
-    table = empty_table(out, "number", "user", "account", "since (UTC)", "blocks", "what")
-    for row in rows:
-        table.add_row(
-            str(row["id"]),
-            Text(plain(row["user_id"])),
-            Text(plain(row["account_id"])),
-            clock(row["at"]),
-            "yes" if row["blocks"] else "no",
-            Text(plain(json.dumps(row["differences"], ensure_ascii=False))),
-        )
-    if not table.row_count:
-        out.print("no difference waits for a person")
-        return
-    out.print(table)
-    if more:
-        out.print("there may be more: raise --limit")
+    columns = ("number", "user", "account", "since (UTC)", "blocks", "what")
+    advice = "there may be more: raise --limit" if more else ""
+    show_table(console(), columns, map(cells, rows), none="no difference waits for a person", more=advice)
