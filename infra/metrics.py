@@ -33,11 +33,9 @@ class MetricsPage:
     def histogram(self, name: str, labels: Labels, numbers: Mapping[str, int]) -> None:
         """`numbers` by bucket, and the `sum` in ms; written in seconds."""
         total = 0
-        for index, bound in enumerate(BOUNDS_MS):
+        for index, bound in enumerate((*(f"{bound / 1000:g}" for bound in BOUNDS_MS), "+Inf")):
             total += numbers.get(str(index), 0)
-            self.sample(f"{name}_bucket", (*labels, ("le", f"{bound / 1000:g}")), total)
-        total += numbers.get(str(len(BOUNDS_MS)), 0)
-        self.sample(f"{name}_bucket", (*labels, ("le", "+Inf")), total)
+            self.sample(f"{name}_bucket", (*labels, ("le", bound)), total)
         self.sample(f"{name}_sum", labels, numbers.get("sum", 0) / 1000)
         self.sample(f"{name}_count", labels, total)
 
@@ -106,12 +104,11 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
         ("berth_maintenance_workers", last.scanned, "Workers that it looked at."),
         ("berth_maintenance_guarded", 1 if last.guarded else 0, "1: it might do nothing, for want of trust."),
         ("berth_maintenance_scan_seconds", last.scan_seconds, "How long its look took."),
+        ("berth_maintenance_seconds", last.total_seconds, "How long all of it took."),
     ):
-        page.family(name, "gauge", about)
-        page.sample(name, (), value)
-    if last.total_seconds is not None:
-        page.family("berth_maintenance_seconds", "gauge", "How long all of it took.")
-        page.sample("berth_maintenance_seconds", (), last.total_seconds)
+        if value is not None:
+            page.family(name, "gauge", about)
+            page.sample(name, (), value)
     for name, label, numbers, about in (
         ("berth_maintenance_found", "anomaly", last.found, "Anomalies that it saw."),
         ("berth_maintenance_outcomes", "outcome", last.outcomes, "What was done about them."),

@@ -50,7 +50,7 @@ class MaintenanceActivities:
         """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass."""
         began = time.monotonic()
         async with self._database.session() as session:
-            before = await passes.last_pass(session)
+            before = await passes.find_pass(session)
         apart = self._apart(before)
         if before is not None and apart < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")

@@ -31,14 +31,11 @@ log = structlog.get_logger()
 class EcsHosts:
     """Implements `HostScaler`. boto3 blocks, so each call runs in a thread."""
 
-    def __init__(
-        self, *, cluster: str, capacity_provider: str, region: str | None = None, endpoint: str | None = None
-    ) -> None:
-        """`endpoint` replaces AWS's server in tests."""
+    def __init__(self, *, cluster: str, capacity_provider: str, region: str | None = None) -> None:
         self._cluster = cluster
         self._provider = capacity_provider
-        self._ecs = boto3.client("ecs", region_name=region, endpoint_url=endpoint, config=_CONFIG)
-        self._groups = boto3.client("autoscaling", region_name=region, endpoint_url=endpoint, config=_CONFIG)
+        self._ecs = boto3.client("ecs", region_name=region, config=_CONFIG)
+        self._groups = boto3.client("autoscaling", region_name=region, config=_CONFIG)
 
     async def hosts(self) -> list[Host]:
         found: list[Host] = await self._call(self._hosts)
@@ -113,11 +110,7 @@ class EcsHosts:
             self._ecs.update_capacity_provider(
                 name=self._provider,
                 autoScalingGroupProvider={
-                    "managedScaling": {
-                        **managed,
-                        "status": "ENABLED",
-                        "targetCapacity": plan.target_capacity,
-                    }
+                    "managedScaling": {**managed, "status": "ENABLED", "targetCapacity": plan.target_capacity}
                 },
             )
         least = min(plan.wanted, group["MaxSize"])

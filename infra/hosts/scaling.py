@@ -77,17 +77,13 @@ class HostPlan:
     #: Hosts for the workers, and spare hosts that are kept warm.
     needed: int
     warm: int
-    #: `needed` and `warm`, within the bounds.
-    wanted: int
-    #: Present hosts that take workers, that are starting, that drain.
+    #: Present hosts that take workers, and that drain.
     ready: int = 0
-    starting: int = 0
     draining: int = 0
 
     @property
-    def gap(self) -> int:
-        """Hosts to start; negative: surplus hosts."""
-        return self.wanted - self.ready - self.starting
+    def wanted(self) -> int:
+        return self.needed + self.warm
 
     @property
     def target_capacity(self) -> int:
@@ -97,17 +93,13 @@ class HostPlan:
         """
         if not self.needed:
             return 100 if not self.warm else 1
-        return max(1, 100 * self.needed // (self.needed + self.warm))
+        return max(1, 100 * self.needed // self.wanted)
 
     @property
     def reason(self) -> str:
         """The reason in words."""
         text = f"{self.needed} for {self.workers} workers, {self.each} a host ({self.limit})"
         text += f", and {self.warm} warm"
-        if self.wanted < self.needed + self.warm:
-            text += f"; no more than {self.wanted} are allowed"
-        elif self.wanted > self.needed + self.warm:
-            text += f"; no fewer than {self.wanted} are allowed"
         if self.draining:
             text += f"; {self.draining} drain and take no more workers"
         return text
@@ -118,30 +110,15 @@ def warm_hosts(kind: HostKind, workers_a_second: float, *, least: int, cold_star
     return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / kind.workers))
 
 
-def plan_hosts(
-    kind: HostKind,
-    workers: int,
-    hosts: Sequence[Host] = (),
-    *,
-    warm: int = 1,
-    least: int = 0,
-    most: int | None = None,
-) -> HostPlan:
+def plan_hosts(kind: HostKind, workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
     """Plans the hosts for `workers`; those on draining hosts count, since they need a place elsewhere."""
-    needed = math.ceil(max(workers, 0) / kind.workers)
-    wanted = max(needed + warm, least)
-    if most is not None:
-        wanted = min(wanted, most)
-    serving = [host for host in hosts if not host.draining]
     return HostPlan(
         workers=workers,
         each=kind.workers,
         limit=kind.limit,
-        needed=needed,
+        needed=math.ceil(max(workers, 0) / kind.workers),
         warm=warm,
-        wanted=wanted,
-        ready=sum(host.ready for host in serving),
-        starting=sum(not host.ready for host in serving),
+        ready=sum(host.ready and not host.draining for host in hosts),
         draining=sum(host.draining for host in hosts),
     )
 

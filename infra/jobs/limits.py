@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-
-_Hash = dict[bytes, bytes]
+from worker_runtime.jobs.protocol.calls import reply_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +27,16 @@ class JobLimits:
 
 async def read_limits(client: Redis) -> dict[str, JobLimits]:
     """The limits of all types that have any, by type. Raises `RedisError`."""
-    stored = await cast("Any", client.hgetall(job_keys.meta(job_keys.FLEET_TAG)))
-    fields = {name.decode(): value.decode() for name, value in cast("_Hash", stored).items()}
-    names = {
-        name.partition(":")[2]
-        for name in fields
-        if name.partition(":")[0] in ("limit", "node_limit", "rate", "rate_burst")
-    }
+    stored = await client.hgetall(job_keys.meta(job_keys.FLEET_TAG))
+    fields = {reply_text(name): reply_text(value) for name, value in stored.items()}
+    kinds = [name.partition(":") for name in fields]
+    names = {name for kind, _, name in kinds if kind in ("limit", "node_limit", "rate", "rate_burst")}
     return {name: _limits(name, fields) for name in sorted(names)}
 
 
 async def count_running(client: Redis, name: str) -> int:
     """The number of jobs of this type that run now. Raises `RedisError`."""
-    counts = await cast("Any", client.hvals(job_keys.running(job_keys.FLEET_TAG, name)))
-    return sum(int(count) for count in counts)
+    return sum(map(int, await client.hvals(job_keys.running(job_keys.FLEET_TAG, name))))
 
 
 async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from infra.hosts.scaling import HostScaler
 from infra.launchers.port import Launcher
 from infra.settings import EcsSettings, Settings
 from worker_runtime.protocol.errors import BerthError
+
+if TYPE_CHECKING:
+    from infra.launchers.docker.launcher import DockerLauncher
 
 
 class UnknownLauncher(BerthError):
@@ -28,7 +32,7 @@ def _create_ecs_launcher(_: Settings) -> Launcher:
     return create_ecs_launcher(EcsSettings())
 
 
-def _create_docker_launcher(settings: Settings) -> Launcher:
+def create_docker_launcher(settings: Settings) -> DockerLauncher:
     from infra.launchers.docker.launcher import DockerLauncher
 
     return DockerLauncher(
@@ -41,7 +45,7 @@ def _create_docker_launcher(settings: Settings) -> Launcher:
 
 #: Each maker imports its launcher itself, so the libraries of the others are not loaded.
 _MAKERS: dict[str, Callable[[Settings], Launcher]] = {
-    "docker": _create_docker_launcher,
+    "docker": create_docker_launcher,
     "ecs": _create_ecs_launcher,
     "process": _create_process_launcher,
 }

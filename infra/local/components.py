@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from infra.launchers.process import ProcessLauncher
+from infra.launchers.registry import create_docker_launcher
 from infra.local.process import HOST, Server, accepts
 from infra.settings import Settings
 from infra.worker_task import Task
@@ -219,14 +220,8 @@ class WorkerContainers:
         return self._ask(lambda launcher: launcher.stop_all(reason))
 
     def _ask(self, question: Callable[[DockerLauncher], Awaitable[R]]) -> R:
-        own = self._settings
-
-        from infra.launchers.docker.launcher import DockerLauncher
-
         async def asked() -> R:
-            launcher = DockerLauncher(
-                own.docker_socket, image=own.docker_image, network=own.docker_network, fleet=own.docker_fleet
-            )
+            launcher = create_docker_launcher(self._settings)
             try:
                 return await question(launcher)
             finally:

@@ -7,6 +7,7 @@ key to its use. boto3 blocks, so its few calls per claim run in threads.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -35,32 +36,24 @@ class KmsMasterKey:
 
     async def wrap(self, data_key: bytes, context: bytes) -> bytes:
         """Raises `KmsUnavailable`."""
-        try:
-            answer = await asyncio.to_thread(
-                self._client.encrypt,
-                KeyId=self._arn,
-                Plaintext=data_key,
-                EncryptionContext={"berth": context.hex()},
-            )
-        except (BotoCoreError, ClientError) as error:
-            raise KmsUnavailable(type(error).__name__) from error
+        answer = await self._call(self._client.encrypt, context, Plaintext=data_key)
         return bytes(answer["CiphertextBlob"])
 
     async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
         """Raises `UnwrapFailed`, `UnknownMasterKey` or `KmsUnavailable`."""
         if key_id != self.key_id:
             raise UnknownMasterKey(f"{key_id} is not {self.key_id}")
+        answer = await self._call(self._client.decrypt, context, CiphertextBlob=wrapped)
+        return bytes(answer["Plaintext"])
+
+    async def _call(self, call: Callable[..., Any], context: bytes, **given: bytes) -> Any:
+        bound = {"berth": context.hex()}
         try:
-            answer = await asyncio.to_thread(
-                self._client.decrypt,
-                KeyId=self._arn,
-                CiphertextBlob=wrapped,
-                EncryptionContext={"berth": context.hex()},
-            )
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") == "InvalidCiphertextException":
+            return await asyncio.to_thread(call, KeyId=self._arn, EncryptionContext=bound, **given)
+        except (BotoCoreError, ClientError) as error:
+            if (
+                isinstance(error, ClientError)
+                and error.response["Error"]["Code"] == "InvalidCiphertextException"
+            ):
                 raise UnwrapFailed from None
             raise KmsUnavailable(type(error).__name__) from error
-        except BotoCoreError as error:
-            raise KmsUnavailable(type(error).__name__) from error
-        return bytes(answer["Plaintext"])

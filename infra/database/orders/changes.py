@@ -9,8 +9,8 @@ import uuid
 from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
-from typing import Any
 
+import msgspec
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -46,17 +46,9 @@ async def note_change(
     session: AsyncSession, order: Order, request_id: str, change: OrderChange, *, actor: str
 ) -> OrderChange | None:
     """Records a requested change; returns the earlier one with this id if there is one."""
-    wanted = [f"quantity {change.quantity}" if change.quantity is not None else ""]
-    wanted += [f"price {change.price}" if change.price is not None else ""]
-    reason = "change asked for: " + ", ".join(filter(None, wanted))
-    price = None if change.price is None else str(change.price)
-    data = {
-        "reason": reason,
-        "quantity": change.quantity,
-        "price": price,
-        "generation": change.generation,
-        "deadline_at": change.deadline_at.isoformat(),
-    }
+    asked = {"quantity": change.quantity, "price": None if change.price is None else str(change.price)}
+    words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+    data = {**msgspec.to_builtins(change), "reason": f"change asked for: {words}"}
     event_id = request_id_of(order.id, "replace", request_id)
     inserted = await session.scalar(
         insert(OrderEventRow)
@@ -71,8 +63,7 @@ async def note_change(
             action="order.replace_requested",
             subject=f"order:{order.id}",
             request_id=request_id,
-            quantity=change.quantity,
-            price=price,
+            **asked,
         )
         return None
     return await find_change(session, order.id, request_id)
@@ -82,7 +73,7 @@ async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: st
     """Returns the change that was requested with this id, if any."""
     event_id = request_id_of(order_id, "replace", request_id)
     data = await session.scalar(select(OrderEventRow.data).where(OrderEventRow.event_id == event_id))
-    return None if data is None else _change_of(data)
+    return None if data is None else msgspec.convert(data, OrderChange)
 
 
 async def confirm_changes(
@@ -105,7 +96,7 @@ async def confirm_changes(
     for event_id, data in found.items():
         if event_id.endswith(_CONFIRMED):
             continue
-        change = _change_of(data)
+        change = msgspec.convert(data, OrderChange)
         if f"{event_id}{_CONFIRMED}" in found:
             price_confirmed = price_confirmed or change.price is not None
             continue
@@ -134,15 +125,6 @@ async def _note_confirmed(session: AsyncSession, order_id: uuid.UUID, event_id: 
         data={"reason": "change made"},
     )
     await session.execute(mark.on_conflict_do_nothing())
-
-
-def _change_of(data: dict[str, Any]) -> OrderChange:
-    return OrderChange(
-        quantity=data["quantity"],
-        price=None if data["price"] is None else Decimal(data["price"]),
-        generation=data["generation"],
-        deadline_at=datetime.fromisoformat(data["deadline_at"]),
-    )
 
 
 async def apply_change(session: AsyncSession, order_id: uuid.UUID, change: OrderChange) -> None:

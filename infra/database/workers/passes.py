@@ -60,12 +60,7 @@ class PassRecord:
     suspects: tuple[Suspect, ...] = ()
 
 
-async def last_pass(session: AsyncSession) -> PassRecord | None:
-    """Returns the latest pass with its suspects."""
-    return await find_pass(session, None)
-
-
-async def find_pass(session: AsyncSession, number: int | None) -> PassRecord | None:
+async def find_pass(session: AsyncSession, number: int | None = None) -> PassRecord | None:
     """Returns the pass with this number, or the latest one if `number` is None."""
     age = func.extract("epoch", func.clock_timestamp() - MaintenancePass.began_at)
     wanted = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)

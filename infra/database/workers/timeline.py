@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import WorkerTransition
+from infra.database.workers.sessions import at_unix
 
 #: PostgreSQL notifies this channel, with the user's id, when a timeline grows.
 TIMELINE_CHANNEL = "berth_timeline"
@@ -87,18 +87,14 @@ def _values(user_id: str, chain: str, transition: NewTransition) -> dict[str, ob
         "user_id": user_id,
         "chain": chain,
         "number": transition.number,
-        "at": _time(transition.at),
+        "at": at_unix(transition.at),
         "before": transition.before,
         "after": transition.after,
         "reason": _clean(transition.reason, _REASON),
         "worker_id": _clean(transition.worker_id, _NAME),
         "epoch": transition.epoch,
-        "deadline": None if transition.deadline is None else _time(transition.deadline),
+        "deadline": None if transition.deadline is None else at_unix(transition.deadline),
     }
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 def _clean(text: str, limit: int) -> str:

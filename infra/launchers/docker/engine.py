@@ -35,9 +35,8 @@ class DockerEngine:
     Every call raises `LauncherUnreachable` when the daemon does not answer, or answers something unexpected.
     """
 
-    def __init__(self, socket_path: Path, *, timeout: float = ANSWER_TIMEOUT) -> None:
+    def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
-        self._timeout = timeout
         self._docker: aiodocker.Docker | None = None
 
     async def __aenter__(self) -> Self:
@@ -155,7 +154,7 @@ class DockerEngine:
         `extra`: seconds that the call may take beyond the daemon's own time.
         """
         try:
-            async with asyncio.timeout(self._timeout + extra):
+            async with asyncio.timeout(ANSWER_TIMEOUT + extra):
                 yield
         except DockerError as error:
             if error.status in expected:

@@ -35,6 +35,8 @@ KEPT_COUNT = 200
 #: The most exited and handled containers that stay: a position names each of them in 13 bytes, and is
 #: written with every exit. (1,000 exits within ten minutes made it 13 kB.)
 KEPT_MOST = 400
+#: Stops whose reason is remembered until the exit is reported.
+STOPS_REMEMBERED = 10_000
 #: Hexadecimal digits of an id in a position: two of 1,000 containers share them once in 5·10⁸ fleets.
 DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
@@ -56,8 +58,7 @@ class StopNote:
 class StopNotes:
     """The stops by this launcher object. Another's show in the daemon's events, without a reason."""
 
-    def __init__(self, size: int = 10_000) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._notes: OrderedDict[str, StopNote] = OrderedDict()
 
     def begin(self, container_id: str, reason: str) -> StopNote:
@@ -66,7 +67,7 @@ class StopNotes:
 
     def replace(self, container_id: str, note: StopNote) -> StopNote:
         self._notes[container_id] = note
-        while len(self._notes) > self._size:
+        if len(self._notes) > STOPS_REMEMBERED:
             self._notes.popitem(last=False)
         return note
 

@@ -88,9 +88,8 @@ class DockerLauncher:
                 return launched
             if time.monotonic() > until:
                 raise LaunchFailed(f"another launch of worker {spec.config.worker_id} gets in the way")
-            await asyncio.sleep(
-                INSPECTION_PERIOD
-            )  # the daemon takes a name some time before it shows the container
+            # The daemon takes a name some time before it shows the container.
+            await asyncio.sleep(INSPECTION_PERIOD)
 
     async def _create(self, spec: LaunchSpec, name: str) -> Task | None:
         """Returns None when another launch of this token was first."""
@@ -150,10 +149,10 @@ class DockerLauncher:
             short = task_id[:12]
             raise StopFailed(f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
 
-    async def stop_all(self, reason: str, *, grace: float | None = None) -> int:
+    async def stop_all(self, reason: str) -> int:
         """Ends all workers of the fleet at once, for `berth up`; returns how many there were."""
         running = await self.list()
-        await asyncio.gather(*(self.stop(task.task_id, reason, grace=grace) for task in running))
+        await asyncio.gather(*(self.stop(task.task_id, reason) for task in running))
         return len(running)
 
     # --- list and exits -------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.launchers.ecs.failures import UnknownTask, call_error, launch_error, placement_error, task_id_of
+from infra.launchers.ecs.records import family_of
+from infra.settings import EcsSettings
 from infra.worker_task import LauncherUnreachable
 
 #: Calls at the same time. A call takes about 0.1 s: 160 a second, more than the 20 to 50 that ECS allows.
@@ -55,14 +57,12 @@ class SqsMessage:
 class EcsApi:
     """Every method raises `LauncherUnreachable` when the outcome is unknown."""
 
-    def __init__(
-        self, *, cluster: str, family: str, queue_url: str, region: str = "", endpoint: str = ""
-    ) -> None:
+    def __init__(self, settings: EcsSettings, *, endpoint: str | None = None) -> None:
         """`endpoint`: another server than AWS's, for tests."""
-        self._cluster = cluster
-        self._family = family
-        self._queue = queue_url
-        place = {"region_name": region or None, "endpoint_url": endpoint or None}
+        self._cluster = settings.cluster
+        self._family = family_of(settings.task_definition)
+        self._queue = settings.queue_url
+        place = {"region_name": settings.region or None, "endpoint_url": endpoint}
         self._ecs: Any = boto3.client("ecs", config=_CONFIG, **place)
         self._sqs: Any = boto3.client("sqs", config=_CONFIG, **place)
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="ecs")
@@ -121,11 +121,7 @@ class EcsApi:
 
     async def receive(self) -> list[SqsMessage]:
         """Up to ten messages; waits some seconds for the first."""
-        request = {
-            "QueueUrl": self._queue,
-            "MaxNumberOfMessages": BATCH,
-            "WaitTimeSeconds": POLL,
-        }
+        request = {"QueueUrl": self._queue, "MaxNumberOfMessages": BATCH, "WaitTimeSeconds": POLL}
         answer = await self._in_thread(lambda: self._sqs.receive_message(**request), call_error, self._polls)
         return [
             SqsMessage(message_id=one["MessageId"], receipt=one["ReceiptHandle"], body=one["Body"])

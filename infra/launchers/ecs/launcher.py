@@ -20,7 +20,7 @@ from infra.launchers.ecs.api import EcsApi
 from infra.launchers.ecs.failures import TokenInUse, UnknownTask
 from infra.launchers.ecs.queue import EcsQueue
 from infra.launchers.ecs.records import EcsRecords, position_time, with_position
-from infra.launchers.ecs.request import EcsTarget, client_token, run_task
+from infra.launchers.ecs.request import client_token, run_task
 from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
 from infra.launchers.port import LaunchSpec
 from infra.settings import EcsSettings
@@ -29,8 +29,6 @@ from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed, Tas
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds between two full listings, while events come.
-LISTING_PERIOD = 600.0
 #: Seconds that a listing stays valid while no events come: nobody listens, or the queue is out of reach.
 UNFED_PERIOD = 10.0
 #: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a pause.
@@ -59,22 +57,16 @@ class EcsLauncher:
     list_lag = FED
 
     def __init__(
-        self,
-        place: EcsTarget,
-        api: EcsApi,
-        launch_key: bytes,
-        *,
-        listing_period: float = LISTING_PERIOD,
-        denial: float = DENIAL,
+        self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = DENIAL
     ) -> None:
         """Closes `api` with itself."""
-        self._place = place
+        self._settings = settings
         self._api = api
         self._key = launch_key
-        self._records = EcsRecords(cluster=place.cluster, family=place.family, container=place.container)
+        self._records = EcsRecords(settings)
         self._tasks = TaskCache()
         self._queue = EcsQueue(api, self._records)
-        self._period = listing_period
+        self._period = settings.listing_period
         self._denial = denial
         #: When the last full listing began, and when the queue last answered (monotonic seconds).
         self._listed_at = self._fed_at = float("-inf")
@@ -102,7 +94,7 @@ class EcsLauncher:
             raise LaunchFailed(f"worker {worker_id} runs already, launched by another token")
         began = time.time()
         try:
-            answer = await self._api.run(run_task(self._place, spec, token, self._key))
+            answer = await self._api.run(run_task(self._settings, spec, token, self._key))
         except TokenInUse as error:
             # Launched before with other settings, or by another release: it is the same launch.
             answer = await self._first_launch(error)
@@ -260,17 +252,5 @@ def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:
     """Calls nothing of AWS yet. Raises `EcsUnconfigured`, and the errors of a missing or exposed key file."""
     if not settings.queue_url:
         raise EcsUnconfigured
-    place = EcsTarget(
-        cluster=settings.cluster,
-        task_definition=settings.task_definition,
-        container=settings.container,
-        capacity_providers=settings.capacity_providers,
-        placement=settings.placement,
-        subnets=settings.subnets,
-        security_groups=settings.security_groups,
-    )
     key = launch_document.key_from(key_file.read_key_file(settings.launch_key_file, private=True))
-    api = EcsApi(
-        cluster=settings.cluster, family=place.family, queue_url=settings.queue_url, region=settings.region
-    )
-    return EcsLauncher(place, api, key, listing_period=settings.listing_period)
+    return EcsLauncher(settings, EcsApi(settings), key)

@@ -15,6 +15,7 @@ import msgspec
 
 from infra.launchers.ecs.failures import task_id_of
 from infra.launchers.ecs.task_cache import STOPPED, SeenTask
+from infra.settings import EcsSettings
 from infra.worker_task import (
     FAILED_TO_START,
     HOST_LOST,
@@ -70,13 +71,18 @@ class _Event(msgspec.Struct, rename="kebab"):
     detail: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+def family_of(task_definition: str) -> str:
+    """The family of `family`, `family:revision` or an ARN."""
+    return task_definition.rpartition("/")[2].partition(":")[0]
+
+
 class EcsRecords:
     """Reads the tasks of one cluster and one family of task definitions; returns None for others."""
 
-    def __init__(self, *, cluster: str, family: str, container: str) -> None:
-        self._cluster = task_id_of(cluster)
-        self._family = family
-        self._container = container
+    def __init__(self, settings: EcsSettings) -> None:
+        self._cluster = task_id_of(settings.cluster)
+        self._family = family_of(settings.task_definition)
+        self._container = settings.container
 
     def of_answer(self, task: dict[str, Any]) -> SeenTask | None:
         """Reads one of `tasks` in an answer that includes tags."""
@@ -94,9 +100,9 @@ class EcsRecords:
         return self._seen(record, tagged=False)
 
     def _seen(self, record: _Record, *, tagged: bool) -> SeenTask | None:
-        family = task_id_of(record.task_definition_arn).rpartition(":")[0]
         ours = (record.group or "").startswith(GROUP) and bool(record.started_by)
-        if not ours or family != self._family or task_id_of(record.cluster_arn) != self._cluster:
+        family, cluster = family_of(record.task_definition_arn), task_id_of(record.cluster_arn)
+        if not ours or (family, cluster) != (self._family, self._cluster):
             return None
         tags = {tag.key: tag.value for tag in record.tags or ()}
         task = Task(

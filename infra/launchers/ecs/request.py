@@ -7,13 +7,13 @@ and nothing depends on the time.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 from infra.launchers.ecs.failures import LaunchMisconfigured
-from infra.launchers.ecs.records import GROUP, TAG_POOL, TAG_TOKEN, TAG_VERSION, TAG_WORKER
+from infra.launchers.ecs.records import GROUP, TAG_POOL, TAG_TOKEN, TAG_VERSION, TAG_WORKER, family_of
 from infra.launchers.port import LaunchSpec
+from infra.settings import EcsSettings
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.messages import encode
 
@@ -21,9 +21,8 @@ from worker_runtime.protocol.messages import encode
 _TOKEN = re.compile(r"[A-Za-z0-9+\-=._:/@]{1,64}")
 _MIB = 1024 * 1024
 
-Placement = Literal["spread", "binpack", "none"]
 #: Binpack goes by memory: at 1,024 MiB a worker, it fills a host first.
-_STRATEGIES: dict[Placement, list[dict[str, str]]] = {
+_STRATEGIES = {
     "spread": [
         {"type": "spread", "field": "attribute:ecs.availability-zone"},
         {"type": "spread", "field": "instanceId"},
@@ -32,34 +31,7 @@ _STRATEGIES: dict[Placement, list[dict[str, str]]] = {
         {"type": "spread", "field": "attribute:ecs.availability-zone"},
         {"type": "binpack", "field": "memory"},
     ],
-    "none": [],
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class EcsTarget:
-    """Where and how workers run."""
-
-    cluster: str
-    #: `family`, `family:revision` or an ARN.
-    task_definition: str
-    #: The worker's container in the task definition.
-    container: str = "worker"
-    #: Capacity provider → weight; empty: the cluster's default strategy.
-    capacity_providers: dict[str, int]
-    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS cannot place (Fargate).
-    placement: Placement
-    #: For tasks with their own network interface (`awsvpc`); empty with bridge networking.
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
-
-    @property
-    def family(self) -> str:
-        return _family(self.task_definition)
-
-
-def _family(task_definition: str) -> str:
-    return task_definition.rpartition("/")[2].partition(":")[0]
 
 
 def client_token(token: str) -> str:
@@ -69,7 +41,7 @@ def client_token(token: str) -> str:
     return blake2b(token.encode(), digest_size=32).hexdigest()
 
 
-def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) -> dict[str, Any]:
+def run_task(settings: EcsSettings, spec: LaunchSpec, token: str, launch_key: bytes) -> dict[str, Any]:
     """The request for one worker. Its overrides of the task definition have at most 8,192 characters.
 
     The launch document is encrypted: everybody who may describe tasks can read overrides, and they stand in
@@ -77,12 +49,13 @@ def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) 
     Raises `LaunchMisconfigured` for another family, whose tasks our listings would not show.
     """
     config = spec.config
-    if spec.image and _family(spec.image) != place.family:
-        raise LaunchMisconfigured(f"{spec.image} is no revision of {place.family}")
+    family = family_of(settings.task_definition)
+    if spec.image and family_of(spec.image) != family:
+        raise LaunchMisconfigured(f"{spec.image} is no revision of {family}")
     document = launch_document.seal(encode(config), launch_key, worker_id=config.worker_id)
     request: dict[str, Any] = {
-        "cluster": place.cluster,
-        "taskDefinition": spec.image or place.task_definition,
+        "cluster": settings.cluster,
+        "taskDefinition": spec.image or settings.task_definition,
         "count": 1,
         "clientToken": client_token(token),
         "group": f"{GROUP}{config.pool}",
@@ -90,7 +63,7 @@ def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) 
         "overrides": {
             "containerOverrides": [
                 {
-                    "name": place.container,
+                    "name": settings.container,
                     "environment": [
                         {"name": launch_document.WORKER, "value": config.worker_id},
                         {"name": launch_document.DOCUMENT, "value": document},
@@ -109,18 +82,18 @@ def run_task(place: EcsTarget, spec: LaunchSpec, token: str, launch_key: bytes) 
             {"key": TAG_TOKEN, "value": client_token(token)},
         ],
     }
-    if place.capacity_providers:
+    if settings.capacity_providers:
         request["capacityProviderStrategy"] = [
             {"capacityProvider": name, "weight": weight}
-            for name, weight in sorted(place.capacity_providers.items())
+            for name, weight in sorted(settings.capacity_providers.items())
         ]
-    if place.placement != "none":
-        request["placementStrategy"] = _STRATEGIES[place.placement]
-    if place.subnets:
+    if settings.placement != "none":
+        request["placementStrategy"] = _STRATEGIES[settings.placement]
+    if settings.subnets:
         request["networkConfiguration"] = {
             "awsvpcConfiguration": {
-                "subnets": list(place.subnets),
-                "securityGroups": list(place.security_groups),
+                "subnets": list(settings.subnets),
+                "securityGroups": list(settings.security_groups),
                 "assignPublicIp": "DISABLED",
             }
         }

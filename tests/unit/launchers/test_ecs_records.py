@@ -11,13 +11,16 @@ import pytest
 
 from infra.launchers.ecs.records import EcsRecords, position_time
 from infra.launchers.ecs.task_cache import SeenTask
+from infra.settings import EcsSettings
 from infra.worker_task import TaskExit
 from worker_runtime.protocol.errors import MalformedMessage
 
 RECORDS = EcsRecords(
-    cluster="arn:aws:ecs:us-west-2:111122223333:cluster/FargateCluster",
-    family="sample-fargate",
-    container="FargateApp",
+    EcsSettings(
+        cluster="arn:aws:ecs:us-west-2:111122223333:cluster/FargateCluster",
+        task_definition="sample-fargate",
+        container="FargateApp",
+    )
 )
 TASK_ID = "c13b4cb40f1f4fe4a2971f76ae5a47ad"
 ARN = f"arn:aws:ecs:us-west-2:111122223333:task/FargateCluster/{TASK_ID}"

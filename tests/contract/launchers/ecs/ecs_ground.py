@@ -10,18 +10,11 @@ import pytest
 
 from infra.launchers.ecs.api import EcsApi
 from infra.launchers.ecs.launcher import EcsLauncher
-from infra.launchers.ecs.request import EcsTarget
+from infra.settings import EcsSettings
 from infra.worker_task import Task
 from tests.contract.launchers.ecs.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGION, EcsOnMoto
 
 KEY = bytes(range(64))
-PLACE = EcsTarget(
-    cluster=CLUSTER,
-    task_definition=FAMILY,
-    container=CONTAINER,
-    capacity_providers={"FARGATE": 1},
-    placement="spread",
-)
 
 
 class EcsGround:
@@ -29,16 +22,20 @@ class EcsGround:
         self.aws = aws
         self._made: list[EcsLauncher] = []
 
-    def client(self, *, queue: str = "", listing_period: float = 0.0, **options: Any) -> EcsLauncher:
+    def client(self, *, queue: str = "", listing_period: float = 1e-9, **options: Any) -> EcsLauncher:
         """Lists anew for every question unless `listing_period` says otherwise."""
-        api = EcsApi(
+        settings = EcsSettings(
             cluster=CLUSTER,
-            family=FAMILY,
+            task_definition=FAMILY,
+            container=CONTAINER,
+            capacity_providers={"FARGATE": 1},
+            placement="spread",
             queue_url=queue or self.aws.queue(),
             region=REGION,
-            endpoint=self.aws.url,
+            listing_period=listing_period,
         )
-        made = EcsLauncher(PLACE, api, KEY, listing_period=listing_period, **{"denial": 0.1, **options})
+        api = EcsApi(settings, endpoint=self.aws.url)
+        made = EcsLauncher(settings, api, KEY, **{"denial": 0.1, **options})
         self._made.append(made)
         return made
 

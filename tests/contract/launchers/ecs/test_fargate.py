@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from infra.launchers.ecs.request import EcsTarget, run_task
+from infra.launchers.ecs.request import run_task
 from infra.launchers.port import LaunchSpec
+from infra.settings import EcsSettings
 from tests.contract.launchers.ecs.ecs_ground import KEY
 from tests.contract.launchers.ecs.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
 from tests.contract.launchers.specs import spec
@@ -48,7 +49,7 @@ def hand_over(folder: Path, secret: str) -> Path:
 
 
 def test_the_worker_opens_its_document_with_the_key_that_was_handed_over(tmp_path: Path) -> None:
-    place = EcsTarget(cluster="c", task_definition="berth-worker", capacity_providers={}, placement="none")
+    place = EcsSettings(cluster="c", placement="none")
     asked: LaunchSpec = spec("w-1")
     (override,) = run_task(place, asked, "token-1", KEY)["overrides"]["containerOverrides"]
     assert override["name"] == container("worker")["name"]

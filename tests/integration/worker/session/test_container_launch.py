@@ -12,9 +12,10 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from infra.launchers.ecs.request import EcsTarget, run_task
+from infra.launchers.ecs.request import run_task
 from infra.launchers.port import LaunchSpec
 from infra.local.servers import ValkeyServer
+from infra.settings import EcsSettings
 from infra.valkey.client import reply_of
 from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
 from worker_runtime.process.container_launch import METADATA_VARIABLE
@@ -36,7 +37,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
         launch_token=b"t" * 32,
         orchestrator_key=bytes(range(32)),
     )
-    place = EcsTarget(cluster="c", task_definition="berth-worker", capacity_providers={}, placement="none")
+    place = EcsSettings(cluster="c", placement="none")
     request = run_task(place, LaunchSpec(config=config), "token-1", KEY)
     (override,) = request["overrides"]["containerOverrides"]
     key_file = tmp_path / "launch.key"
