@@ -19,14 +19,11 @@ from api.http.errors import BodyTooLarge
 from api.http.middleware import RequestMiddleware
 from api.http.streams import on_stop
 from api.jobs import router as jobs
-from api.orders import change_router
 from api.orders import router as orders
 from api.orders.schemas import PresentOrders
 from api.pools import router as pools
-from api.positions import intent_router
 from api.positions import router as positions
 from api.switches import router as switches
-from api.users import account_router
 from api.users import router as users
 from api.webhooks import router as webhooks
 from api.webhooks.schemas import Alert
@@ -47,13 +44,11 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 ROUTERS = (
     orders.placement_router,
     orders.router,
-    change_router.router,
     positions.router,
-    intent_router.router,
+    positions.trading_router,
     users.router,
-    users.statement_router,
-    account_router.router,
-    account_router.limit_router,
+    users.credentials_router,
+    users.limit_router,
     attention.router,
     switches.router,
     webhooks.router,

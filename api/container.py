@@ -23,8 +23,7 @@ from api.orders import checks
 from api.orders.changes import OrderChangeService
 from api.orders.outcomes import OrderReader, OutcomeWriter
 from api.orders.placer import OrderPlacer, PendingOrders
-from api.pools.rollouts import RolloutControl
-from api.pools.service import PoolControl
+from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import PositionCloser
 from api.positions.intents import IntentRunner
 from api.positions.service import Portfolio

@@ -21,10 +21,11 @@ from api.http.auth import Caller, require_staff
 from api.http.errors import Forbidden, NotFound
 from api.http.fields import UserIdInPath
 from api.orders.outcomes import view_of
+from api.orders.router import own_order
 from api.orders.schemas import OrderView, cursor_of, position_of
 from api.workers.router import require_known_user
 from infra.database import models
-from infra.database.orders import attention, recording
+from infra.database.orders import attention
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading import reconciliations
@@ -69,10 +70,8 @@ async def recheck_order(order_id: UUID, caller: Caller, services: InServices) ->
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
+    await own_order(services, caller, order_id)
     async with services.database.session() as session:
-        row = await recording.get_order(session, order_id)
-        if not caller.may_see(row.user_id):
-            raise OrderNotFound(f"there is no order {order_id}")
         row = await attention.recheck_order(session, order_id, actor=caller.actor)
     return view_of(row)
 
@@ -90,22 +89,15 @@ async def resolve_order(
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """
     require_staff(caller)
-    found = Resolution(
-        state=body.state,
-        filled_quantity=body.filled_quantity,
-        average_price=body.average_price,
-        reason=body.reason,
-    )
+    found = Resolution(**body.model_dump())
     async with services.database.session() as session:
         row = await attention.resolve_order(session, order_id, found, actor=caller.actor)
     return view_of(row)
 
 
 def _attention_view(row: models.Order) -> AttentionOrderView:
-    shown = view_of(row).model_dump()
-    return AttentionOrderView.model_validate(
-        {**shown, "attention_at": row.attention_at, "known_state": row.state}
-    )
+    more = {"attention_at": row.attention_at, "known_state": row.state}
+    return AttentionOrderView.model_validate(view_of(row).model_dump() | more)
 
 
 @router.get(

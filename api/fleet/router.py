@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response, status
@@ -53,7 +54,7 @@ async def show_fleet(caller: Caller, services: InServices) -> FleetView:
         workers=last.scanned,
         found=last.found,
         outcomes=last.outcomes,
-        guarded=last.guarded or None,
+        guarded=last.guarded,
         scan_seconds=round(last.scan_seconds, 3),
         total_seconds=None if last.total_seconds is None else round(last.total_seconds, 3),
     )
@@ -86,15 +87,8 @@ async def run_maintenance(
     if done is None:
         response.status_code = status.HTTP_202_ACCEPTED
         done = Maintained(scanned=Scanned(number=0), outcomes={})
-    seen = done.scanned
-    return MaintenanceRunView(
-        ended=response.status_code is None,
-        workers=seen.workers,
-        found=seen.found,
-        confirmed=seen.confirmed,
-        outcomes=done.outcomes,
-        guarded=seen.guarded or None,
-    )
+    about = {"ended": response.status_code is None, "outcomes": done.outcomes}
+    return MaintenanceRunView.model_validate(asdict(done.scanned) | about)
 
 
 State = Annotated[WorkerState | None, Query(description="Only workers in this state.")]

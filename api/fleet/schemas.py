@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api.http.fields import View, examples
+from api.http.fields import EMPTY_IS_NONE, View, examples
 
 
 class FleetRowView(View):
@@ -29,7 +29,9 @@ class MaintenancePassView(View):
     outcomes: Annotated[
         dict[str, int], Field(description="What was done with those that two looks had seen, and how often.")
     ]
-    guarded: Annotated[str | None, Field(description="Why nothing was done; null: it might have been.")]
+    guarded: Annotated[
+        str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
+    ]
     scan_seconds: float
     total_seconds: Annotated[float | None, Field(description="Null while the pass is under way.")]
 
@@ -75,7 +77,9 @@ class MaintenanceRunView(View):
     found: Annotated[int, Field(description="Anomalies at this look.")]
     confirmed: Annotated[int, Field(description="Those that the look before had seen, too.")]
     outcomes: Annotated[dict[str, int], Field(description="What was done with these, and how often.")]
-    guarded: Annotated[str | None, Field(description="Why nothing was done; null: it might have been.")]
+    guarded: Annotated[
+        str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
+    ]
 
 
 class FleetPage(View):

@@ -6,7 +6,7 @@ import math
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from api.http.fields import ID_PATTERN, AccountId, Body, View, examples
 from api.orders.schemas import OrderFilter
@@ -127,25 +127,19 @@ class FleetJobRequest(Body):
     @model_validator(mode="after")
     def _body_fits(self) -> Self:
         if isinstance(self.job, WebhookJobRequest):
-            if _depth(self.job.body) > 32:
-                raise ValueError("a body is at most 32 levels deep")
-            if not _all_finite(self.job.body):
-                raise ValueError("a body has no NaN and no number beyond 1.8e308: JSON cannot say them")
+            _check_body(self.job.body)
         return self
 
 
-def _depth(value: Any, level: int = 1) -> int:
-    if level > 32 or not isinstance(value, dict | list) or not value:
-        return level
-    parts = value.values() if isinstance(value, dict) else value
-    return max(_depth(part, level + 1) for part in parts)
-
-
-def _all_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
+def _check_body(value: JsonValue, level: int = 1) -> None:
+    """Raises `ValueError` for what cannot be sent as JSON, or is nested too deep."""
+    if level > 32:
+        raise ValueError("a body is at most 32 levels deep")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a body has no NaN and no number beyond 1.8e308: JSON cannot say them")
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(_all_finite(part) for part in parts)
+    for part in parts:
+        _check_body(part, level + 1)
 
 
 class JobFailureView(View):
@@ -247,7 +241,5 @@ class JobLimitsView(View):
 
 class JobLimitsList(View):
     """Of every type that the fleet runs."""
-
-    model_config = ConfigDict(frozen=True)
 
     limits: list[JobLimitsView]

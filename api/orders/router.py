@@ -1,4 +1,4 @@
-"""Routes for orders: place one, show one, list them, export them, follow their changes."""
+"""Routes for orders: place, show, cancel and replace one; list them, export them, follow their changes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from uuid import UUID
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
-from api.container import InServices
-from api.http import problems
-from api.http.auth import Caller, require_user
-from api.http.errors import (
-    ClientOrderIdReused,
-    NotFound,
-    OrchestratorUnavailable,
-    TemporalUnavailable,
-    TooManyStreams,
-    ValkeyUnavailable,
-)
+from api.container import InServices, Services
+from api.http import errors, problems
+from api.http.auth import Caller, Principal, require_user
 from api.http.fields import UserIdInPath, view_response
 from api.http.problems import ProblemError
 from api.orders import export
@@ -27,19 +19,25 @@ from api.orders.feed import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
 from api.orders.placement_route import PlacementRoute
 from api.orders.schemas import (
+    CancelRequest,
     OrderDetailView,
     OrderFilter,
     OrderPage,
     OrderQuery,
     OrderRequest,
     OrderView,
+    ReplaceRequest,
     cursor_of,
     position_of,
 )
 from api.workers.router import After, LastEventId, require_known_user
+from infra.database import models
 from infra.database.orders import listing as order_list
+from infra.database.orders import recording
+from infra.database.orders.attention import OrderSettled
 from infra.database.orders.states import OrderNotFound
-from worker_runtime.protocol import errors
+from worker_runtime.protocol import errors as protocol
+from worker_runtime.protocol.messages import OrderState
 
 placement_router = APIRouter(tags=["orders"], route_class=PlacementRoute)
 router = APIRouter(tags=["orders"])
@@ -65,29 +63,29 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
             "headers": _LOCATION,
         },
         **problems.responses(
-            NotFound,
-            ClientOrderIdReused,
-            errors.Parked,
-            errors.UnknownAccount,
-            errors.SymbolBlocked,
-            errors.AccountBlocked,
-            errors.QuantityLimit,
-            errors.NotionalLimit,
-            errors.DailyOrderLimit,
-            errors.PriceTypeRule,
-            errors.DuplicateOrder,
-            errors.UnknownSymbol,
-            errors.MarketClosed,
-            errors.TradingHalted,
-            errors.ReducingOnly,
-            errors.LoginRejected,
-            errors.DeadlineExceeded,
-            errors.LoginLimited,
-            errors.BrokerUnreachable,
-            errors.WorkerUnavailable,
-            ValkeyUnavailable,
-            TemporalUnavailable,
-            OrchestratorUnavailable,
+            errors.NotFound,
+            errors.ClientOrderIdReused,
+            protocol.Parked,
+            protocol.UnknownAccount,
+            protocol.SymbolBlocked,
+            protocol.AccountBlocked,
+            protocol.QuantityLimit,
+            protocol.NotionalLimit,
+            protocol.DailyOrderLimit,
+            protocol.PriceTypeRule,
+            protocol.DuplicateOrder,
+            protocol.UnknownSymbol,
+            protocol.MarketClosed,
+            protocol.TradingHalted,
+            protocol.ReducingOnly,
+            protocol.LoginRejected,
+            protocol.DeadlineExceeded,
+            protocol.LoginLimited,
+            protocol.BrokerUnreachable,
+            protocol.WorkerUnavailable,
+            errors.ValkeyUnavailable,
+            errors.TemporalUnavailable,
+            errors.OrchestratorUnavailable,
         ),
     },
 )
@@ -114,7 +112,7 @@ async def place_order(
 @router.get(
     "/orders/{order_id}",
     summary="Look at an order",
-    responses=problems.responses(OrderNotFound, ValkeyUnavailable),
+    responses=problems.responses(OrderNotFound, errors.ValkeyUnavailable),
 )
 async def get_order(order_id: UUID, caller: Caller, services: InServices) -> OrderDetailView:
     """The order and the steps of its life. Another user's order is not found."""
@@ -124,7 +122,7 @@ async def get_order(order_id: UUID, caller: Caller, services: InServices) -> Ord
     return await services.reader.with_timeline(order)
 
 
-@router.get("/users/{user_id}/orders", summary="List orders", responses=problems.responses(NotFound))
+@router.get("/users/{user_id}/orders", summary="List orders", responses=problems.responses(errors.NotFound))
 async def list_orders(
     user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderQuery, Query()]
 ) -> OrderPage:
@@ -153,7 +151,7 @@ async def list_orders(
             " take for a formula begins with an apostrophe.",
             "text/csv",
         ),
-        **problems.responses(NotFound),
+        **problems.responses(errors.NotFound),
     },
 )
 async def export_orders(
@@ -185,7 +183,7 @@ async def export_orders(
             "text/event-stream",
             'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
         ),
-        **problems.responses(NotFound, TooManyStreams),
+        **problems.responses(errors.NotFound, errors.TooManyStreams),
     },
 )
 async def follow_orders(
@@ -205,3 +203,90 @@ async def follow_orders(
     await require_known_user(services, caller, user_id)
     begin = after if last_event_id is None else last_event_id
     return await services.streams.open_stream(OrderFeed(services.database, user_id), caller.key_id, begin)
+
+
+#: What a cancel and a replace may fail with.
+_CHANGE_PROBLEMS = (
+    OrderNotFound,
+    OrderSettled,
+    errors.NoAnswer,
+    errors.ValkeyUnavailable,
+    errors.TemporalUnavailable,
+    errors.OrchestratorUnavailable,
+    protocol.Parked,
+    protocol.OrderRejected,
+    protocol.OutcomeUnknown,
+    protocol.LoginRejected,
+    protocol.BrokerUnreachable,
+    protocol.WorkerUnavailable,
+)
+_LATER = {
+    "model": OrderView,
+    "description": "Sent on; what became of it is not known yet. Look at the order.",
+}
+
+
+async def own_order(services: Services, caller: Principal, order_id: UUID) -> models.Order:
+    """Raises `OrderNotFound`, also for another user's order."""
+    async with services.database.session() as session:
+        row = await recording.get_order(session, order_id)
+    if not caller.may_see(row.user_id):
+        raise OrderNotFound(f"there is no order {order_id}")
+    return row
+
+
+@router.post(
+    "/orders/{order_id}/cancel",
+    response_model=OrderView,
+    summary="Cancel an order",
+    responses={
+        200: {"model": OrderView, "description": "It is cancelled, perhaps partly filled before."},
+        202: _LATER,
+        **problems.responses(*_CHANGE_PROBLEMS),
+    },
+)
+async def cancel_order(
+    order_id: UUID, body: CancelRequest, caller: Caller, services: InServices, wait: Wait = None
+) -> Response:
+    """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the broker.
+
+    Passes the kill switch. Also an order of unknown outcome may be cancelled: it is, if the broker lists it.
+    A repeat of one that is cancelled already answers 200; any other final state is `ORDER_SETTLED`. A repeat
+    joins a cancel that is under way, and sends one anew that came to nothing, also under the same request id.
+    """
+    row = await own_order(services, caller, order_id)
+    seconds = services.settings.order_wait if wait is None else wait
+    changed = await services.changes.cancel(row, body, seconds, caller.actor)
+    return view_response(changed.order, 200 if changed.order.state is OrderState.CANCELLED else 202)
+
+
+@router.post(
+    "/orders/{order_id}/replace",
+    response_model=OrderView,
+    summary="Change an order",
+    responses={
+        200: {
+            "model": OrderView,
+            "description": "The broker has changed it, now or when this was first asked.",
+        },
+        202: _LATER,
+        **problems.responses(
+            *_CHANGE_PROBLEMS,
+            errors.RequestIdReused,
+            errors.NotAtBroker,
+            errors.OrderUnknown,
+            errors.ReplaceInvalid,
+        ),
+    },
+)
+async def replace_order(
+    order_id: UUID, body: ReplaceRequest, caller: Caller, services: InServices, wait: Wait = None
+) -> Response:
+    """Lowers the quantity of a working order, changes its price, or both; sent to the broker at most once.
+
+    A repeat under the same request id waits for the first one's answer, and later returns the order as it is.
+    """
+    row = await own_order(services, caller, order_id)
+    seconds = services.settings.order_wait if wait is None else wait
+    changed = await services.changes.replace(row, body, seconds, caller.actor)
+    return view_response(changed.order, 200 if changed.answered else 202)

@@ -1,25 +1,32 @@
-"""A pool's workflow: its view, and what operators ask of it."""
+"""Pools and their rollouts, as operators see and change them: calls of their workflows."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import suppress
 from datetime import timedelta
 
 from temporalio.client import (
     Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
-from temporalio.exceptions import ApplicationError
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 
-from api.http.errors import NoPool, OrchestratorUnavailable, PoolChanged
+from api.http.errors import NoPool, NoRollout, OrchestratorUnavailable, PoolChanged, RolloutUnderWay
 from infra.temporal.client import temporal_errors
-from workflows.names import worker_pool_id
+from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id, worker_pool_id
+from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView, SetPolicy
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
-#: Seconds for one answer. A count that is under way may hold the workflow's task up.
-TIMEOUT = 10.0
+#: For one answer. A count, or a look at a large pool, may hold the workflow's task up.
+TIMEOUT = timedelta(seconds=10)
 
 
 class PoolControl:
@@ -31,9 +38,7 @@ class PoolControl:
     async def view(self, pool: str) -> PoolView:
         handle = self._client.get_workflow_handle(worker_pool_id(pool))
         with temporal_errors(missing=_no_pool(pool)):
-            view: PoolView = await handle.query(
-                "view", result_type=PoolView, rpc_timeout=timedelta(seconds=TIMEOUT)
-            )
+            view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=TIMEOUT)
         return view
 
     async def set_policy(self, pool: str, wanted: SetPolicy) -> PoolView:
@@ -48,7 +53,7 @@ class PoolControl:
         handle = self._client.get_workflow_handle(worker_pool_id(pool))
         try:
             with temporal_errors(missing=_no_pool(pool)):
-                async with asyncio.timeout(TIMEOUT):
+                async with asyncio.timeout(TIMEOUT.total_seconds()):
                     view: PoolView = await handle.execute_update(name, args=args, result_type=PoolView)
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
             raise OrchestratorUnavailable from None
@@ -66,3 +71,72 @@ class PoolControl:
 
 def _no_pool(pool: str) -> NoPool:
     return NoPool(f"there is no pool {pool}")
+
+
+class RolloutControl:
+    """Every method raises `TemporalUnavailable`, `OrchestratorUnavailable`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def start(self, given: RolloutInput, before: Release) -> RolloutView:
+        """What it begins with. Raises `RolloutUnderWay` while another one of the pool goes on.
+
+        `before`: what the pool's new workers are now.
+        """
+        to = given.release.version or "of the settings"
+        try:
+            with temporal_errors(server_only=True):
+                await self._client.start_workflow(
+                    ROLLOUT,
+                    given,
+                    id=rollout_id(given.pool),
+                    task_queue=BULK_QUEUE,
+                    id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+                    rpc_timeout=TIMEOUT,
+                    static_summary=f"pool {given.pool} to version {to}",
+                )
+        except WorkflowAlreadyStartedError:
+            raise RolloutUnderWay(f"a rollout of pool {given.pool} is under way") from None
+        now = time.time()
+        return RolloutView(
+            pool=given.pool,
+            phase=RolloutPhase.REPLACING,
+            release=given.release,
+            before=before,
+            began_at=now,
+            deadline=now + given.deadline,
+        )
+
+    async def view(self, pool: str) -> RolloutView:
+        """The one that goes on, or the last one. Raises `NoRollout`."""
+        handle = self._client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
+        try:
+            with temporal_errors(missing=_no_rollout(pool)):
+                status = (await handle.describe(rpc_timeout=TIMEOUT)).status
+                if status == WorkflowExecutionStatus.COMPLETED:
+                    # Not queried: the release that ran it may be gone, and its result says the same.
+                    ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
+                    return ended
+                if status != WorkflowExecutionStatus.RUNNING:
+                    raise NoRollout(f"the last rollout of pool {pool} was ended by hand, and left no result")
+                view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
+        except (WorkflowFailureError, WorkflowQueryFailedError):
+            raise OrchestratorUnavailable("the rollout did not answer") from None
+        return view
+
+    async def abort(self, pool: str, reason: str) -> RolloutView:
+        """The version before is put back; the view may not show it yet. Raises `NoRollout`."""
+        with suppress(OrchestratorUnavailable):  # it hears of the abort when it is back
+            # One that has ended goes on until that is told; a signal would still be taken.
+            if (await self.view(pool)).phase in ENDED:
+                raise _no_rollout(pool)
+        handle = self._client.get_workflow_handle(rollout_id(pool))
+        with temporal_errors(missing=_no_rollout(pool)):
+            await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=TIMEOUT)
+        return await self.view(pool)
+
+
+def _no_rollout(pool: str) -> NoRollout:
+    return NoRollout(f"no rollout of pool {pool} is under way")

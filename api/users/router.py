@@ -1,4 +1,4 @@
-"""Routes for users and the addresses of their daily statements."""
+"""Routes for users: the addresses of their statements, their accounts' broker credentials and limits."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, status
 
-from api.container import InServices
-from api.http import problems
-from api.http.auth import Caller, require_staff
+from api.container import InServices, Services
+from api.http import log, problems
+from api.http.auth import Caller, require_staff, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
-from api.http.fields import UserIdInPath
-from api.users.schemas import StatementAddressesRequest, StatementAddressesView, UserRequest, UserWithKeyView
+from api.http.fields import AccountIdInPath, UserIdInPath
+from api.users.schemas import (
+    AccountLimitsRequest,
+    AccountLimitsView,
+    CredentialsRequest,
+    CredentialsView,
+    StatementAddressesRequest,
+    StatementAddressesView,
+    UserRequest,
+    UserWithKeyView,
+)
 from api.workers.router import require_known_user
-from infra.database import audit, users
+from infra.database import accounts, audit, users
 from infra.database.models import StatementAddress
+from infra.database.trading import limits as trading_limits
+from infra.database.trading.models import AccountLimits
 from infra.database.users import UserExists
+from infra.vault import vault
+from worker_runtime.protocol.errors import BerthError, UnknownAccount
+from worker_runtime.protocol.messages import Credentials
 
 router = APIRouter(prefix="/users", tags=["users"])
+credentials_router = APIRouter(prefix="/users", tags=["credentials"])
+limit_router = APIRouter(prefix="/users", tags=["accounts"])
+
+_ADDRESSES_PATH = "/{user_id}/statement-addresses"
+_LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 
 @router.post(
@@ -44,14 +63,7 @@ async def create_user(body: UserRequest, caller: Caller, services: InServices) -
     return UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=key.token)
 
 
-statement_router = APIRouter(tags=["users"])
-
-_ADDRESSES_PATH = "/users/{user_id}/statement-addresses"
-
-
-@statement_router.get(
-    _ADDRESSES_PATH, summary="Look at statement addresses", responses=problems.responses(NotFound)
-)
+@router.get(_ADDRESSES_PATH, summary="Look at statement addresses", responses=problems.responses(NotFound))
 async def get_statement_addresses(
     user_id: UserIdInPath, caller: Caller, services: InServices
 ) -> StatementAddressesView:
@@ -62,7 +74,7 @@ async def get_statement_addresses(
     return StatementAddressesView.model_validate(found)
 
 
-@statement_router.put(
+@router.put(
     _ADDRESSES_PATH,
     summary="Set statement addresses",
     responses=problems.responses(Forbidden, NotFound),
@@ -90,3 +102,108 @@ def _check_has_host(url: str) -> None:
         host = None
     if not host:
         raise InvalidRequest("webhook_url: it has no host")
+
+
+@credentials_router.put(
+    "/{user_id}/accounts/{account_id}/credentials",
+    summary="Store broker credentials",
+    responses=problems.responses(NotFound),
+)
+async def store_credentials(
+    user_id: UserIdInPath,
+    account_id: AccountIdInPath,
+    body: CredentialsRequest,
+    caller: Caller,
+    services: InServices,
+) -> CredentialsView:
+    """Encrypts and stores the credentials of one account; they are never shown again.
+
+    A running worker of the user is told to load them; if that fails, it has the old ones until
+    `POST /v1/users/{user_id}/worker/reload-credentials`.
+    """
+    require_user(caller, user_id)
+    encrypted = await vault.encrypt_credentials(
+        Credentials(
+            api_key=body.api_key.get_secret_value(),
+            secret_key=body.secret_key.get_secret_value(),
+            person_id=body.person_id.get_secret_value(),
+            ca_certificate=body.ca_certificate,
+            ca_password=body.ca_password.get_secret_value(),
+        ),
+        services.wrapper,
+        user_id=user_id,
+        account_id=account_id,
+    )
+    async with services.database.session() as session:
+        await users.get_user(session, user_id)
+        version = await accounts.put_account(
+            session,
+            user_id=user_id,
+            account_id=account_id,
+            broker=body.broker.value,
+            broker_type=body.broker_type,
+            simulation=body.simulation,
+            encrypted=encrypted,
+        )
+        audit.append_entry(
+            session,
+            actor=caller.actor,
+            action="credentials.stored",
+            subject=f"account:{user_id}/{account_id}",
+            version=version,
+            broker=body.broker.value,
+        )
+    return CredentialsView(
+        user_id=user_id,
+        account_id=account_id,
+        broker=body.broker.value,
+        broker_type=body.broker_type,
+        simulation=body.simulation,
+        version=version,
+        reload_signalled=await _signal_reload(services, user_id),
+    )
+
+
+async def _signal_reload(services: Services, user_id: str) -> bool:
+    try:
+        await services.control.signal(user_id, "reload_credentials")
+    except BerthError as error:  # no worker, or no Temporal: what is stored counts from the next start
+        log.logger().info("reload_not_signalled", user=user_id, code=error.code)
+        return False
+    return True
+
+
+@limit_router.get(
+    _LIMITS_PATH, summary="Look at limits", responses=problems.responses(NotFound, UnknownAccount)
+)
+async def get_limits(
+    user_id: UserIdInPath, account_id: AccountIdInPath, caller: Caller, services: InServices
+) -> AccountLimitsView:
+    """What the account may do, where that differs from the settings."""
+    require_user(caller, user_id)
+    async with services.database.session() as session:
+        await accounts.require_account(session, user_id, account_id)
+        found = await trading_limits.get_limits(session, user_id, account_id)
+    return AccountLimitsView.model_validate(found)
+
+
+@limit_router.put(
+    _LIMITS_PATH,
+    summary="Set limits",
+    responses=problems.responses(Forbidden, UnknownAccount),
+)
+async def put_limits(
+    user_id: UserIdInPath,
+    account_id: AccountIdInPath,
+    body: AccountLimitsRequest,
+    caller: Caller,
+    services: InServices,
+) -> AccountLimitsView:
+    """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators and
+    administrators."""
+    require_staff(caller)
+    limits = AccountLimits(**body.model_dump())
+    async with services.database.session() as session:
+        await accounts.require_account(session, user_id, account_id)
+        await trading_limits.put_limits(session, user_id, account_id, limits, actor=caller.actor)
+    return AccountLimitsView.model_validate(limits)

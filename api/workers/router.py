@@ -35,7 +35,7 @@ from api.workers.schemas import (
 from api.workers.timeline import TimelineFeed, transitions
 from infra.database import users
 from worker_runtime.protocol import errors, keys
-from workflows.user_worker.messages import UserWorkerView
+from workflows.user_worker.messages import ShutdownRequest, UserWorkerView
 
 router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
 
@@ -155,7 +155,8 @@ async def stop_worker(
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
     await require_known_user(services, caller, user_id)
     await _audit_worker(services, caller, user_id, "stop", body)
-    await services.control.stop(user_id, (body or ReasonBody()).reason)
+    reason = (body or ReasonBody()).reason
+    await services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
     return SignalledView(user_id=user_id, signal="shutdown")
 
 
@@ -175,7 +176,7 @@ async def resume_worker(
     require_staff(caller)
     await require_known_user(services, caller, user_id)
     await _audit_worker(services, caller, user_id, "resume", body)
-    await services.control.resume(user_id)
+    await services.control.signal(user_id, "resume")
     return SignalledView(user_id=user_id, signal="resume")
 
 
@@ -219,7 +220,7 @@ async def reload_credentials(
         if detail is not None:
             return view_response(ReloadedView(user_id=user_id, detail=detail))
     else:
-        await services.control.reload_credentials(user_id)
+        await services.control.signal(user_id, "reload_credentials")
     return _accepted_response(user_id, "reload_credentials")
 
 

@@ -25,7 +25,7 @@ from infra.temporal.client import temporal_errors
 from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
-from workflows.user_worker.messages import ReloadResult, ShutdownRequest, UserWorkerView
+from workflows.user_worker.messages import ReloadResult, UserWorkerView
 
 #: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The SDK's
 #: default would hide an outage for 10 s.
@@ -51,17 +51,11 @@ class WorkerControl:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def stop(self, user_id: str, reason: str) -> None:
+    async def signal(self, user_id: str, name: str, *args: object) -> None:
         """Raises `NoWorker`, `TemporalUnavailable`."""
-        await self._signal(user_id, "shutdown", ShutdownRequest(reason=reason))
-
-    async def reload_credentials(self, user_id: str) -> None:
-        """Raises `NoWorker`, `TemporalUnavailable`."""
-        await self._signal(user_id, "reload_credentials")
-
-    async def resume(self, user_id: str) -> None:
-        """Raises `NoWorker`, `TemporalUnavailable`."""
-        await self._signal(user_id, "resume")
+        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        with temporal_errors(missing=NoWorker(), server_only=True):
+            await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
 
     async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
         """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.
@@ -95,11 +89,6 @@ class WorkerControl:
         if result.ok:
             return result.failure_detail or "reloaded"
         raise _reload_error(result)
-
-    async def _signal(self, user_id: str, name: str, *args: object) -> None:
-        handle = self._client.get_workflow_handle(user_worker_id(user_id))
-        with temporal_errors(missing=NoWorker(), server_only=True):
-            await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
 
     async def view(self, user_id: str) -> UserWorkerView | None:
         """What the workflow shows, also after its end; None if the user never had one.
