@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sqlalchemy import func, select
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.models import BrokerAccount, EncryptedCredentials, StoredCredentials
+from infra.database.models import BrokerAccount, EncryptedCredentials, StoredCredentials, upsert
 from worker_runtime.protocol.errors import UnknownAccount
-
-_KEY = ["user_id", "account_id"]
 
 
 async def put_account(
@@ -27,16 +24,11 @@ async def put_account(
 ) -> int:
     """Stores an account with new credentials; returns their version, which grows by one each time."""
     shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation}
-    account = insert(BrokerAccount).values(user_id=user_id, account_id=account_id, **shown)
-    await session.execute(account.on_conflict_do_update(index_elements=_KEY, set_=shown))
-    values = asdict(encrypted)
-    stored = insert(StoredCredentials).values(user_id=user_id, account_id=account_id, version=1, **values)
-    version = await session.scalar(
-        stored.on_conflict_do_update(
-            index_elements=_KEY,
-            set_={**values, "version": StoredCredentials.version + 1, "updated_at": func.now()},
-        ).returning(StoredCredentials.version)
-    )
+    key = {"user_id": user_id, "account_id": account_id}
+    await session.execute(upsert(BrokerAccount, key, shown))
+    grown = {"version": StoredCredentials.version + 1, "updated_at": func.now()}
+    stored = upsert(StoredCredentials, key, {"version": 1, **asdict(encrypted)}, **grown)
+    version = await session.scalar(stored.returning(StoredCredentials.version))
     return int(version or 0)
 
 

@@ -24,7 +24,7 @@ from sqlalchemy import (
     func,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import JSONB, Insert, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column, relationship
 
 
@@ -35,6 +35,22 @@ class Base(DeclarativeBase):
         Decimal: Numeric(18, 6),
         bytes: LargeBinary,
     }
+
+
+def of_account() -> ForeignKeyConstraint:
+    """Rows that belong to a broker account, by `user_id` and `account_id`."""
+    return ForeignKeyConstraint(
+        ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
+    )
+
+
+def upsert(model: type[Base], key: dict[str, Any], values: dict[str, Any], **changed: Any) -> Insert:
+    """Inserts the row of this key, or sets its `values` and what is in `changed`."""
+    return (
+        insert(model)
+        .values(**key, **values)
+        .on_conflict_do_update(index_elements=list(key), set_={**values, **changed})
+    )
 
 
 class User(Base):
@@ -94,11 +110,7 @@ class EncryptedCredentials:
 
 class StoredCredentials(Base):
     __tablename__ = "credentials"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
-        ),
-    )
+    __table_args__ = (of_account(),)
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -116,9 +128,7 @@ class StoredCredentials(Base):
 class Order(Base):
     __tablename__ = "orders"
     __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
-        ),
+        of_account(),
         UniqueConstraint("user_id", "client_order_id", name="orders_client_order_id"),
         UniqueConstraint("user_id", "account_id", "trading_day", "tag", name="orders_tag"),
         CheckConstraint("quantity > 0", name="orders_quantity"),

@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import ApiKey, StatementAddress, User
+from infra.database.models import ApiKey, StatementAddress, User, upsert
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -98,9 +98,8 @@ async def put_addresses(
 ) -> None:
     """Sets both addresses of a user, who must exist."""
     values = {"email": addresses.email, "webhook_url": addresses.webhook_url}
-    row = insert(StatementAddress).values(user_id=user_id, **values)
-    changed = {**values, "updated_at": func.clock_timestamp()}
-    await session.execute(row.on_conflict_do_update(index_elements=["user_id"], set_=changed))
+    row = upsert(StatementAddress, {"user_id": user_id}, values, updated_at=func.clock_timestamp())
+    await session.execute(row)
     audit.append_entry(session, actor=actor, action="statements.set", subject=f"user:{user_id}", **values)
 
 
@@ -111,7 +110,6 @@ def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
 
 
 async def count_addresses(session: AsyncSession, *, email: bool, webhook: bool) -> int:
-    """Counts the users with an address of one of these kinds."""
     wanted = _has_address(email=email, webhook=webhook)
     return await session.scalar(select(func.count(StatementAddress.user_id)).where(wanted)) or 0
 

@@ -97,7 +97,6 @@ class HostPlan:
 
     @property
     def reason(self) -> str:
-        """The reason in words."""
         text = f"{self.needed} for {self.workers} workers, {self.each} a host ({self.limit})"
         text += f", and {self.warm} warm"
         if self.draining:

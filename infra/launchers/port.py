@@ -28,6 +28,8 @@ class LaunchSpec:
 
 
 class Launcher(Protocol):
+    """A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again."""
+
     #: Seconds by which `list` may be behind what was launched or stopped; 0.0: it never is.
     list_lag: float
 
@@ -49,11 +51,12 @@ class Launcher(Protocol):
     async def list(self) -> list[Task]: ...
 
     def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Exits of workers as they happen; first those that nobody listened for.
+        """Exits of workers as they happen, at least once each; first those that nobody listened for.
 
-        Each has its position in `detail["position"]`. With `after`, only exits behind that position come;
-        one that the launcher does not know is ignored. Raises `LauncherUnreachable` when the stream breaks:
-        call it again.
+        An exit counts as handled when the next one is asked for. Each has its position in
+        `detail["position"]`: with `after`, only exits behind that position come, without it those behind the
+        last one handled by this object. A position that the launcher does not know is ignored. Raises
+        `LauncherUnreachable` when the stream breaks: call it again.
         """
         ...
 

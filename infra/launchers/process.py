@@ -28,11 +28,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ProcessLauncher:
-    """Implements `Launcher`. Each call opens its own connection, so none can be stale.
-
-    A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
-    with the same token.
-    """
+    """Implements `Launcher`. Each call opens its own connection, so none can be stale."""
 
     #: The node knows its workers.
     list_lag = 0.0
@@ -76,11 +72,6 @@ class ProcessLauncher:
         return await self._ask(protocol.PingNode(), protocol.NodeStatus)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Exits of workers, at least once each, in order; those behind the position `after`.
-
-        Without `after`, the object goes on behind the last exit that was handled. An exit counts as handled
-        when the next one is asked for.
-        """
         log, _, number = (after or self._position).rpartition(":")
         watch = protocol.WatchExits(log=log, after=int(number) if number.isdigit() else 0)
         async with self._connected() as (reader, writer):

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import IO, Any, Self
 
 import psutil
@@ -105,7 +104,9 @@ class Server:
     #: Whether its children live on when it ends (the node's workers do).
     keeps_children = False
 
-    def __init__(self, directory: Path, port: int | None = None) -> None:
+    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
+        """`durable`: what it stores survives a crash of the host; without that, tests are quicker."""
+        self.durable = durable
         self.directory = directory
         self.port = port or free_port()
         self.log_path = directory / f"{self.name}.log"
@@ -256,7 +257,5 @@ class Server:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.stop()

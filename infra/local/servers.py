@@ -41,10 +41,6 @@ class ValkeyServer(Server):
 
     name = "valkey"
 
-    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
-        super().__init__(directory, port)
-        self.durable = durable
-
     @property
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}/0"
@@ -80,8 +76,7 @@ class PostgresServer(Server):
     user = "berth"
 
     def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
-        super().__init__(directory, port)
-        self.durable = durable
+        super().__init__(directory, port, durable=durable)
         self.data = directory / "data"
 
     def url(self, database: str = "berth") -> str:
@@ -197,10 +192,9 @@ class TemporalServer(Server):
         durable: bool = True,
         search_attributes: Sequence[str] = (),
     ) -> None:
-        super().__init__(directory, port)
+        super().__init__(directory, port, durable=durable)
         self.ui_port = ui_port
         self.ui_port_setting = ""
-        self.durable = durable
         self.search_attributes = tuple(search_attributes)
 
     @property

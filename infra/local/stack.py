@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from redis import Redis
@@ -107,7 +106,8 @@ class LocalStack:
         self.api.port_setting = "--port or BERTH_API_PORT"
         self.exchange.admin_port_setting = "BERTH_LOCAL_EXCHANGE_ADMIN_PORT"
         self.temporal.ui_port_setting = "BERTH_LOCAL_UI_PORT"
-        self._admin_key = ""
+        #: An administrator's API key, kept in `<data>/keys/admin.key`; set by the start.
+        self.admin_key = ""
 
     def _register_server(self, server: Server) -> None:
         server.log_path = self.folder.logs / f"{server.name}.log"
@@ -128,7 +128,6 @@ class LocalStack:
 
     @property
     def orchestrator(self) -> OrchestratorComponent:
-        """The first orchestrator."""
         return self.orchestrators[0]
 
     @property
@@ -138,11 +137,6 @@ class LocalStack:
     @property
     def ui_url(self) -> str:
         return f"http://{HOST}:{self.temporal.ui_port}"
-
-    @property
-    def admin_key(self) -> str:
-        """An administrator's API key, kept in `<data>/keys/admin.key`."""
-        return self._admin_key
 
     # --- start --------------------------------------------------------------------------------------
 
@@ -203,7 +197,7 @@ class LocalStack:
         self.postgres.create_database(DATABASE)
         asyncio.run(migrate(self.settings.database_url))
         path = self.folder.keys / "admin.key"
-        self._admin_key = keyring.ensure_admin_key(path, self.settings.database_url)
+        self.admin_key = keyring.ensure_admin_key(path, self.settings.database_url)
         return DATABASE
 
     def _start_node(self) -> str:
@@ -295,9 +289,7 @@ class LocalStack:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.stop()
 
 

@@ -84,7 +84,6 @@ class Calendar:
         return now <= evening.closes and self._has_evening(day - timedelta(days=1))
 
     def _in_table(self, day: date) -> bool:
-        """Whether the table has this day as a trading day."""
         return day.weekday() < 5 and day not in self.holidays
 
     def _has_evening(self, day: date) -> bool:

@@ -81,7 +81,6 @@ class MemoryGroups:
     folder: Path
 
     def path(self, name: str) -> Path:
-        """The folder of the group with this name."""
         return self.folder / name
 
     def existing(self) -> list[MemoryGroup]:

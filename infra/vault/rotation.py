@@ -31,7 +31,6 @@ class Rotation:
 
 
 def kept_files(private: Path) -> tuple[Path, ...]:
-    """Returns the old private halves beside `private`, by name."""
     return tuple(sorted(private.parent.glob(f"{private.stem}-*{private.suffix}")))
 
 

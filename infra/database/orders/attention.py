@@ -156,7 +156,6 @@ def _check_resolution(order: Order, found: Resolution) -> None:
 
 
 def _note_step(session: AsyncSession, order_id: uuid.UUID, state: OrderState, reason: str) -> None:
-    """Adds a step to the order's timeline."""
     session.add(
         OrderEventRow(
             event_id=f"{order_id}:{state.value}:{uuid.uuid4().hex}",

@@ -70,7 +70,6 @@ async def note_change(
 
 
 async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: str) -> OrderChange | None:
-    """Returns the change that was requested with this id, if any."""
     event_id = request_id_of(order_id, "replace", request_id)
     data = await session.scalar(select(OrderEventRow.data).where(OrderEventRow.event_id == event_id))
     return None if data is None else msgspec.convert(data, OrderChange)
@@ -116,7 +115,6 @@ async def confirm_changes(
 
 
 async def _note_confirmed(session: AsyncSession, order_id: uuid.UUID, event_id: str) -> None:
-    """Records that the change was made."""
     mark = insert(OrderEventRow).values(
         event_id=f"{event_id}{_CONFIRMED}",
         order_id=order_id,

@@ -147,7 +147,6 @@ async def conflicting_order(
 
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
-    """Returns the user's orders with these client order ids, by that id."""
     found = await session.scalars(
         select(Order).where(Order.user_id == user_id, Order.client_order_id.in_(ids))
     )

@@ -164,7 +164,6 @@ def _open_order(order: Order) -> PlaceOrder:
 
 
 async def count_recent_users(session: AsyncSession, since: datetime) -> int:
-    """Counts the users who sent an order since then."""
     found = await session.scalar(
         select(func.count(func.distinct(Order.user_id))).where(Order.created_at >= since)
     )

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import bindparam, func, select, update
+from sqlalchemy import bindparam, func, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.locks import lease_due, seconds_from_now
 from infra.database.models import Order
-from infra.database.orders.states import OPEN_STATES
 
 _TAKE = lease_due(Order.verify_at).returning(
     Order,
@@ -54,14 +53,5 @@ async def postpone(session: AsyncSession, due: DueOrder, seconds: float) -> None
     )
 
 
-async def count_abandoned(session: AsyncSession) -> int:
-    """Counts open orders that neither the sweeper nor a person will check. It is always 0."""
-    lost = select(func.count()).where(
-        Order.state.in_(OPEN_STATES), Order.verify_at.is_(None), Order.attention.is_(None)
-    )
-    return await session.scalar(lost) or 0
-
-
 def count_by_state(found: Sequence[DueOrder]) -> dict[str, int]:
-    """Counts orders by state, for the log."""
     return dict(Counter(due.order.state for due in found))

@@ -7,11 +7,10 @@ from datetime import date, timedelta
 from decimal import Decimal
 
 from sqlalchemy import func, select
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import BrokerAccount, Order, OrderTag
+from infra.database.models import BrokerAccount, Order, OrderTag, upsert
 from infra.database.trading.models import AccountLimits
 
 #: The last price of a symbol is taken from the user's fills of this time.
@@ -110,8 +109,7 @@ async def put_limits(
 ) -> None:
     """Sets all limits of an account, which must exist."""
     values = {name: getattr(limits, name) for name in LIMITS}
-    row = insert(AccountLimits).values(user_id=user_id, account_id=account_id, **values)
-    await session.execute(row.on_conflict_do_update(index_elements=["user_id", "account_id"], set_=values))
+    await session.execute(upsert(AccountLimits, {"user_id": user_id, "account_id": account_id}, values))
     shown = {name: None if value is None else str(value) for name, value in values.items()}
     audit.append_entry(
         session, actor=actor, action="limits.set", subject=f"account:{user_id}:{account_id}", **shown

@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
-    ForeignKeyConstraint,
     Identity,
     Index,
     String,
@@ -20,7 +19,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
-from infra.database.models import Base
+from infra.database.models import Base, of_account
 
 
 class Switch(Base):
@@ -43,11 +42,7 @@ class AccountLimits(Base):
     """The limits of one account; a null means that the settings' value holds."""
 
     __tablename__ = "account_limits"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
-        ),
-    )
+    __table_args__ = (of_account(),)
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -89,11 +84,7 @@ class Webhook(Base):
     """An address to which alerts may be posted for one account. Only hashes of its secrets are stored."""
 
     __tablename__ = "webhooks"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
-        ),
-    )
+    __table_args__ = (of_account(),)
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     #: SHA-256 of the token in the path, hex.

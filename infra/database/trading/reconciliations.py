@@ -216,7 +216,6 @@ async def resolve_reconciliation(
 async def orders_by_broker_ids(
     session: AsyncSession, user_id: str, account_id: str, broker_ids: Sequence[str]
 ) -> dict[str, Order]:
-    """Returns our orders with these broker ids, by broker id."""
     rows = await session.scalars(
         select(Order)
         .where(Order.user_id == user_id, Order.account_id == account_id)

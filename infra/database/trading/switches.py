@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sqlalchemy import func, literal, select, text
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from infra.database import audit
-from infra.database.models import WorkerSession
+from infra.database.models import WorkerSession, upsert
 from infra.database.trading.models import Switch
 from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch, strictest
 
@@ -69,19 +68,8 @@ async def put_switch(
     await session.execute(lock)
     before = await session.scalar(select(Switch.state).where(Switch.scope == scope.name))
     values = {"state": state.value, "actor": actor, "reason": reason}
-    statement = (
-        insert(Switch)
-        .values(scope=scope.name, **values)
-        .on_conflict_do_update(
-            index_elements=["scope"],
-            set_={
-                **values,
-                "version": text("nextval('switch_version')"),
-                "at": func.clock_timestamp(),
-            },
-        )
-        .returning(Switch)
-    )
+    fresh = {"version": text("nextval('switch_version')"), "at": func.clock_timestamp()}
+    statement = upsert(Switch, {"scope": scope.name}, values, **fresh).returning(Switch)
     row = (await session.execute(statement, execution_options={"populate_existing": True})).scalar_one()
     audit.append_entry(
         session,
@@ -110,7 +98,6 @@ async def switch_of_user(session: AsyncSession, user_id: str) -> UserSwitch:
 
 
 async def read_switches(connection: AsyncConnection | AsyncSession) -> SwitchSnapshot:
-    """Reads all switches at once."""
     return SwitchSnapshot([HeldSwitch(*row) for row in await connection.execute(_ALL)])
 
 
@@ -153,7 +140,6 @@ class SwitchSnapshot:
         self._others = effective_switch(self._of_all) if self._of_all else OPEN
 
     def for_user(self, user_id: str) -> UserSwitch:
-        """Returns the user's effective switch."""
         own = self._by_user.get(user_id)
         return effective_switch([*self._of_all, *own]) if own else self._others
 

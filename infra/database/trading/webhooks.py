@@ -114,7 +114,6 @@ async def revoke_webhook(
 
 
 async def find_alert(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookAlert | None:
-    """Returns the alert if it was received before."""
     return await session.get(WebhookAlert, (webhook_id, digest))
 
 
@@ -216,7 +215,6 @@ async def note_alert(
 async def note_order_of_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, order_id: uuid.UUID
 ) -> None:
-    """Records which order an alert became."""
     await session.execute(
         update(WebhookAlert)
         .where(WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest)

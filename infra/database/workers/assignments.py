@@ -65,7 +65,6 @@ async def open_assignments(session: AsyncSession) -> list[AssignmentRow]:
 async def open_assignments_of(
     session: AsyncSession, users: Collection[str], workers: Collection[str], claims: Collection[str]
 ) -> list[AssignmentRow]:
-    """Returns the open assignments of these users, workers and claims."""
     wanted = {"users": list(users), "workers": list(workers), "claims": list(claims)}
     return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, wanted)]
 

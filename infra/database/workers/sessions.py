@@ -215,7 +215,6 @@ async def latest_session(session: AsyncSession, user_id: str) -> WorkerSession |
 
 
 async def open_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
-    """Returns the open assignment of a worker."""
     return await _latest(session, WorkerSession.worker_id == worker_id, WorkerSession.ended_at.is_(None))
 
 

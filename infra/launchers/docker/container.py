@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any
@@ -29,8 +28,6 @@ PIDS = 256
 TMPFS = "rw,nosuid,nodev,noexec,size=64m,mode=1777"
 #: What a worker may write before its oldest lines go.
 LOG = {"Type": "json-file", "Config": {"max-size": "4m", "max-file": "2"}}
-#: Nanoseconds are more than Python's dates take.
-_FRACTION = re.compile(r"\.(\d{6})\d*")
 
 
 def container_name(fleet: str, token: str) -> str:
@@ -108,5 +105,4 @@ def labels_of(inspected: Document) -> dict[str, str]:
 
 def finished_at(inspected: Document) -> float:
     """Unix seconds."""
-    text = _FRACTION.sub(r".\1", inspected["State"]["FinishedAt"])
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    return datetime.fromisoformat(inspected["State"]["FinishedAt"]).timestamp()

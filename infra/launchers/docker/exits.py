@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -133,9 +132,7 @@ class DockerExits:
         self._events = self._engine.events(self._labels, _EVENTS, self._event_at or now)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *failure: object) -> None:
         if self._events is not None:
             await self._events.close()
 

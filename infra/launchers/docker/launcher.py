@@ -37,11 +37,7 @@ log = structlog.get_logger()
 
 
 class DockerLauncher:
-    """Implements `Launcher`. A task's id is the container's id.
-
-    A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again, a launch
-    with the same token.
-    """
+    """Implements `Launcher`. A task's id is the container's id."""
 
     #: The daemon knows its containers.
     list_lag = 0.0
@@ -163,11 +159,7 @@ class DockerLauncher:
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Exits of workers, at least once each, oldest first; those behind the position `after`.
-
-        Without `after`, the object goes on behind the last exit that was handled. An exit counts as handled
-        when the next one is asked for; from then on its container may be removed.
-        """
+        """As the port says, oldest first. Once an exit was handled, its container may be removed."""
         position = DockerPosition.parse(after) if after else self._position
         async with (
             DockerEngine(self._socket) as engine,

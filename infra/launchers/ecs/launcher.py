@@ -146,10 +146,10 @@ class EcsLauncher:
         return self._tasks.running()
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Exits, at least once each. A new object begins with those ECS still knows: of the last hour.
+        """As the port says; a new object begins with the exits ECS still knows: of the last hour.
 
-        With `after`, exits of the two minutes before it are reported again. A message is deleted from the
-        queue when its exit was handled, which is when the next one is asked for.
+        With `after`, exits of the two minutes before it are reported again. The queue's message goes when its
+        exit was handled.
         """
         await self._collect_missed(position_time(after) - OVERLAP if after else 0.0)
         while True:
