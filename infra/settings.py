@@ -73,6 +73,8 @@ class Settings(BaseSettings):
     api_key_cache: float = 10.0
     #: Calls of one webhook in a minute.
     webhook_rate: int = Field(default=60, ge=1)
+    #: How long an alert's sender waits for its outcome before it gets 202. TradingView gives up after 3 s.
+    webhook_wait: float = 2.0
     #: Addresses or networks of proxies in front of the API, whose X-Forwarded-For is trusted.
     trusted_proxies: tuple[str, ...] = ()
 
@@ -152,6 +154,9 @@ class Settings(BaseSettings):
     promote: bool = True
     #: Most workflows moved to a new version in a second.
     move_rate: float = Field(default=20.0, gt=0)
+    #: Seconds that running activities get after SIGTERM. 3 s later an orchestrator ends in any case;
+    #: `berth up` kills it after 15 s.
+    stop_grace: float = Field(default=10.0, ge=0)
     #: Seconds between two checks for workflows of another version, while there are none.
     move_period: float = Field(default=15.0, gt=0)
     #: Whether an account that differs from the broker's books takes no orders until a person has looked.

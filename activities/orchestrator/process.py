@@ -24,7 +24,7 @@ from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.pool_policy import ANSWERS, LONGEST, ensure_pool
 from activities.orchestrator.promotion import Promotion, build_id
-from activities.orchestrator.queues import GRACE, hosted_queues, make_worker
+from activities.orchestrator.queues import hosted_queues, make_worker
 from activities.orchestrator.resources import OrchestratorResources, open_resources
 from activities.orchestrator.runtime import Loop, run_in_background, stop_on_signals, unless_stopped
 from activities.orders.sweeper import OrderSweeper
@@ -35,8 +35,8 @@ from infra.temporal.client import RETRY, connect_orchestrator
 from infra.temporal.schedules import ScheduleMaker
 from infra.temporal.starter import WorkerStarter
 
-#: Seconds for the whole of a graceful stop; below the 15 s after which `berth up` kills.
-STOP_LIMIT = GRACE + 3.0
+#: Seconds that a graceful stop may take besides the activities' grace.
+STOP_MARGIN = 3.0
 #: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes crashed at
 #: exit (sdk-python issue 300).
 CORE_SETTLES = 0.1
@@ -50,9 +50,9 @@ def ready_file(settings: Settings) -> Path:
 
 
 async def run(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `GRACE` seconds to end."""
+    """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to end."""
     ready = ready_file(settings)
-    stopping = stop_on_signals(lambda: ready.unlink(missing_ok=True), limit=STOP_LIMIT)
+    stopping = stop_on_signals(lambda: ready.unlink(missing_ok=True), limit=settings.stop_grace + STOP_MARGIN)
     ready.unlink(missing_ok=True)
     try:
         async with open_resources(settings) as parts:
@@ -74,7 +74,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
             temporal, name=settings.deployment_name, build=settings.build_id or build_id()
         )
         queues = hosted_queues(temporal, starter, parts)
-        workers = [make_worker(temporal, hosted, deployment) for hosted in queues]
+        workers = [make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues]
         versioned = [hosted.name for hosted in queues if hosted.workflows]
         promotion = Promotion(deployment, wanted=settings.promote, queues=versioned)
         loops = _loops(temporal, starter, parts)

@@ -41,9 +41,6 @@ from workflows.sandbox import workflow_runner
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-#: Seconds that running activities get after SIGTERM: above the longest one that must not be repeated
-#: blindly (none today), below a container's usual 30 s.
-GRACE = 10.0
 #: A run whose history no replay gets through fails, and whoever needs it starts it anew: the pool at the next
 #: check of an orchestrator, a user's worker with the next order, an order's verification by the sweeper. Left
 #: alone it would stand still for ever. (No release does this to runs of another one: versions are pinned.)
@@ -116,8 +113,11 @@ def hosted_queues(
     return [queue for queue in known if queue.name in wanted]
 
 
-def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment) -> Worker:
-    """Workers with workflows are versioned; one with activities only takes tasks of every version."""
+def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment, grace: float) -> Worker:
+    """Workers with workflows are versioned; one with activities only takes tasks of every version.
+
+    `grace`: seconds that running activities get when it is shut down.
+    """
     return Worker(
         temporal,
         task_queue=hosted.name,
@@ -131,7 +131,7 @@ def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment) -
         max_concurrent_activities=hosted.concurrent,
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
-        graceful_shutdown_timeout=timedelta(seconds=GRACE),
+        graceful_shutdown_timeout=timedelta(seconds=grace),
         max_heartbeat_throttle_interval=HEARTBEATS,
     )
 

@@ -53,8 +53,6 @@ from worker_runtime.protocol.errors import BerthError
 MAX_BODY = 16 * 1024
 #: Longest token that is looked at; ours have 43 characters.
 MAX_TOKEN = 128
-#: Seconds to wait for the outcome: TradingView gives up after 3 s, and the order goes on by itself.
-WAIT = 2.0
 #: Seconds that an alert stays with the process that carries it out, if that does not hold it for longer
 #: (`AlertKeeper`).
 LEASE = 10.0
@@ -103,6 +101,7 @@ class AlertProcessor:
         self._tasks: dict[str, asyncio.Task[list[OrderView]]] = {}
         self._deadline = settings.order_deadline
         self._rate = settings.webhook_rate
+        self._wait = settings.webhook_wait
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._ready = ready
         self._now = now
@@ -137,7 +136,7 @@ class AlertProcessor:
         new, left = await self._register(alert, webhook, plan)
         until = time.monotonic() + left
         task = self._begin(webhook, plan, until)
-        await asyncio.wait({task}, timeout=WAIT)
+        await asyncio.wait({task}, timeout=self._wait)
         if task.done() and not task.cancelled():
             return AcceptedAlert(alert, plan.client_order_id, task.result(), complete=True, new=new)
         try:
@@ -259,7 +258,7 @@ class AlertProcessor:
             placed = await self._positions.close_position(what, wait, not_after=until)
         else:
             assert isinstance(what, OrderRequest)  # noqa: S101
-            placed = await self._placer.place_order(user, what, WAIT, actor, not_after=until)
+            placed = await self._placer.place_order(user, what, self._wait, actor, not_after=until)
         if placed.failure is not None:
             raise ProblemError(placed.failure, order=placed.order)
         return [placed.order]

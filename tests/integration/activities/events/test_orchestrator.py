@@ -64,6 +64,7 @@ def environment(tmp_path: Path, valkey_server: ValkeyServer, empty_database: str
         "BERTH_MASTER_KEY_FILE": str(tmp_path / "master.key"),
         "BERTH_ORCHESTRATOR_KEY_FILE": str(tmp_path / "orchestrator.key"),
         "BERTH_POOL": f"orchestrator-{os.getpid()}",
+        "BERTH_STOP_GRACE": "1",
     }
 
 

@@ -17,6 +17,7 @@ from api.webhooks.keeper import AlertKeeper
 from infra.database.models import AuditEntry, Order
 from infra.database.trading.models import WebhookAlert
 from infra.local.process import HOST
+from infra.settings import Settings
 from tests.integration.activities.maintenance.maintaining import ValkeyLine
 from tests.integration.api.accounts.test_webhooks import an_alert, make, post, told
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
@@ -24,6 +25,12 @@ from tests.integration.api.orders.test_intents import broker, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, silent, until
 from worker_runtime.protocol.messages import PlaceOrder
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """An answer of 202 comes soon: here it stands for an alert that goes on after it."""
+    return settings.model_copy(update={"webhook_wait": 0.3})
 
 
 async def leave(api: ServedApi, **columns: str) -> None:
@@ -71,7 +78,7 @@ async def took_and_died(
     async with running_api(api.settings) as dying:
         answer = await post(dying, made, said)
         assert (answer.status_code, answer.json()["complete"]) == (202, False)
-        await until(lambda: len(worker.popped) == 1)  # the answer waits for 2 s, whatever was done in them
+        await until(lambda: len(worker.popped) == 1)
     await leave(api, held_until="now() + interval '1 hour'")  # a slow machine is no dead process
     worker.script = filled
     await worker.answer_later(filled(worker.popped[0]))
@@ -193,7 +200,8 @@ async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
     said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with AsyncExitStack() as stack:
         line, url = await stack.enter_async_context(way_to_postgresql(api))
-        changed = api.settings.model_copy(update={"database_url": url})
+        # The answer waits for what the failure makes of the alert.
+        changed = api.settings.model_copy(update={"database_url": url, "webhook_wait": 30.0})
         failing = await stack.enter_async_context(running_api(changed))
 
         def breaks_off(order: PlaceOrder) -> None:
