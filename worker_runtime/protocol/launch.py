@@ -97,6 +97,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pulse_timeout: float = 10.0
     #: Seconds between two pings of an idle broker connection.
     health_period: float = 60.0
+    #: Seconds between the first failed login to a broker and the next one; doubled each time up to a minute.
+    login_pause: float = 2.0
     #: Longest time one broker call may take.
     broker_timeout: float = 10.0
     #: Seconds a graceful shutdown may take.

@@ -79,6 +79,7 @@ class RequestLoop:
                 add_event=send_buffer.add_event,
                 log=log,
             ).reconcile,
+            login_pause=config.login_pause,
             log=log,
         )
         self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)

@@ -30,8 +30,7 @@ from worker_runtime.protocol.sealing import unseal
 
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
-#: Seconds between two tries: at most about 100 an hour, of the 1,000 logins that a person has in a day.
-_FIRST_WAIT = 2.0
+#: Longest wait between two tries (s): about 100 an hour, of the 1,000 logins that a person has in a day.
 _LONGEST_WAIT = 60.0
 #: Seconds between two tries to list the orders of a live session.
 _FIRST_LISTING_WAIT = 0.2
@@ -58,7 +57,8 @@ class OpenedAccount:
 class AccountSession:
     """An account with a live broker session, or without one and the reason for that."""
 
-    def __init__(self, account: OpenedAccount) -> None:
+    def __init__(self, account: OpenedAccount, login_pause: float) -> None:
+        """`login_pause`: seconds after the first failed login; then it doubles up to a minute."""
         self.account = account
         self.broker: Broker | None = None
         self.used_at = time.monotonic()
@@ -79,7 +79,7 @@ class AccountSession:
         #: Code of the error with which the last listing failed.
         self.listing_error = ""
         self._failing_since: float | None = None
-        self._backoff = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+        self._backoff = Backoff(login_pause, _LONGEST_WAIT)
         self._listing = Backoff(_FIRST_LISTING_WAIT, _LONGEST_LISTING_WAIT)
         self._pinging = Backoff(_FIRST_PING_WAIT, _LONGEST_PING_WAIT)
 

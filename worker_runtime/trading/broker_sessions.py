@@ -50,6 +50,7 @@ class BrokerSessions:
         rate_limiter: RateLimiter,
         on_order: Callable[[ConnectionKey, OrderChanged], None],
         reconcile: Callable[[ConnectionKey, Broker, float], None],
+        login_pause: float,
         log: Log,
     ) -> None:
         self._load_factory = load_factory
@@ -60,6 +61,7 @@ class BrokerSessions:
         self._rate_limiter = rate_limiter
         self._on_order = on_order
         self._reconcile = reconcile
+        self._login_pause = login_pause
         self._log = log
         self._account_sessions: dict[str, AccountSession] = {}
 
@@ -90,7 +92,9 @@ class BrokerSessions:
 
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
         """Sets the accounts of a claim, unconnected."""
-        self._account_sessions = {account.key.account_id: AccountSession(account) for account in accounts}
+        self._account_sessions = {
+            account.key.account_id: AccountSession(account, self._login_pause) for account in accounts
+        }
 
     def versions(self) -> dict[str, int]:
         """Version of the credentials in use, by account."""
@@ -260,7 +264,7 @@ class BrokerSessions:
         old = self._account_sessions.get(name)
         if old is not None and old.account.version == account.version:
             return
-        new = AccountSession(account)
+        new = AccountSession(account, self._login_pause)
         until = time.monotonic() + timeout
         try:
             new.opened(self._login(account, timeout))

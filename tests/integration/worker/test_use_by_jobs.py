@@ -11,7 +11,7 @@ from worker_runtime.protocol import keys
 
 
 def test_a_job_runner_counts_as_use_of_the_worker(stage: WorkerStage) -> None:
-    worker = stage.active(jobs_idle=60.0)
+    worker = stage.active(jobs_idle=60.0, mark_period=0.5)
 
     def last_use() -> int:
         return int(stage.client.execute("HGET", keys.metadata(stage.user), "last_activity_ms"))

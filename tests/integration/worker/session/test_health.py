@@ -9,7 +9,7 @@ from tests.integration.worker.worker import SpawnedWorker, eventually
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEvent
 
-QUICK: dict[str, Any] = {"health_period": 0.2}
+QUICK: dict[str, Any] = {"health_period": 0.2, "login_pause": 0.2}
 
 
 def last_detail(stage: WorkerStage) -> str:

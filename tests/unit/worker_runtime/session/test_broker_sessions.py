@@ -49,6 +49,7 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
         shared_state=shared_state,
         reconcile=lambda key, broker, timeout: None,
         on_order=lambda key, change: None,
+        login_pause=2.0,
         health=HealthMonitor(shared_state, lambda kind, detail: None),
         rate_limiter=UnlimitedRateLimiter(),
         log=Log("ERROR"),

@@ -76,6 +76,7 @@ class MarketConnections:
             rate_limiter=self.budget,
             reconcile=lambda key, broker, timeout: None,
             on_order=lambda key, change: None,
+            login_pause=2.0,
             log=Log("ERROR"),
         )
         self.recovery = SessionRecovery(
