@@ -25,7 +25,7 @@ def stopped_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="berth-damage-"))
     folder.chmod(0o755)
     try:
-        with LocalStack(folder / "data", pool_target=0):
+        with LocalStack(folder / "data", pool_target=0, api_processes=1):
             pass
         yield folder / "data"
     finally:

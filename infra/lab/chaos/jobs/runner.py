@@ -44,6 +44,7 @@ class ProxiedRunner:
         self._freeze_plan: FreezePlan | None = None
         self._freezing: asyncio.Task[None] | None = None
         self._still = asyncio.Event()
+        self._thaw = asyncio.Event()
         self._spared = False
         self._pid_known = asyncio.Event()
         #: 0 until it is known.
@@ -108,6 +109,11 @@ class ProxiedRunner:
             self._freezing = asyncio.get_running_loop().create_task(self._freeze(step, plan))
         return False
 
+    async def thaw(self) -> None:
+        """Lets a frozen runner go on before its time."""
+        self._thaw.set()
+        await self.wait_thawed()
+
     async def wait_thawed(self) -> None:
         """Waits until it goes on."""
         if self._freezing is not None:
@@ -122,7 +128,8 @@ class ProxiedRunner:
             self.freeze = RunnerFreeze(self.pid, began, inf, step)
             self._on_freeze()
             self._still.set()
-            await asyncio.sleep(plan.seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._thaw.wait(), plan.seconds)
             self.freeze = RunnerFreeze(self.pid, began, time.monotonic(), step)
         finally:
             still.end()

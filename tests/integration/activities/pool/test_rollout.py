@@ -106,7 +106,7 @@ async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_wai
     dock.hanging = {"2"}
     users = [await dock.yard.user() for _ in range(8)]
     failed: list[str] = []
-    await dock.start_pool(READY, launch_timeout=4.0)
+    await dock.start_pool(READY, launch_timeout=3.0)
     floor = asyncio.create_task(dock.watch_floor(READY))
     rollout = await dock.start_rollout("2")
     await claims(dock, users, 0.4, failed)  # more than were free: as a rule some are launched for their user
@@ -114,7 +114,7 @@ async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_wai
     await dock.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)
     assert (result.phase, result.retired) == (RolloutPhase.ROLLED_BACK, 0)
-    assert "was not ready within 4 s" in result.reason
+    assert "was not ready within 3 s" in result.reason
     assert failed == []
     assert dock.shortage == 0
     cold = [spec.config for spec in dock.yard.launcher.launched if spec.config.reserved_claim]

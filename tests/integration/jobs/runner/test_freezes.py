@@ -12,12 +12,12 @@ import pytest
 from infra.lab.chaos.jobs.freeze import FreezePlan
 from infra.lab.chaos.jobs.runner import ProxiedRunner
 from infra.lab.chaos.jobs.steps import RunnerStep
-from tests.integration.jobs.fleet import LEASE, RunnerFleet, RunnerProcess, eventually
+from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
 from tests.integration.jobs.scripted import JobScript
 from worker_runtime.jobs.protocol.messages import JobStatus
 
-#: Longer than others need to take its jobs, on a machine that stands still for seconds.
-PLAN = FreezePlan(seconds=8 * LEASE, children=False, life=3600.0)
+#: It ends once others have taken the runner's jobs; the time is more than they need for that.
+PLAN = FreezePlan(seconds=90.0, children=False, life=3600.0)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     await asyncio.to_thread(Path(fleet.gate()).unlink)
     await asyncio.to_thread(fleet.start, "second")
     new = await asyncio.to_thread(fleet.started, "j", 2)
-    await proxied.wait_thawed()
+    await proxied.thaw()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.stage.result("j") is None
     assert fleet.stage.field("j", "fence") == str(new.fence) != str(old.fence)
@@ -75,6 +75,6 @@ async def test_a_job_that_was_reported_as_unknown_does_not_begin_afterwards(
     assert result.failure is not None
     assert result.failure.code == "JOB_OUTCOME_UNKNOWN"
     assert fleet.ledger("j") == []  # an operator may look now, and requeue it
-    await proxied.wait_thawed()
+    await proxied.thaw()
     await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
     assert fleet.ledger("j") == []

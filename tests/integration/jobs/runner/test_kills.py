@@ -121,7 +121,7 @@ def test_a_restart_of_valkey_costs_no_job(short_directory: Path) -> None:
         runner = fleet.start(slots=2)
         fleet.add("running", script=JobScript(until=fleet.gate()))
         child = fleet.started("running").pid
-        fleet.add("later", delay=8)  # not before the outage
+        fleet.add("later", delay=5)  # not before the outage
         # Written with the second's fsync: what was acknowledged before that may be lost (ADR 0008).
         stage.client.execute("WAITAOF", 1, 0, 2000)
     try:
