@@ -26,6 +26,7 @@ from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
+from tests.commands import CommandForker
 from tests.databases import MigratedDatabases
 from tests.groups import UnitScheduling, sort_units
 from tests.stacks import all_stacks
@@ -146,6 +147,13 @@ def temporal_server(server_directory: Path) -> Iterator[TemporalServer]:
         server_directory / "temporal", durable=False, search_attributes=SEARCH_ATTRIBUTES
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandForker]:
+    """Runs `berth …`."""
+    with CommandForker() as commands:
+        yield commands
 
 
 @pytest.fixture(scope="session")

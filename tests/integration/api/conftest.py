@@ -28,7 +28,9 @@ from infra.local.process import free_port
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
+from infra.vault.key_file import write_key_file
 from infra.vault.key_pairs import create_master_key
+from tests.commands import CommandForker, Finished
 from tests.integration.api.lifecycle import LifecycleStub, orchestrator
 from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
 
@@ -151,6 +153,20 @@ async def user(api: ServedApi) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@asynccontextmanager
+async def operator(api: ServedApi, commands: CommandForker, folder: Path) -> AsyncIterator[OperatorCommand]:
+    """Runs `berth …` with an operator's key; its exit code, output and errors."""
+    key_file = folder / "operator.key"
+    write_key_file(key_file, api.admin_key.encode(), private=True)
+    async with served(api) as url:
+        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
+
+        async def berth(*words: str, **environment: str) -> Finished:
+            return await asyncio.to_thread(commands.run, *words, *where, **environment)
+
+        yield berth
+
+
 @pytest.fixture
 async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[LifecycleStub]:
     """Serves the lifecycle queue as the test says."""
@@ -190,3 +206,4 @@ async def start_worker(valkey_server: ValkeyServer) -> AsyncIterator[StartWorker
 
 
 StartWorker = Callable[..., Awaitable[ScriptedWorker]]
+OperatorCommand = Callable[..., Awaitable[Finished]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +13,11 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database.models import AuditEntry
 from infra.settings import Settings
-from infra.vault.key_file import write_key_file
-from tests.integration.api.conftest import ServedApi, running_api, served
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, operator
 from tests.integration.jobs.stage import QueueStage, claim, ids
 from worker_runtime.jobs.protocol import keys as job_keys
 
-BERTH = str(Path(sys.executable).with_name("berth"))
 NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}
 
 
@@ -99,22 +96,15 @@ async def test_wrong_limits_unknown_types_and_users_are_refused(api: ServedApi) 
         assert not [name for name in stored if b"webhook" in name]
 
 
-async def test_the_command_line_sets_lists_and_clears(settings: Settings, tmp_path: Path) -> None:
-    async with running_api(settings) as api, served(api) as url:
-        key = tmp_path / "operator.key"
-        write_key_file(key, api.admin_key.encode(), private=True)
-        where = ["--url", url.removesuffix("/v1"), "--key-file", str(key)]
+async def test_the_command_line_sets_lists_and_clears(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> None:
+    async with operator(api, commands, tmp_path) as berth:
 
         async def cli(*words: str, code: int = 0) -> str:
-            process = await asyncio.create_subprocess_exec(
-                *(BERTH, "jobs", "limits", *words, *where),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
-            )
-            out, err = await process.communicate()
-            assert process.returncode == code, (out, err)
-            return (err if code else out).decode()
+            done = await berth("jobs", "limits", *words)
+            assert done.code == code, done
+            return done.err if code else done.out
 
         made = await cli("set", "email", "--running", "4", "--per-second", "2.5", "--burst", "5", "--json")
         assert json.loads(made) == {

@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from infra.local.stack import SEARCH_ATTRIBUTES
+from tests.commands import CommandForker, Finished
 from workflows import names
 
 BERTH = str(Path(sys.executable).with_name("berth"))
+Berth = Callable[..., Finished]
 
 
-def _berth(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "NO_COLOR": "1", "COLUMNS": "200", **more}
-    return subprocess.run([BERTH, *words], capture_output=True, text=True, check=False, env=environment)
+@pytest.fixture
+def berth(commands: CommandForker) -> Berth:
+    """Runs `berth …` with lines as long as they want to be."""
+    return partial(commands.run, COLUMNS="200")
 
 
 @pytest.mark.parametrize(
@@ -29,31 +34,32 @@ def _berth(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         *(("worker",), ("worker", "reload-credentials")),
     ],
 )
-def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
-    done = _berth(*words, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage" in done.stdout.lower()
-    assert done.stderr == ""
+def test_every_command_explains_itself(berth: Berth, words: tuple[str, ...]) -> None:
+    done = berth(*words, "--help")
+    assert done.code == 0, done.err
+    assert "usage" in done.out.lower()
+    assert done.err == ""
 
 
 @pytest.mark.parametrize("name", ["exchange", "node", "api", "orchestrator", "worker run"])
-def test_the_usage_of_a_server_is_what_one_types(name: str) -> None:
-    assert f"usage: berth {name}" in _berth(*name.split(), "--help").stdout.lower()
+def test_the_usage_of_a_server_is_what_one_types(berth: Berth, name: str) -> None:
+    assert f"usage: berth {name}" in berth(*name.split(), "--help").out.lower()
 
 
 @pytest.mark.parametrize("name", ["api", "orchestrator", "worker run"])
-def test_a_server_without_options_refuses_a_word_too_many(name: str) -> None:
-    assert _berth(*name.split(), "--port").returncode == 2
+def test_a_server_without_options_refuses_a_word_too_many(berth: Berth, name: str) -> None:
+    assert berth(*name.split(), "--port").code == 2
 
 
-def test_the_help_names_every_part() -> None:
-    found = _berth("--help").stdout
+def test_the_help_names_every_part(berth: Berth) -> None:
+    found = berth("--help").out
     for name in ("up", "down", "api", "orchestrator", "worker", "exchange", "node", "keys", "bench", "chaos"):
         assert f" {name} " in found
 
 
 def test_the_version_is_the_packages() -> None:
-    assert _berth("--version").stdout.strip() == f"berth {version('berth')}"
+    done = subprocess.run([BERTH, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"berth {version('berth')}"
 
 
 def test_help_loads_no_server_library() -> None:
@@ -66,32 +72,34 @@ def test_help_loads_no_server_library() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_keys_init_makes_keys_where_the_settings_say(tmp_path: Path) -> None:
+def test_keys_init_makes_keys_where_the_settings_say(berth: Berth, tmp_path: Path) -> None:
     places = {
         "BERTH_MASTER_KEY_FILE": str(tmp_path / "keys" / "m.key"),
         "BERTH_MASTER_PUBLIC_FILE": str(tmp_path / "keys" / "m.pub"),
         "BERTH_ORCHESTRATOR_KEY_FILE": str(tmp_path / "keys" / "o.key"),
     }
-    assert _berth("keys", "init", **places).stdout.count("made ") == 3
-    assert "all key files exist" in _berth("keys", "init", **places).stdout
+    assert berth("keys", "init", **places).out.count("made ") == 3
+    assert "all key files exist" in berth("keys", "init", **places).out
     (tmp_path / "keys" / "m.key").unlink()
-    refused = _berth("keys", "init", **places)
-    assert refused.returncode == 1
-    assert "m.key is missing" in refused.stderr
+    refused = berth("keys", "init", **places)
+    assert refused.code == 1
+    assert "m.key is missing" in refused.err
 
 
-def test_down_without_a_data_folder_says_so(tmp_path: Path) -> None:
-    done = _berth("down", "--data", str(tmp_path / "none"))
-    assert done.returncode == 0
-    assert "nothing runs" in done.stdout
+def test_down_without_a_data_folder_says_so(berth: Berth, tmp_path: Path) -> None:
+    done = berth("down", "--data", str(tmp_path / "none"))
+    assert done.code == 0
+    assert "nothing runs" in done.out
     assert not (tmp_path / "none").exists()
 
 
-def test_down_works_on_a_damaged_folder_so_that_make_clean_can_remove_it(tmp_path: Path) -> None:
+def test_down_works_on_a_damaged_folder_so_that_make_clean_can_remove_it(
+    berth: Berth, tmp_path: Path
+) -> None:
     (tmp_path / "lock").touch()
     (tmp_path / "version").write_text("")
-    done = _berth("down", "--data", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = berth("down", "--data", str(tmp_path))
+    assert done.code == 0, done.err
 
 
 def test_the_stack_registers_the_search_attributes_of_the_workflows() -> None:

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from pathlib import Path
 
 import httpx
 
-from tests.integration.api.conftest import ServedApi, an_order, served
-
-BERTH = str(Path(sys.executable).with_name("berth"))
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, an_order, operator
 
 
 async def test_an_operator_halts_reduces_and_opens(
-    api: ServedApi, user: httpx.AsyncClient, tmp_path: Path
+    api: ServedApi, user: httpx.AsyncClient, commands: CommandForker, tmp_path: Path
 ) -> None:
-    key_file = tmp_path / "admin.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(api.admin_key)
-    async with served(api) as url:
-        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
-
-        async def berth(*words: str) -> tuple[int, str, str]:
-            process = await asyncio.create_subprocess_exec(
-                *(BERTH, *words, *where),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
-            )
-            out, err = await process.communicate()
-            return process.returncode or 0, out.decode(), err.decode()
-
+    async with operator(api, commands, tmp_path) as berth:
         of_user = ("--user", api.user)
         assert await berth("halt", *of_user, "--reason", "a test") == (0, f"{api.user} is halted\n", "")
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 import pytest
 
 from infra.database.workers import passes
-from tests.integration.api.conftest import ServedApi, served
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, operator
 from tests.integration.api.lifecycle import LifecycleStub
 
 
@@ -118,22 +117,15 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         assert (await user.get("/fleet")).status_code == 403
 
 
-async def test_the_last_pass_is_a_table_on_the_command_line(api: ServedApi, tmp_path: Path) -> None:
-    key_file = tmp_path / "admin.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(api.admin_key)
-    async with served(api) as url:
+async def test_the_last_pass_is_a_table_on_the_command_line(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> None:
+    async with operator(api, commands, tmp_path) as berth:
 
         async def status(*words: str) -> str:
-            process = await asyncio.create_subprocess_exec(
-                *(str(Path(sys.executable).with_name("berth")), "maintenance", "status", *words),
-                *("--url", url.removesuffix("/v1"), "--key-file", str(key_file)),
-                stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
-            )
-            out, _ = await process.communicate()
-            assert process.returncode == 0
-            return out.decode()
+            done = await berth("maintenance", "status", *words, COLUMNS="200")
+            assert done.code == 0
+            return done.out
 
         assert await status() == "no pass yet\n"
         async with api.services.database.session() as session:

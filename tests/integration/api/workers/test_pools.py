@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, running_api, served
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
 from workflows.worker_pool import messages as pm
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-BERTH = str(Path(sys.executable).with_name("berth"))
 POOL = "steered"
 WINDOW = {"name": "morning", "target": 5, "begins": "08:00", "ends": "09:30", "calendar": "trading"}
 
@@ -126,53 +125,45 @@ async def test_pools_are_for_operators_and_an_unknown_one_is_not_found(pool_api:
 
 
 async def test_the_command_shows_explains_and_changes(
-    pool_api: ServedApi, pool: FakePool, tmp_path: Path
+    pool_api: ServedApi, pool: FakePool, commands: CommandForker, tmp_path: Path
 ) -> None:
-    key_file = tmp_path / "admin.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(pool_api.admin_key)
     windows = tmp_path / "windows.json"
     windows.write_text(json.dumps([WINDOW]))
-    async with served(pool_api) as url, pool_api.client(pool_api.admin_key) as admin:
-        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
-
-        async def berth(*words: str) -> tuple[int, str, str]:
-            process = await asyncio.create_subprocess_exec(
-                *(BERTH, "pool", *words, *where),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
-            )
-            out, err = await process.communicate()
-            return process.returncode or 0, out.decode(), err.decode()
-
+    async with (
+        operator(pool_api, commands, tmp_path) as berth,
+        pool_api.client(pool_api.admin_key) as admin,
+    ):
         await seen(admin, ready=2)
-        code, out, err = await berth("set", POOL, "--target", "3", "--windows", str(windows), "--json")
+        code, out, err = await berth(
+            "pool", "set", POOL, "--target", "3", "--windows", str(windows), "--json"
+        )
         assert (code, err) == (0, "")
         assert json.loads(out)["policy"]["windows"][0]["name"] == "morning"
         await seen(admin, ready=3)
-        assert (await berth("set", POOL, "--buffer", "2"))[0] == 0
+        assert (await berth("pool", "set", POOL, "--buffer", "2"))[0] == 0
         shown = await seen(admin, ready=5, starting=0)
         assert shown["policy"]["target"] == 3  # what is not named stays
 
-        code, out, _ = await berth("status", POOL)
+        code, out, _ = await berth("pool", "status", POOL)
         assert code == 0
         assert "5 of 5 wanted, 0 starting" in out
         assert "morning" in out
-        code, out, _ = await berth("explain", POOL)
+        code, out, _ = await berth("pool", "explain", POOL)
         assert out.splitlines()[:3] == [
             f"pool {POOL} wants 5 free workers:",
             "  target: 3",
             "  buffer: 2 more, 5",
         ]
-        assert (await berth("drain", POOL, "--reason", "a test"))[1] == f"pool {POOL} is being drained\n"
-        assert (await berth("resume", POOL))[1] == f"pool {POOL} is resumed\n"
+        assert (await berth("pool", "drain", POOL, "--reason", "a test"))[
+            1
+        ] == f"pool {POOL} is being drained\n"
+        assert (await berth("pool", "resume", POOL))[1] == f"pool {POOL} is resumed\n"
 
-        code, _, err = await berth("set", POOL, "--target", "3", "--maximum", "2")
+        code, _, err = await berth("pool", "set", POOL, "--target", "3", "--maximum", "2")
         assert (code, err) == (
             1,
             "error: POOL_POLICY_INVALID: target 3 is above maximum 2; "
             "window 'morning': target 5 is above maximum 2\n",
         )
-        assert (await berth("set", POOL))[0] == 2
-        assert (await berth("status", "nobodys"))[0] == 1
+        assert (await berth("pool", "set", POOL))[0] == 2
+        assert (await berth("pool", "status", "nobodys"))[0] == 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.integration.api.conftest import ServedApi, running_api, served
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.workflow.bulk_fakes import FakeMaintenance, FakeRollout
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
@@ -31,7 +31,6 @@ from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 POOL = "rolled"
-Berth = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
 @pytest.fixture
@@ -72,28 +71,6 @@ async def until(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
         if all(shown[name] == value for name, value in wanted.items()):
             return shown
         await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def commands(api: ServedApi, folder: Path) -> AsyncIterator[Berth]:
-    """Runs `berth …` with an operator's key; exit code, output, errors."""
-    key_file = folder / "admin.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(api.admin_key)
-    async with served(api) as url:
-
-        async def berth(*words: str) -> tuple[int, str, str]:
-            process = await asyncio.create_subprocess_exec(
-                *(str(Path(sys.executable).with_name("berth")), *words),
-                *("--url", url.removesuffix("/v1"), "--key-file", str(key_file)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
-            )
-            out, err = await process.communicate()
-            return process.returncode or 0, out.decode(), err.decode()
-
-        yield berth
 
 
 async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, rollout: FakeRollout) -> None:
@@ -159,9 +136,9 @@ async def test_a_rollout_that_makes_no_sense_is_refused(
 
 @pytest.mark.timeout(120)
 async def test_the_command_begins_watches_and_takes_back(
-    api: ServedApi, rollout: FakeRollout, tmp_path: Path
+    api: ServedApi, rollout: FakeRollout, commands: CommandForker, tmp_path: Path
 ) -> None:
-    async with commands(api, tmp_path) as berth:
+    async with operator(api, commands, tmp_path) as berth:
         code, out, err = await berth("pool", "rollout", "start", POOL, "--version", "2", "--watch", "--json")
         assert (code, err) == (0, "")
         done = json.loads(out)
@@ -184,9 +161,11 @@ async def test_the_command_begins_watches_and_takes_back(
 
 
 @pytest.mark.timeout(120)
-async def test_maintenance_is_run_by_hand(api: ServedApi, temporal: Client, tmp_path: Path) -> None:
+async def test_maintenance_is_run_by_hand(
+    api: ServedApi, temporal: Client, commands: CommandForker, tmp_path: Path
+) -> None:
     fake = FakeMaintenance(mm.Scanned(number=3, workers=12, found=2, confirmed=1))
-    async with commands(api, tmp_path) as berth:
+    async with operator(api, commands, tmp_path) as berth:
         code, _, err = await berth("maintenance", "run")
         assert code == 1
         assert "NO_MAINTENANCE" in err

@@ -6,19 +6,18 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from infra.database.workers import timeline
-from tests.integration.api.conftest import ServedApi, served
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, operator, served
 from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import until
 from workflows.user_worker.messages import ReloadResult
 
 BERTH = str(Path(sys.executable).with_name("berth"))
-Command = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
 async def started(*words: str) -> asyncio.subprocess.Process:
@@ -39,40 +38,37 @@ def key_file(whole_api: ServedApi, tmp_path: Path) -> Path:
 
 
 async def test_an_operator_sees_and_steers_a_worker(
-    whole_api: ServedApi, lifecycle: LifecycleStub, key_file: Path
+    whole_api: ServedApi, lifecycle: LifecycleStub, commands: CommandForker, tmp_path: Path
 ) -> None:
     api, user = whole_api, whole_api.user
-    async with served(api) as url:
-        where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
-
-        async def berth(*words: str) -> tuple[int, str, str]:
-            process = await started(*words, *where)
-            out, err = await process.communicate()
-            return process.returncode or 0, out.decode(), err.decode()
-
-        nobody = await berth("stop", user)
+    async with operator(api, commands, tmp_path) as berth:
+        nobody = await berth("worker", "stop", user)
         assert nobody == (1, "", "error: NO_WORKER: The user has no running worker.\n")
-        assert await berth("start", user) == (0, f"{user} is Active with worker scripted, epoch 1\n", "")
-        code, out, _ = await berth("show", user)
+        assert await berth("worker", "start", user) == (
+            0,
+            f"{user} is Active with worker scripted, epoch 1\n",
+            "",
+        )
+        code, out, _ = await berth("worker", "show", user)
         assert code == 0
         assert "2 of late" in out
-        code, out, _ = await berth("show", user, "--json")
+        code, out, _ = await berth("worker", "show", user, "--json")
         assert json.loads(out)["lifecycle"]["crashes"] == 2
-        while not json.loads((await berth("list", "--user", user, "--json"))[1]):
+        while not json.loads((await berth("worker", "list", "--user", user, "--json"))[1]):
             pass  # the index is a moment behind
-        code, out, _ = await berth("list", "--user", user)
+        code, out, _ = await berth("worker", "list", "--user", user)
         assert out.splitlines()[1].split()[:4] == [user, "Active", "scripted", "default"]
-        code, _, err = await berth("list", "--state", "active")
+        code, _, err = await berth("worker", "list", "--state", "active")
         assert code == 1
         assert "'Reconnecting'" in err
 
-        assert await berth("reload-credentials", user) == (0, f"{user}: reloaded\n", "")
+        assert await berth("worker", "reload-credentials", user) == (0, f"{user}: reloaded\n", "")
         lifecycle.reload = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
-        code, _, err = await berth("reload-credentials", user)
+        code, _, err = await berth("worker", "reload-credentials", user)
         refused = "error: LOGIN_REJECTED: wrong key; the worker keeps the session it had\n"
         assert (code, err) == (1, refused)
-        assert (await berth("resume", user, "--reason", "repaired"))[0] == 0
-        assert (await berth("stop", user, "--reason", "done"))[0] == 0
+        assert (await berth("worker", "resume", user, "--reason", "repaired"))[0] == 0
+        assert (await berth("worker", "stop", user, "--reason", "done"))[0] == 0
         await until(lambda: len(lifecycle.signals) == 2)  # the command does not wait for its workflow
     assert lifecycle.signals == [("resume", ""), ("shutdown", "done")]
 
