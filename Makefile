@@ -4,8 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-#: Processes of the tests, each with servers of its own. tests/groups.py says what they get as a unit, and which
-#: units come first. One that dies ends the run: pytest-xdist never ends a run in which it replaced one.
+#: Processes of the tests, each with servers of its own. tests/groups.py says what they get as a unit, and in
+#: which order. One that dies ends the run: pytest-xdist never ends a run in which it replaced one.
 JOBS ?= 2
 
 .PHONY: help run test quick check bench shell setup clean lock

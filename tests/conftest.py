@@ -198,7 +198,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitSch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Heavy units first. A longer limit with containers: the first such test waits for daemon and image."""
+    """Sorts the units. A longer limit with containers: the first such test waits for daemon and image."""
     sort_units(items, config.rootpath)
     for item in items:
         if "docker_house" in getattr(item, "fixturenames", ()) or "docker" in item.name.partition("[")[2]:

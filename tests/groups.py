@@ -1,4 +1,4 @@
-"""Which tests one process of pytest-xdist gets as a unit, and which of the units begin first.
+"""Which tests one process of pytest-xdist gets as a unit, and in which order the units begin.
 
 A unit is a module, or several modules that share an expensive fixture. Each process that runs one of them
 builds its own fixture, so one process runs them all.
@@ -23,18 +23,35 @@ UNITS = {
     "tests/contract/launchers/test_contract.py": "docker",
     "tests/contract/launchers/test_docker.py": "docker",
 }
-#: Units and modules that take longest, the longest first: none of them may begin last and run alone.
-FIRST = (
-    "docker",
+#: The order in which units begin: by name, by path, or all of a folder (with a slash at its end). The rest
+#: comes afterwards. A unit that runs the whole system needs both cores, and two of them at once slow each
+#: other down. So each is followed by modules that mostly wait and take about as long: they run beside it.
+ORDER = (
     "e2e-house",
+    "tests/integration/worker/",
+    "tests/contract/brokers/",
     "tests/chaos/test_steps.py",
-    "tests/integration/bench/test_bench.py",
+    "tests/contract/launchers/node/",
+    "tests/integration/activities/pool/",
     "chaos-house",
+    "tests/integration/jobs/",
+    "docker",
+    "tests/integration/activities/",
+    "tests/integration/database/",
+    "tests/integration/bench/test_bench.py",
+    "tests/integration/api/orders/",
     "e2e-versions",
+    "tests/integration/api/workers/",
+    "e2e-idle-race",
+    "tests/integration/api/",
     "tests/chaos/test_orders.py",
-    "tests/integration/jobs/runner/test_chaos.py",
-    "tests/unit/model/test_one_owner_safeguards.py",
-    "tests/unit/model/test_one_owner.py",
+    "tests/unit/model/",
+    "tests/unit/exchange/",
+    "tests/integration/local/test_up.py",
+    "tests/workflow/",
+    "tests/integration/local/test_damage.py",
+    "tests/integration/local/",
+    "tests/ways/test_ways.py",
 )
 
 
@@ -46,11 +63,19 @@ def unit_of(path: str) -> str:
     return path
 
 
+def place_of(unit: str) -> int:
+    """The number of the entry of `ORDER` that is about this unit; behind them all if there is none."""
+    for number, entry in enumerate(ORDER):
+        if unit == entry or (entry.endswith("/") and unit.startswith(entry)):
+            return number
+    return len(ORDER)
+
+
 def sort_units(items: list[pytest.Item], root: Path) -> None:
     """Puts the units in the order in which they begin. The order within a unit stays."""
     units = {item: unit_of(item.path.relative_to(root).as_posix()) for item in items}
-    rank = {unit: number for number, unit in enumerate(dict.fromkeys([*FIRST, *units.values()]))}
-    items.sort(key=lambda item: rank[units[item]])
+    found = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
+    items.sort(key=lambda item: (place_of(units[item]), found[units[item]]))
 
 
 class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

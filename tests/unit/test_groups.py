@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.groups import FIRST, UNITS, unit_of
+from tests.groups import ORDER, UNITS, place_of, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_unit_has_its_modules() -> None:
     missing = [path for path in UNITS if not (ROOT / path).exists()]
-    missing += [unit for unit in FIRST if unit not in UNITS.values() and not (ROOT / unit).exists()]
+    missing += [entry for entry in ORDER if entry not in UNITS.values() and not (ROOT / entry).exists()]
     assert missing == []
 
 
@@ -20,3 +20,10 @@ def test_modules_that_share_a_house_are_one_unit() -> None:
     assert unit_of("tests/e2e/test_trading.py") == unit_of("tests/e2e/test_secrets.py")
     assert unit_of("tests/e2e/test_versions.py") != unit_of("tests/e2e/test_secrets.py")
     assert unit_of("tests/unit/test_groups.py") == "tests/unit/test_groups.py"
+
+
+def test_a_units_place_is_that_of_its_name_or_of_its_folder_and_else_the_last() -> None:
+    assert place_of("e2e-house") < place_of("tests/integration/worker/trading/test_limits.py")
+    assert place_of("tests/integration/activities/pool/test_rollout.py") < place_of("chaos-house")
+    assert place_of("tests/integration/activities/events/test_events.py") > place_of("chaos-house")
+    assert place_of("tests/unit/test_groups.py") == len(ORDER)
