@@ -7,6 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
+from sqlalchemy import text
+
 from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
@@ -32,6 +34,16 @@ def inject_faults(house: House, trader: Trader, *points: FaultPoint) -> None:
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behaviour))
 
 
+async def expire(house: House, order_id: str) -> None:
+    """Ends an order's time now."""
+    database = Database(house.stack.settings.database_url)
+    async with database.session() as session:
+        await session.execute(
+            text("update orders set deadline_at = clock_timestamp() where id = :id"), {"id": order_id}
+        )
+    await database.close()
+
+
 def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(house: House) -> None:
     trader = house.trader()
     house.start_until_active(trader)
@@ -52,6 +64,8 @@ def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(hou
     until(lambda: seen(house, trader, order_id)["state"] == "unknown", "unknown order")
     blocked = house.order(trader)
     assert (blocked.status_code, blocked.json()["code"]) == (409, "SYMBOL_BLOCKED"), blocked.text
+    # Until its deadline its worker might still submit it. As if that were over:
+    asyncio.run(expire(house, order_id))
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
     found = final(house, trader, order_id)
     assert (found["state"], found["code"]) == ("rejected", "WORKER_LOST")
