@@ -19,8 +19,8 @@ from api.http.auth import Authenticator, Principal, Role
 from api.http.notifications import NotificationListener
 from api.http.streams import EventStreams
 from api.jobs.service import JobService
-from api.orders import checks
 from api.orders.changes import OrderChangeService
+from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import OrderReader, OutcomeWriter
 from api.orders.placer import OrderPlacer, PendingOrders
 from api.pools.service import PoolControl, RolloutControl
@@ -124,7 +124,7 @@ class Services:
             self.answers,
             self.pending_orders,
             self.reader,
-            checks.create_checks(settings, self.database),
+            PreTradeChecks(settings, self.database),
             deadline=deadline,
             unknown_blocks=settings.unknown_blocks,
         )

@@ -22,7 +22,7 @@ from api.http.errors import Forbidden, NotFound
 from api.http.fields import UserIdInPath
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
-from api.orders.schemas import OrderView, cursor_of, position_of
+from api.orders.schemas import OrderView, PageCursor, PageLimit, cursor_of, position_of
 from api.workers.router import require_known_user
 from infra.database import models
 from infra.database.orders import attention
@@ -33,16 +33,12 @@ from infra.database.trading.reconciliations import ReconciliationNotFound
 
 router = APIRouter(tags=["orders"])
 
+Most = Annotated[int, Query(ge=1, le=500, description="Most of them.")]
+
 
 @router.get("/attention", summary="Orders that wait for a person", responses=problems.responses(Forbidden))
 async def list_attention(
-    caller: Caller,
-    services: InServices,
-    cursor: Annotated[
-        str | None,
-        Query(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
-    ] = None,
-    limit: Annotated[int, Query(ge=1, le=500, description="Most orders of one page.")] = 100,
+    caller: Caller, services: InServices, cursor: PageCursor = None, limit: PageLimit = 100
 ) -> AttentionPage:
     """Orders of all users whose outcome nobody but a person can find out, with the whole story.
 
@@ -109,7 +105,7 @@ async def list_reconciliations(
     user_id: UserIdInPath,
     caller: Caller,
     services: InServices,
-    limit: Annotated[int, Query(ge=1, le=500, description="Most of them.")] = 100,
+    limit: Most = 100,
 ) -> ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
@@ -129,7 +125,7 @@ async def list_open_reconciliations(
     caller: Caller,
     services: InServices,
     after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=500, description="Most of them.")] = 100,
+    limit: Most = 100,
 ) -> ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
     require_staff(caller)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from api.http.fields import Body, View, examples
-from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, OrderView
+from api.orders.schemas import MAX_QUANTITY, ORDER_VIEW_EXAMPLE, NextCursor, OrderView
 from worker_runtime.protocol.messages import OrderState
 
 _ATTENTION_EXAMPLE = {
@@ -40,10 +40,7 @@ class AttentionPage(View):
     model_config = examples({"orders": [_ATTENTION_EXAMPLE], "next_cursor": None})
 
     orders: list[AttentionOrderView]
-    next_cursor: Annotated[
-        str | None,
-        Field(description="`cursor` of the next page; null when there is nothing behind this one."),
-    ]
+    next_cursor: NextCursor
 
 
 class ResolveOrderRequest(Body):

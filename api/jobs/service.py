@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, time, timedelta
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.orders import listing as order_list
 from infra.jobs.client import JobClient, JobState
+from infra.market.calendar import TAIPEI
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.request_queue import RequestQueue
 from worker_runtime.jobs.protocol import catalog
@@ -34,7 +35,6 @@ _MOST_ORDERS = 2000
 #: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and stands in the
 #: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
 _MOST_LATELY = 50
-_TAIPEI = timezone(timedelta(hours=8))
 _USERS = (catalog.STATEMENT, catalog.EXPORT, catalog.SNAPSHOT)
 
 
@@ -124,7 +124,7 @@ class JobService:
         except MalformedMessage as error:
             raise InvalidRequest(error.detail) from None
         found = await self._jobs.get(job_id, tag=tag)
-        return found or JobState(job_id, "waiting", type_of(work))
+        return found or JobState(job_id, "waiting", catalog.JOB_KINDS[type(work)].name)
 
     async def _check_room(self, tag: str) -> None:
         # The count first: calls that come at once see each other in it, though not among the waiting jobs.
@@ -184,10 +184,6 @@ def view(state: JobState) -> schemas.JobStateView:
     )
 
 
-def type_of(work: msgspec.Struct) -> str:
-    return catalog.JOB_KINDS[type(work)].name
-
-
 def _host(url: str) -> str:
     """What a rate of webhooks (a setting of the queue) holds for: each receiver. Raises `InvalidRequest`."""
     try:
@@ -203,5 +199,5 @@ def _found_or_404(state: JobState | None) -> JobState:
 
 
 def _of_day(user_id: str, day: date) -> order_list.OrderSelection:
-    begin = datetime.combine(day, time(), _TAIPEI)
+    begin = datetime.combine(day, time(), TAIPEI)
     return order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))

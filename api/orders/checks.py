@@ -7,7 +7,6 @@ may be off by a few.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -20,8 +19,7 @@ from infra.database.orders.acceptance import NewOrder
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
-from infra.market.calendar import Calendar, Market
-from infra.market.instruments import Instruments
+from infra.market.calendar import Market
 from infra.settings import Settings
 from worker_runtime.protocol.errors import (
     DailyOrderLimit,
@@ -54,20 +52,14 @@ class _RememberedLimits:
 class PreTradeChecks:
     """All checks, in the order in which a person would want to be told of them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        database: Database,
-        *,
-        days: Calendar,
-        symbols: Instruments,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
+    def __init__(self, settings: Settings, database: Database) -> None:
+        """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
         self._settings = settings
         self._database = database
-        self._days = days
-        self._symbols = symbols
-        self._now = now
+        self._days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
+        self._symbols = instruments.load_instruments(
+            Path(settings.symbols_file) if settings.symbols_file else None
+        )
         self._known: dict[tuple[str, str], _RememberedLimits] = {}
 
     async def check(self, new: NewOrder) -> float:
@@ -133,7 +125,7 @@ class PreTradeChecks:
         if not self._concerns(self._settings.check_market_open, usage):
             return
         market = Market.FUTURES if usage.broker_type == Market.FUTURES else Market.STOCK
-        if not self._days.is_open(market, self._now()):
+        if not self._days.is_open(market, datetime.now(UTC)):
             raise MarketClosed(f"the {market.value} market takes no orders now")
 
     def _concerns(self, setting: str, usage: AccountUsage) -> bool:
@@ -180,13 +172,3 @@ class PreTradeChecks:
             )
         if placed >= most:
             raise DailyOrderLimit(f"{placed} orders today; this account may place {most}")
-
-
-def create_checks(settings: Settings, database: Database) -> PreTradeChecks:
-    """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
-    return PreTradeChecks(
-        settings,
-        database,
-        days=calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None),
-        symbols=instruments.load_instruments(Path(settings.symbols_file) if settings.symbols_file else None),
-    )

@@ -207,6 +207,17 @@ OrderStateFilter = StrEnum(  # type: ignore[misc]
 )
 
 
+PageCursor = Annotated[
+    str | None,
+    Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
+]
+PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
+NextCursor = Annotated[
+    str | None,
+    Field(description="`cursor` of the next page; null when there is nothing behind this one."),
+]
+
+
 class OrderFilter(BaseModel):
     """Which orders are wanted. Unknown filters are refused: a misspelt one would show too much."""
 
@@ -245,11 +256,8 @@ class OrderFilter(BaseModel):
 class OrderQuery(OrderFilter):
     """A filter, and which page of what it finds."""
 
-    cursor: Annotated[
-        str | None,
-        Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
-    ] = None
-    limit: Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")] = 100
+    cursor: PageCursor = None
+    limit: PageLimit = 100
 
 
 class OrderPage(View):
@@ -260,10 +268,7 @@ class OrderPage(View):
     )
 
     orders: list[OrderView]
-    next_cursor: Annotated[
-        str | None,
-        Field(description="`cursor` of the next page; null when there is nothing behind this one."),
-    ]
+    next_cursor: NextCursor
 
 
 class PresentOrders(View):

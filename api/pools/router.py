@@ -58,9 +58,8 @@ async def put_pool(
     await services.audit_request(
         caller, "pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy)
     )
-    return PoolStatusView.of(
-        await services.pools.set_policy(pool, SetPolicy(policy=policy, revision=body.revision))
-    )
+    wanted = SetPolicy(policy=policy, revision=body.revision)
+    return PoolStatusView.of(await services.pools.update(pool, "set_policy", wanted))
 
 
 async def _change_mode(
@@ -69,7 +68,7 @@ async def _change_mode(
     require_staff(caller)
     reason = (body or ReasonBody()).reason
     await services.audit_request(caller, f"pool.{asked}_requested", f"pool:{pool}", reason=reason)
-    return PoolStatusView.of(await services.pools.change_mode(pool, asked))
+    return PoolStatusView.of(await services.pools.update(pool, asked))
 
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))

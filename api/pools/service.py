@@ -20,13 +20,18 @@ from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 
 from api.http.errors import NoPool, NoRollout, OrchestratorUnavailable, PoolChanged, RolloutUnderWay
 from infra.temporal.client import temporal_errors
+from worker_runtime.protocol.errors import BerthError
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id, worker_pool_id
 from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
-from workflows.worker_pool.messages import POOL_CHANGED, PoolView, SetPolicy
+from workflows.worker_pool.messages import POOL_CHANGED, PoolView
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
 #: For one answer. A count, or a look at a large pool, may hold the workflow's task up.
 TIMEOUT = timedelta(seconds=10)
+_REFUSALS: dict[str | None, type[BerthError]] = {
+    PoolPolicyInvalid.code: PoolPolicyInvalid,
+    POOL_CHANGED: PoolChanged,
+}
 
 
 class PoolControl:
@@ -41,15 +46,9 @@ class PoolControl:
             view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=TIMEOUT)
         return view
 
-    async def set_policy(self, pool: str, wanted: SetPolicy) -> PoolView:
-        """Also raises `PoolPolicyInvalid`, `PoolChanged`."""
-        return await self._update(pool, "set_policy", wanted)
-
-    async def change_mode(self, pool: str, name: str) -> PoolView:
-        """`name`: `pause`, `resume` or `drain`."""
-        return await self._update(pool, name)
-
-    async def _update(self, pool: str, name: str, *args: object) -> PoolView:
+    async def update(self, pool: str, name: str, *args: object) -> PoolView:
+        """`name`: `set_policy`, `pause`, `resume` or `drain`. Also raises
+        `PoolPolicyInvalid`, `PoolChanged`."""
         handle = self._client.get_workflow_handle(worker_pool_id(pool))
         try:
             with temporal_errors(missing=_no_pool(pool)):
@@ -59,11 +58,9 @@ class PoolControl:
             raise OrchestratorUnavailable from None
         except WorkflowUpdateFailedError as failed:
             cause = failed.cause
-            kind = cause.type if isinstance(cause, ApplicationError) else ""
-            if kind == PoolPolicyInvalid.code:
-                raise PoolPolicyInvalid(str(cause)) from None
-            if kind == POOL_CHANGED:
-                raise PoolChanged(str(cause)) from None
+            kind = cause.type if isinstance(cause, ApplicationError) else None
+            if kind in _REFUSALS:
+                raise _REFUSALS[kind](str(cause)) from None
             # It closed under the update, or is still on a release without it: a moment later it is not.
             raise OrchestratorUnavailable(f"the pool did not take it: {cause}") from None
         return view

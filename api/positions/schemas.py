@@ -58,25 +58,25 @@ class PositionView(View):
         )
 
 
-class PositionList(View):
+class _AccountView(View):
+    user_id: str
+    account_id: str
+    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
+
+
+class PositionList(_AccountView):
     """The open positions of an account, by symbol."""
 
     model_config = examples({**_HEAD, "positions": [_POSITION]})
 
-    user_id: str
-    account_id: str
-    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
     positions: list[PositionView]
 
 
-class BalanceView(View):
+class BalanceView(_AccountView):
     """The money of an account."""
 
     model_config = examples({**_HEAD, "currency": "TWD", "cash": "1000000", "available": "997997"})
 
-    user_id: str
-    account_id: str
-    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
     currency: str
     cash: Price
     available: Annotated[Price, Field(description="What is left for new orders.")]

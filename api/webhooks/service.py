@@ -88,7 +88,6 @@ class AlertProcessor:
         settings: Settings,
         *,
         ready: Callable[[], bool],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`ready`: whether the tables are there."""
         self._database = database
@@ -104,7 +103,6 @@ class AlertProcessor:
         self._wait = settings.webhook_wait
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._ready = ready
-        self._now = now
         self._log = log.logger()
 
     async def close(self) -> None:
@@ -302,7 +300,7 @@ class AlertProcessor:
             raise WebhookBusy(f"more than {self._rate} calls in a minute")
 
     def _in_time(self, alert: Alert, webhook: Webhook) -> None:
-        late = (self._now() - alert.time).total_seconds()
+        late = (datetime.now(UTC) - alert.time).total_seconds()
         if abs(late) > webhook.window_s:
             word = "old" if late > 0 else "in the future"
             raise AlertOutdated(f"the alert is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed")
