@@ -7,14 +7,7 @@ from uuid import UUID
 
 from fastapi import APIRouter, Path, Query
 
-from api.attention.schemas import (
-    AttentionOrderView,
-    AttentionPage,
-    ReconciliationList,
-    ReconciliationView,
-    ResolveOrderRequest,
-    ResolveReconciliationRequest,
-)
+from api.attention import schemas
 from api.container import InServices
 from api.http import problems
 from api.http.auth import Caller, require_staff
@@ -39,7 +32,7 @@ Most = Annotated[int, Query(ge=1, le=500, description="Most of them.")]
 @router.get("/attention", summary="Orders that wait for a person", responses=problems.responses(Forbidden))
 async def list_attention(
     caller: Caller, services: InServices, cursor: PageCursor = None, limit: PageLimit = 100
-) -> AttentionPage:
+) -> schemas.AttentionPage:
     """Orders of all users whose outcome nobody but a person can find out, with the whole story.
 
     An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells of it
@@ -52,7 +45,7 @@ async def list_attention(
     more, rows = len(rows) > limit, rows[:limit]
     found = [_attention_view(row) for row in rows]
     end = cursor_of((found[-1].attention_at, rows[-1].id)) if more else None
-    return AttentionPage(orders=found, next_cursor=end)
+    return schemas.AttentionPage(orders=found, next_cursor=end)
 
 
 @router.post(
@@ -78,7 +71,7 @@ async def recheck_order(order_id: UUID, caller: Caller, services: InServices) ->
     responses=problems.responses(OrderNotFound, Forbidden, OrderSettled, ResolutionInvalid),
 )
 async def resolve_order(
-    order_id: UUID, body: ResolveOrderRequest, caller: Caller, services: InServices
+    order_id: UUID, body: schemas.ResolveOrderRequest, caller: Caller, services: InServices
 ) -> OrderView:
     """Writes down how an order ended that is not final. It is final then, whatever is told of it later.
 
@@ -91,9 +84,9 @@ async def resolve_order(
     return view_of(row)
 
 
-def _attention_view(row: models.Order) -> AttentionOrderView:
+def _attention_view(row: models.Order) -> schemas.AttentionOrderView:
     more = {"attention_at": row.attention_at, "known_state": row.state}
-    return AttentionOrderView.model_validate(view_of(row).model_dump() | more)
+    return schemas.AttentionOrderView.model_validate(view_of(row).model_dump() | more)
 
 
 @router.get(
@@ -106,7 +99,7 @@ async def list_reconciliations(
     caller: Caller,
     services: InServices,
     limit: Most = 100,
-) -> ReconciliationList:
+) -> schemas.ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
@@ -115,7 +108,9 @@ async def list_reconciliations(
     await require_known_user(services, caller, user_id)
     async with services.database.session() as session:
         rows = await reconciliations.reconciliations_of_user(session, user_id, limit=limit)
-    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+    return schemas.ReconciliationList(
+        reconciliations=[schemas.ReconciliationView.model_validate(row) for row in rows]
+    )
 
 
 @router.get(
@@ -126,12 +121,14 @@ async def list_open_reconciliations(
     services: InServices,
     after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
     limit: Most = 100,
-) -> ReconciliationList:
+) -> schemas.ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
     require_staff(caller)
     async with services.database.session() as session:
         rows = await reconciliations.open_reconciliations(session, after=after, limit=limit)
-    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+    return schemas.ReconciliationList(
+        reconciliations=[schemas.ReconciliationView.model_validate(row) for row in rows]
+    )
 
 
 @router.post(
@@ -141,10 +138,10 @@ async def list_open_reconciliations(
 )
 async def resolve_reconciliation(
     number: Annotated[int, Path(ge=1, le=2**63 - 1)],
-    body: ResolveReconciliationRequest,
+    body: schemas.ResolveReconciliationRequest,
     caller: Caller,
     services: InServices,
-) -> ReconciliationView:
+) -> schemas.ReconciliationView:
     """Closes an open difference; an account that it blocked takes orders again. Operators only.
 
     What is closed is known from then on: the same orders and the same lots are no difference again.
@@ -154,4 +151,4 @@ async def resolve_reconciliation(
         row = await reconciliations.resolve_reconciliation(
             session, number, actor=caller.actor, reason=body.reason
         )
-    return ReconciliationView.model_validate(row)
+    return schemas.ReconciliationView.model_validate(row)

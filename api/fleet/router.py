@@ -8,23 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response, status
 
 from api.container import InServices
-from api.fleet.schemas import (
-    AliveView,
-    FleetPage,
-    FleetView,
-    MaintenancePassView,
-    MaintenanceRunView,
-    ReadinessView,
-)
-from api.http import problems
+from api.fleet import schemas
+from api.http import errors, problems
 from api.http.auth import Caller, require_staff
-from api.http.errors import (
-    Forbidden,
-    NoMaintenance,
-    OrchestratorUnavailable,
-    TemporalUnavailable,
-    ValkeyUnavailable,
-)
 from api.http.fields import ID_PATTERN
 from api.workers.schemas import ReasonBody
 from infra import metrics
@@ -40,16 +26,16 @@ router = APIRouter(tags=["workers"])
 @router.get(
     "/fleet",
     summary="Show the fleet's last maintenance",
-    responses=problems.responses(Forbidden, DatabaseUnavailable),
+    responses=problems.responses(errors.Forbidden, DatabaseUnavailable),
 )
-async def show_fleet(caller: Caller, services: InServices) -> FleetView:
+async def show_fleet(caller: Caller, services: InServices) -> schemas.FleetView:
     """When maintenance last looked at all workers, what it found, and what it did. For operators."""
     require_staff(caller)
     async with services.database.session(autocommit=True) as session:
         last = await passes.pass_summary(session)
     if last is None:
-        return FleetView(maintenance=None)
-    shown = MaintenancePassView(
+        return schemas.FleetView(maintenance=None)
+    shown = schemas.MaintenancePassView(
         began_at=last.began_at,
         workers=last.scanned,
         found=last.found,
@@ -58,7 +44,7 @@ async def show_fleet(caller: Caller, services: InServices) -> FleetView:
         scan_seconds=round(last.scan_seconds, 3),
         total_seconds=None if last.total_seconds is None else round(last.total_seconds, 3),
     )
-    return FleetView(maintenance=shown)
+    return schemas.FleetView(maintenance=shown)
 
 
 PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description="Seconds to wait for it.")]
@@ -68,8 +54,13 @@ PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description
     "/fleet/maintenance",
     summary="Run maintenance now",
     responses={
-        202: {"model": MaintenanceRunView, "description": "The pass takes longer than `wait` seconds."},
-        **problems.responses(Forbidden, NoMaintenance, OrchestratorUnavailable, TemporalUnavailable),
+        202: {
+            "model": schemas.MaintenanceRunView,
+            "description": "The pass takes longer than `wait` seconds.",
+        },
+        **problems.responses(
+            errors.Forbidden, errors.NoMaintenance, errors.OrchestratorUnavailable, errors.TemporalUnavailable
+        ),
     },
 )
 async def run_maintenance(
@@ -78,7 +69,7 @@ async def run_maintenance(
     response: Response,
     body: ReasonBody | None = None,
     wait: PassWait = 60.0,
-) -> MaintenanceRunView:
+) -> schemas.MaintenanceRunView:
     """One pass, or the one under way, guards and all: what an earlier look has seen, too, is cleaned up."""
     require_staff(caller)
     reason = (body or ReasonBody()).reason
@@ -88,7 +79,7 @@ async def run_maintenance(
         response.status_code = status.HTTP_202_ACCEPTED
         done = Maintained(scanned=Scanned(number=0), outcomes={})
     about = {"ended": response.status_code is None, "outcomes": done.outcomes}
-    return MaintenanceRunView.model_validate(asdict(done.scanned) | about)
+    return schemas.MaintenanceRunView.model_validate(asdict(done.scanned) | about)
 
 
 State = Annotated[WorkerState | None, Query(description="Only workers in this state.")]
@@ -102,7 +93,7 @@ Cursor = Annotated[str | None, Query(max_length=4096, description="`next_cursor`
 @router.get(
     "/workers",
     summary="List running workers",
-    responses=problems.responses(Forbidden, TemporalUnavailable),
+    responses=problems.responses(errors.Forbidden, errors.TemporalUnavailable),
 )
 async def list_workers(
     caller: Caller,
@@ -111,7 +102,7 @@ async def list_workers(
     user_id: UserPrefix = None,
     limit: Limit = 100,
     cursor: Cursor = None,
-) -> FleetPage:
+) -> schemas.FleetPage:
     """Users whose workflow runs, the one started last first. For operators and administrators.
 
     It comes from Temporal's index, which is a moment behind: `GET /v1/users/{user_id}/worker` is exact.
@@ -129,7 +120,7 @@ metrics_router = APIRouter(tags=["fleet"])
     response_class=Response,
     responses={
         **problems.content("Prometheus' text format.", "text/plain"),
-        **problems.responses(Forbidden, DatabaseUnavailable, ValkeyUnavailable),
+        **problems.responses(errors.Forbidden, DatabaseUnavailable, errors.ValkeyUnavailable),
     },
 )
 async def get_metrics(caller: Caller, services: InServices) -> Response:
@@ -148,17 +139,19 @@ health_router = APIRouter(tags=["health"])
 
 
 @health_router.get("/healthz", summary="Is this process alive?")
-async def healthz() -> AliveView:
+async def healthz() -> schemas.AliveView:
     """Asks nobody else: a failing database is no reason to restart the API."""
-    return AliveView()
+    return schemas.AliveView()
 
 
 @health_router.get(
     "/readyz",
     summary="Can it do its work?",
-    responses={503: {"model": ReadinessView, "description": "At least one server cannot be reached."}},
+    responses={
+        503: {"model": schemas.ReadinessView, "description": "At least one server cannot be reached."}
+    },
 )
-async def readyz(services: InServices, response: Response) -> ReadinessView:
+async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:
     """The state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.
 
     Not ready is not useless: orders of users with a live worker need no Temporal.

@@ -14,22 +14,10 @@ from api.http import errors, problems
 from api.http.auth import Caller, Principal, require_user
 from api.http.fields import UserIdInPath, view_response
 from api.http.problems import ProblemError
-from api.orders import export
+from api.orders import export, schemas
 from api.orders.feed import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
 from api.orders.placement_route import PlacementRoute
-from api.orders.schemas import (
-    CancelRequest,
-    OrderDetailView,
-    OrderFilter,
-    OrderPage,
-    OrderQuery,
-    OrderRequest,
-    OrderView,
-    ReplaceRequest,
-    cursor_of,
-    position_of,
-)
 from api.workers.router import After, LastEventId, require_known_user
 from infra.database import models
 from infra.database.orders import listing as order_list
@@ -52,13 +40,16 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
 @placement_router.post(
     "/users/{user_id}/orders",
     status_code=201,
-    response_model=OrderView,
+    response_model=schemas.OrderView,
     summary="Place an order",
     responses={
-        200: {"model": OrderView, "description": "A repeat: the first outcome of this client order id."},
-        201: {"model": OrderView, "description": "The broker has answered.", "headers": _LOCATION},
+        200: {
+            "model": schemas.OrderView,
+            "description": "A repeat: the first outcome of this client order id.",
+        },
+        201: {"model": schemas.OrderView, "description": "The broker has answered.", "headers": _LOCATION},
         202: {
-            "model": OrderView,
+            "model": schemas.OrderView,
             "description": "Accepted; the outcome is not known yet. See `Location`.",
             "headers": _LOCATION,
         },
@@ -90,7 +81,7 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
     },
 )
 async def place_order(
-    user_id: UserIdInPath, body: OrderRequest, caller: Caller, services: InServices, wait: Wait = None
+    user_id: UserIdInPath, body: schemas.OrderRequest, caller: Caller, services: InServices, wait: Wait = None
 ) -> Response:
     """Places one order, and starts the user's worker if there is none.
 
@@ -114,7 +105,7 @@ async def place_order(
     summary="Look at an order",
     responses=problems.responses(OrderNotFound, errors.ValkeyUnavailable),
 )
-async def get_order(order_id: UUID, caller: Caller, services: InServices) -> OrderDetailView:
+async def get_order(order_id: UUID, caller: Caller, services: InServices) -> schemas.OrderDetailView:
     """The order and the steps of its life. Another user's order is not found."""
     order = await services.reader.get(order_id)
     if not caller.may_see(order.user_id):
@@ -124,21 +115,21 @@ async def get_order(order_id: UUID, caller: Caller, services: InServices) -> Ord
 
 @router.get("/users/{user_id}/orders", summary="List orders", responses=problems.responses(errors.NotFound))
 async def list_orders(
-    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderQuery, Query()]
-) -> OrderPage:
+    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[schemas.OrderQuery, Query()]
+) -> schemas.OrderPage:
     """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
 
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
     """
-    behind = position_of(query.cursor) if query.cursor is not None else None
+    behind = schemas.position_of(query.cursor) if query.cursor is not None else None
     await require_known_user(services, caller, user_id)
     async with services.database.session() as session:
         rows = await order_list.page_of_orders(
             session, query.of(user_id), behind=behind, limit=query.limit + 1
         )
     more, rows = len(rows) > query.limit, rows[: query.limit]
-    end = cursor_of(order_list.position_of(rows[-1])) if more else None
-    return OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
+    end = schemas.cursor_of(order_list.position_of(rows[-1])) if more else None
+    return schemas.OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
 
 
 @router.get(
@@ -155,7 +146,10 @@ async def list_orders(
     },
 )
 async def export_orders(
-    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[OrderFilter, Query()]
+    user_id: UserIdInPath,
+    caller: Caller,
+    services: InServices,
+    query: Annotated[schemas.OrderFilter, Query()],
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
     await require_known_user(services, caller, user_id)
@@ -221,7 +215,7 @@ _CHANGE_PROBLEMS = (
     protocol.WorkerUnavailable,
 )
 _LATER = {
-    "model": OrderView,
+    "model": schemas.OrderView,
     "description": "Sent on; what became of it is not known yet. Look at the order.",
 }
 
@@ -237,16 +231,16 @@ async def own_order(services: Services, caller: Principal, order_id: UUID) -> mo
 
 @router.post(
     "/orders/{order_id}/cancel",
-    response_model=OrderView,
+    response_model=schemas.OrderView,
     summary="Cancel an order",
     responses={
-        200: {"model": OrderView, "description": "It is cancelled, perhaps partly filled before."},
+        200: {"model": schemas.OrderView, "description": "It is cancelled, perhaps partly filled before."},
         202: _LATER,
         **problems.responses(*_CHANGE_PROBLEMS),
     },
 )
 async def cancel_order(
-    order_id: UUID, body: CancelRequest, caller: Caller, services: InServices, wait: Wait = None
+    order_id: UUID, body: schemas.CancelRequest, caller: Caller, services: InServices, wait: Wait = None
 ) -> Response:
     """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the broker.
 
@@ -262,11 +256,11 @@ async def cancel_order(
 
 @router.post(
     "/orders/{order_id}/replace",
-    response_model=OrderView,
+    response_model=schemas.OrderView,
     summary="Change an order",
     responses={
         200: {
-            "model": OrderView,
+            "model": schemas.OrderView,
             "description": "The broker has changed it, now or when this was first asked.",
         },
         202: _LATER,
@@ -280,7 +274,7 @@ async def cancel_order(
     },
 )
 async def replace_order(
-    order_id: UUID, body: ReplaceRequest, caller: Caller, services: InServices, wait: Wait = None
+    order_id: UUID, body: schemas.ReplaceRequest, caller: Caller, services: InServices, wait: Wait = None
 ) -> Response:
     """Lowers the quantity of a working order, changes its price, or both; sent to the broker at most once.
 

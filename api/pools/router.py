@@ -8,18 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, status
 
 from api.container import InServices, Services
-from api.http import problems
+from api.http import errors, problems
 from api.http.auth import Caller, Principal, require_staff
-from api.http.errors import (
-    Forbidden,
-    NoPool,
-    NoRollout,
-    OrchestratorUnavailable,
-    PoolChanged,
-    RolloutInvalid,
-    RolloutUnderWay,
-    TemporalUnavailable,
-)
 from api.http.fields import ID_PATTERN
 from api.pools.schemas import PoolPolicyRequest, PoolStatusView, RolloutRequest, RolloutStatusView
 from api.workers.schemas import ReasonBody
@@ -31,7 +21,7 @@ router = APIRouter(prefix="/pools/{pool}", tags=["pools"])
 
 PoolName = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["default"])]
 
-_POOL_PROBLEMS = (Forbidden, NoPool, TemporalUnavailable, OrchestratorUnavailable)
+_POOL_PROBLEMS = (errors.Forbidden, errors.NoPool, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
 
 
 @router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
@@ -44,7 +34,7 @@ async def get_pool(pool: PoolName, caller: Caller, services: InServices) -> Pool
 @router.put(
     "",
     summary="Resize a pool",
-    responses=problems.responses(*_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, PoolChanged),
+    responses=problems.responses(*_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, errors.PoolChanged),
 )
 async def put_pool(
     pool: PoolName, body: PoolPolicyRequest, caller: Caller, services: InServices
@@ -97,11 +87,11 @@ async def resume_pool(
 
 rollout_router = APIRouter(prefix="/pools/{pool}/rollout", tags=["pools"])
 
-_ROLLOUT_PROBLEMS = (Forbidden, TemporalUnavailable, OrchestratorUnavailable)
+_ROLLOUT_PROBLEMS = (errors.Forbidden, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
 
 
 @rollout_router.get(
-    "", summary="Look at a rollout", responses=problems.responses(*_ROLLOUT_PROBLEMS, NoRollout)
+    "", summary="Look at a rollout", responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout)
 )
 async def get_rollout(pool: PoolName, caller: Caller, services: InServices) -> RolloutStatusView:
     """How far the pool's rollout is, or how the last one ended."""
@@ -113,7 +103,9 @@ async def get_rollout(pool: PoolName, caller: Caller, services: InServices) -> R
     "",
     summary="Begin a rollout",
     status_code=status.HTTP_202_ACCEPTED,
-    responses=problems.responses(*_ROLLOUT_PROBLEMS, NoPool, RolloutInvalid, RolloutUnderWay),
+    responses=problems.responses(
+        *_ROLLOUT_PROBLEMS, errors.NoPool, errors.RolloutInvalid, errors.RolloutUnderWay
+    ),
 )
 async def start_rollout(
     pool: PoolName, body: RolloutRequest, caller: Caller, services: InServices
@@ -121,10 +113,10 @@ async def start_rollout(
     """Brings the pool to another version of the worker: make before break, and back by itself."""
     require_staff(caller)
     if body.image and not body.version:
-        raise RolloutInvalid("an image needs the version that its workers report")
+        raise errors.RolloutInvalid("an image needs the version that its workers report")
     before = (await services.pools.view(pool)).release
     if body.version and body.version == before.version and body.image != before.image:
-        raise RolloutInvalid(
+        raise errors.RolloutInvalid(
             f"the pool's workers are of version {body.version} already: another image needs another version"
         )
     given = body.given(pool, caller.actor)
@@ -139,7 +131,7 @@ async def start_rollout(
     "/abort",
     summary="Take a rollout back",
     status_code=status.HTTP_202_ACCEPTED,
-    responses=problems.responses(*_ROLLOUT_PROBLEMS, NoRollout),
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def abort_rollout(
     pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None

@@ -14,17 +14,9 @@ from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
 from api.orders.schemas import OrderView
+from api.positions import schemas
 from api.positions.closer import PositionClose
 from api.positions.intents import all_answered
-from api.positions.schemas import (
-    BalanceView,
-    ClosePositionRequest,
-    IntentRequest,
-    IntentView,
-    PositionList,
-    PositionView,
-    taken_at,
-)
 from api.workers.router import require_known_user
 from worker_runtime.protocol import errors as protocol
 
@@ -63,16 +55,16 @@ async def get_positions(
     caller: Caller,
     services: InServices,
     seconds: Seconds = BROKER_WAIT,
-) -> PositionList:
+) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
     await require_known_user(services, caller, user_id)
     report = await services.portfolio.report(user_id, account_id, seconds, positions=True)
     held = sorted((one for one in report.positions if one.quantity), key=lambda one: one.symbol)
-    return PositionList(
+    return schemas.PositionList(
         user_id=user_id,
         account_id=account_id,
-        taken_at=taken_at(report),
-        positions=[PositionView.of(one) for one in held],
+        taken_at=schemas.taken_at(report),
+        positions=[schemas.PositionView.of(one) for one in held],
     )
 
 
@@ -83,15 +75,15 @@ async def get_balance(
     caller: Caller,
     services: InServices,
     seconds: Seconds = BROKER_WAIT,
-) -> BalanceView:
+) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
     await require_known_user(services, caller, user_id)
     report = await services.portfolio.report(user_id, account_id, seconds, balance=True)
     assert report.balance is not None  # the portfolio has seen to it  # noqa: S101
-    return BalanceView(
+    return schemas.BalanceView(
         user_id=user_id,
         account_id=account_id,
-        taken_at=taken_at(report),
+        taken_at=schemas.taken_at(report),
         currency=report.balance.currency,
         cash=report.balance.cash,
         available=report.balance.available,
@@ -133,7 +125,7 @@ async def close_position(
     user_id: UserIdInPath,
     account_id: AccountIdInPath,
     symbol: SymbolInPath,
-    body: ClosePositionRequest,
+    body: schemas.ClosePositionRequest,
     caller: Caller,
     services: InServices,
     wait: Wait = None,
@@ -158,12 +150,12 @@ async def close_position(
 
 @trading_router.post(
     "/intents",
-    response_model=IntentView,
+    response_model=schemas.IntentView,
     summary="Enter or leave the market",
     responses={
-        200: {"model": IntentView, "description": "The broker has answered all of it."},
+        200: {"model": schemas.IntentView, "description": "The broker has answered all of it."},
         202: {
-            "model": IntentView,
+            "model": schemas.IntentView,
             "description": "Not all of it is known or done yet. Repeat it to go on: nothing opens by itself.",
         },
         **problems.responses(*_TRADING_PROBLEMS, errors.CloseNotFilled, errors.IntentExpired),
@@ -172,7 +164,7 @@ async def close_position(
 async def carry_out_intent(
     user_id: UserIdInPath,
     account_id: AccountIdInPath,
-    body: IntentRequest,
+    body: schemas.IntentRequest,
     caller: Caller,
     services: InServices,
     wait: Wait = None,

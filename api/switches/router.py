@@ -11,15 +11,7 @@ from api.http import problems
 from api.http.auth import Caller, Principal, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import ID_PATTERN
-from api.switches.schemas import (
-    EffectiveSwitchView,
-    SwitchHolder,
-    SwitchList,
-    SwitchRequest,
-    SwitchScope,
-    SwitchSetView,
-    SwitchView,
-)
+from api.switches import schemas
 from infra.database.trading import models as trading_models
 from infra.database.trading.switches import TradingScope
 from infra.database.users import UserNotFound
@@ -33,15 +25,15 @@ OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, descript
 @router.put(
     "/switches",
     summary="Halt, reduce or open",
-    response_model=SwitchSetView,
+    response_model=schemas.SwitchSetView,
     responses={
-        202: {"model": SwitchSetView, "description": "It is set; Valkey could not be told yet."},
+        202: {"model": schemas.SwitchSetView, "description": "It is set; Valkey could not be told yet."},
         **problems.responses(NotFound, Forbidden, UserNotFound, UnknownAccount),
     },
 )
 async def put_switch(
-    body: SwitchRequest, caller: Caller, services: InServices, response: Response
-) -> SwitchSetView:
+    body: schemas.SwitchRequest, caller: Caller, services: InServices, response: Response
+) -> schemas.SwitchSetView:
     """Sets a switch: `halted` takes no new order, `reducing` only those that make a position smaller.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already; only what is
@@ -53,7 +45,7 @@ async def put_switch(
     )
     if not told:
         response.status_code = 202
-    return SwitchSetView(told=told, **_switch_fields(row))
+    return schemas.SwitchSetView(told=told, **_switch_fields(row))
 
 
 @router.get(
@@ -61,7 +53,7 @@ async def put_switch(
     summary="Look at switches",
     responses=problems.responses(NotFound, UserNotFound),
 )
-async def list_switches(caller: Caller, services: InServices, user_id: OfUser = None) -> SwitchList:
+async def list_switches(caller: Caller, services: InServices, user_id: OfUser = None) -> schemas.SwitchList:
     """Every switch that was ever set. With a user, and with a user's key, those that can hold for the user,
     and what counts."""
     user_id = user_id or caller.user_id
@@ -70,36 +62,44 @@ async def list_switches(caller: Caller, services: InServices, user_id: OfUser = 
     rows, effective = await services.switches.list_switches(user_id)
     counts = None
     if effective is not None:
-        counts = EffectiveSwitchView(
+        counts = schemas.EffectiveSwitchView(
             version=effective.version, all_accounts=effective.every, accounts=dict(effective.accounts)
         )
-    return SwitchList(switches=[SwitchView(**_switch_fields(row)) for row in rows], effective=counts)
+    return schemas.SwitchList(
+        switches=[schemas.SwitchView(**_switch_fields(row)) for row in rows], effective=counts
+    )
 
 
-def _requested_scope(body: SwitchRequest, caller: Principal) -> TradingScope:
+def _requested_scope(body: schemas.SwitchRequest, caller: Principal) -> TradingScope:
     """Raises `Forbidden`, `NotFound`, `InvalidRequest`."""
-    if body.scope is SwitchScope.ALL:
+    if body.scope is schemas.SwitchScope.ALL:
         if not caller.staff:
             raise Forbidden
         return TradingScope()
-    if not caller.staff and body.held_by is SwitchHolder.OPERATOR:
+    if not caller.staff and body.held_by is schemas.SwitchHolder.OPERATOR:
         raise Forbidden
     user_id = body.user_id or caller.user_id
     if user_id is None:
         raise InvalidRequest("not valid: user_id is missing")
     require_user(caller, user_id)
-    by_user = not caller.staff or body.held_by is SwitchHolder.USER
+    by_user = not caller.staff or body.held_by is schemas.SwitchHolder.USER
     return TradingScope(user_id, body.account_id or "", by_user=by_user)
 
 
 def _switch_fields(row: trading_models.Switch) -> dict[str, Any]:
     scope = TradingScope.parse(row.scope)
-    name = SwitchScope.ACCOUNT if scope.account_id else SwitchScope.USER if scope.user_id else SwitchScope.ALL
+    name = (
+        schemas.SwitchScope.ACCOUNT
+        if scope.account_id
+        else schemas.SwitchScope.USER
+        if scope.user_id
+        else schemas.SwitchScope.ALL
+    )
     return {
         "scope": name,
         "user_id": scope.user_id or None,
         "account_id": scope.account_id or None,
-        "held_by": SwitchHolder.USER if scope.by_user else SwitchHolder.OPERATOR,
+        "held_by": schemas.SwitchHolder.USER if scope.by_user else schemas.SwitchHolder.OPERATOR,
         "state": row.state,
         "actor": row.actor,
         "reason": row.reason,

@@ -12,16 +12,7 @@ from api.http import log, problems
 from api.http.auth import Caller, require_staff, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import AccountIdInPath, UserIdInPath
-from api.users.schemas import (
-    AccountLimitsRequest,
-    AccountLimitsView,
-    CredentialsRequest,
-    CredentialsView,
-    StatementAddressesRequest,
-    StatementAddressesView,
-    UserRequest,
-    UserWithKeyView,
-)
+from api.users import schemas
 from api.workers.router import require_known_user
 from infra.database import accounts, audit, users
 from infra.database.models import StatementAddress
@@ -46,7 +37,9 @@ _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
     summary="Create a user",
     responses=problems.responses(UserExists, Forbidden),
 )
-async def create_user(body: UserRequest, caller: Caller, services: InServices) -> UserWithKeyView:
+async def create_user(
+    body: schemas.UserRequest, caller: Caller, services: InServices
+) -> schemas.UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once. For operators and administrators."""
     require_staff(caller)
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
@@ -60,18 +53,18 @@ async def create_user(body: UserRequest, caller: Caller, services: InServices) -
             subject=f"user:{user_id}",
             key_id=str(key.id),
         )
-    return UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=key.token)
+    return schemas.UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=key.token)
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses", responses=problems.responses(NotFound))
 async def get_statement_addresses(
     user_id: UserIdInPath, caller: Caller, services: InServices
-) -> StatementAddressesView:
+) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
     await require_known_user(services, caller, user_id)
     async with services.database.session() as session:
         found = await users.get_addresses(session, user_id)
-    return StatementAddressesView.model_validate(found)
+    return schemas.StatementAddressesView.model_validate(found)
 
 
 @router.put(
@@ -80,8 +73,8 @@ async def get_statement_addresses(
     responses=problems.responses(Forbidden, NotFound),
 )
 async def put_statement_addresses(
-    user_id: UserIdInPath, body: StatementAddressesRequest, caller: Caller, services: InServices
-) -> StatementAddressesView:
+    user_id: UserIdInPath, body: schemas.StatementAddressesRequest, caller: Caller, services: InServices
+) -> schemas.StatementAddressesView:
     """Sets both; without any the user gets no statements. For operators and administrators, who have to know
     that the address is the user's: nothing is sent to confirm it."""
     require_staff(caller)
@@ -91,7 +84,7 @@ async def put_statement_addresses(
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     async with services.database.session() as session:
         await users.put_addresses(session, user_id, addresses, actor=caller.actor)
-    return StatementAddressesView.model_validate(addresses)
+    return schemas.StatementAddressesView.model_validate(addresses)
 
 
 def _check_has_host(url: str) -> None:
@@ -112,10 +105,10 @@ def _check_has_host(url: str) -> None:
 async def store_credentials(
     user_id: UserIdInPath,
     account_id: AccountIdInPath,
-    body: CredentialsRequest,
+    body: schemas.CredentialsRequest,
     caller: Caller,
     services: InServices,
-) -> CredentialsView:
+) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
 
     A running worker of the user is told to load them; if that fails, it has the old ones until
@@ -153,7 +146,7 @@ async def store_credentials(
             version=version,
             broker=body.broker.value,
         )
-    return CredentialsView(
+    return schemas.CredentialsView(
         user_id=user_id,
         account_id=account_id,
         broker=body.broker.value,
@@ -178,13 +171,13 @@ async def _signal_reload(services: Services, user_id: str) -> bool:
 )
 async def get_limits(
     user_id: UserIdInPath, account_id: AccountIdInPath, caller: Caller, services: InServices
-) -> AccountLimitsView:
+) -> schemas.AccountLimitsView:
     """What the account may do, where that differs from the settings."""
     require_user(caller, user_id)
     async with services.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         found = await trading_limits.get_limits(session, user_id, account_id)
-    return AccountLimitsView.model_validate(found)
+    return schemas.AccountLimitsView.model_validate(found)
 
 
 @limit_router.put(
@@ -195,10 +188,10 @@ async def get_limits(
 async def put_limits(
     user_id: UserIdInPath,
     account_id: AccountIdInPath,
-    body: AccountLimitsRequest,
+    body: schemas.AccountLimitsRequest,
     caller: Caller,
     services: InServices,
-) -> AccountLimitsView:
+) -> schemas.AccountLimitsView:
     """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators and
     administrators."""
     require_staff(caller)
@@ -206,4 +199,4 @@ async def put_limits(
     async with services.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         await trading_limits.put_limits(session, user_id, account_id, limits, actor=caller.actor)
-    return AccountLimitsView.model_validate(limits)
+    return schemas.AccountLimitsView.model_validate(limits)

@@ -13,13 +13,7 @@ from api.http.auth import Caller, require_user
 from api.http.fields import UserIdInPath, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
-from api.webhooks.schemas import (
-    AlertOutcome,
-    WebhookList,
-    WebhookRequest,
-    WebhookView,
-    WebhookWithSecretsView,
-)
+from api.webhooks import schemas
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
 from infra.database.trading import webhooks
@@ -38,8 +32,8 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     responses=problems.responses(errors.NotFound, UserNotFound, protocol.UnknownAccount),
 )
 async def create_webhook(
-    user_id: UserIdInPath, body: WebhookRequest, caller: Caller, services: InServices
-) -> WebhookWithSecretsView:
+    user_id: UserIdInPath, body: schemas.WebhookRequest, caller: Caller, services: InServices
+) -> schemas.WebhookWithSecretsView:
     """Makes an address for one account's alerts. Its token and secret are shown this once."""
     require_user(caller, user_id)
     async with services.database.session() as session:
@@ -53,9 +47,9 @@ async def create_webhook(
             window_s=body.window_s,
             actor=caller.actor,
         )
-    shown = WebhookView.model_validate(made.row).model_dump()
+    shown = schemas.WebhookView.model_validate(made.row).model_dump()
     path = f"/v1/webhooks/{made.token}/orders"
-    return WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
+    return schemas.WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
 
 
 @router.get(
@@ -63,12 +57,12 @@ async def create_webhook(
     summary="List webhooks",
     responses=problems.responses(errors.NotFound),
 )
-async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServices) -> WebhookList:
+async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServices) -> schemas.WebhookList:
     """A user's webhooks, also those that were revoked."""
     require_user(caller, user_id)
     async with services.database.session() as session:
         rows = await webhooks.webhooks_of_user(session, user_id)
-    return WebhookList(webhooks=[WebhookView.model_validate(row) for row in rows])
+    return schemas.WebhookList(webhooks=[schemas.WebhookView.model_validate(row) for row in rows])
 
 
 @router.delete(
@@ -78,20 +72,20 @@ async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServi
 )
 async def revoke_webhook(
     user_id: UserIdInPath, webhook_id: UUID, caller: Caller, services: InServices
-) -> WebhookView:
+) -> schemas.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     require_user(caller, user_id)
     async with services.database.session() as session:
         row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=caller.actor)
     if row is None:
         raise errors.NotFound
-    return WebhookView.model_validate(row)
+    return schemas.WebhookView.model_validate(row)
 
 
 @router.post(
     "/webhooks/{token}/orders",
     status_code=201,
-    response_model=OrderView | AlertOutcome,
+    response_model=OrderView | schemas.AlertOutcome,
     summary="Place the orders of an alert",
     openapi_extra={
         "requestBody": {
@@ -100,8 +94,14 @@ async def revoke_webhook(
         }
     },
     responses={
-        200: {"model": OrderView | AlertOutcome, "description": "A repeat: the outcome of the first one."},
-        202: {"model": OrderView | AlertOutcome, "description": "Accepted; the outcome is not known yet."},
+        200: {
+            "model": OrderView | schemas.AlertOutcome,
+            "description": "A repeat: the outcome of the first one.",
+        },
+        202: {
+            "model": OrderView | schemas.AlertOutcome,
+            "description": "Accepted; the outcome is not known yet.",
+        },
         **problems.responses(
             errors.InvalidRequest,
             errors.WebhookUnknown,
@@ -140,11 +140,11 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
     forwarded = request.headers.getlist("x-forwarded-for")
     taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
     settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
-    found: OrderView | AlertOutcome
+    found: OrderView | schemas.AlertOutcome
     if taken.alert.plain and taken.legs:
         found = taken.legs[0]
     else:
-        found = AlertOutcome(
+        found = schemas.AlertOutcome(
             client_order_id=taken.client_order_id,
             action=taken.alert.action,
             legs=list(taken.legs),

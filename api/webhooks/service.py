@@ -19,17 +19,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.http import log
-from api.http.errors import (
-    AlertOutdated,
-    BodyTooLarge,
-    IntentExpired,
-    InvalidRequest,
-    SourceNotAllowed,
-    WebhookBusy,
-    WebhookSecretWrong,
-    WebhookUnknown,
-)
+from api.http import errors, log
 from api.http.problems import ProblemError
 from api.orders.outcomes import OrderReader
 from api.orders.placer import OrderPlacer
@@ -123,13 +113,13 @@ class AlertProcessor:
         source = source_of(peer, forwarded, self._proxies)
         if not _allowed(source, webhook.sources):
             self._log.warning("webhook_source_refused", webhook=str(webhook.id), source=source)
-            raise SourceNotAllowed
+            raise errors.SourceNotAllowed
         if len(body) > MAX_BODY:
-            raise BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
+            raise errors.BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
         alert = alerts.parse_alert(body)
         if not webhooks.has_secret(webhook, alert.secret):
             self._log.warning("webhook_secret_wrong", webhook=str(webhook.id), source=source)
-            raise WebhookSecretWrong
+            raise errors.WebhookSecretWrong
         plan = alerts.plan_of(alert, webhook)
         new, left = await self._register(alert, webhook, plan)
         until = time.monotonic() + left
@@ -161,8 +151,8 @@ class AlertProcessor:
         try:
             alert = Alert.model_validate({**(found.alert or {}), "secret": "-"})
             plan = alerts.plan_of(alert, found.webhook)
-        except (ValidationError, InvalidRequest):  # this release cannot read it
-            unread = InvalidRequest("the alert cannot be read any more")
+        except (ValidationError, errors.InvalidRequest):  # this release cannot read it
+            unread = errors.InvalidRequest("the alert cannot be read any more")
             async with self._database.session() as session:
                 await webhooks.note_refusal(session, found.webhook.id, found.digest, unread)
             self._log.warning("alert_unreadable", webhook=str(found.webhook.id))
@@ -171,7 +161,7 @@ class AlertProcessor:
             await self._close_alert(found.webhook, plan, _late())
             return
         if found.webhook.revoked_at is not None:
-            await self._close_alert(found.webhook, plan, WebhookUnknown("the webhook was revoked"))
+            await self._close_alert(found.webhook, plan, errors.WebhookUnknown("the webhook was revoked"))
             return
         self._log.warning("alert_resumed", webhook=str(found.webhook.id), left=round(found.left, 1))
         self._begin(found.webhook, plan, until)
@@ -282,11 +272,11 @@ class AlertProcessor:
         if not self._ready():
             raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
         if not token.isascii() or len(token) > MAX_TOKEN:
-            raise WebhookUnknown
+            raise errors.WebhookUnknown
         async with self._database.session(autocommit=True) as session:
             found = await webhooks.find_webhook(session, token)
         if found is None:
-            raise WebhookUnknown
+            raise errors.WebhookUnknown
         return found
 
     async def _count(self, webhook: Webhook) -> None:
@@ -297,17 +287,19 @@ class AlertProcessor:
             pipe.expire(key, 2 * COUNTED)
             count, _ = await pipe.execute()
         if count > self._rate:
-            raise WebhookBusy(f"more than {self._rate} calls in a minute")
+            raise errors.WebhookBusy(f"more than {self._rate} calls in a minute")
 
     def _in_time(self, alert: Alert, webhook: Webhook) -> None:
         late = (datetime.now(UTC) - alert.time).total_seconds()
         if abs(late) > webhook.window_s:
             word = "old" if late > 0 else "in the future"
-            raise AlertOutdated(f"the alert is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed")
+            raise errors.AlertOutdated(
+                f"the alert is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed"
+            )
 
 
-def _late() -> IntentExpired:
-    return IntentExpired("the alert could not be carried out before its deadline")
+def _late() -> errors.IntentExpired:
+    return errors.IntentExpired("the alert could not be carried out before its deadline")
 
 
 def source_of(peer: str, forwarded: Sequence[str], proxies: Networks) -> str:

@@ -10,31 +10,14 @@ from fastapi import APIRouter, Header, Query, Response, status
 from fastapi.responses import StreamingResponse
 
 from api.container import InServices, Services
-from api.http import problems
+from api.http import errors, problems
 from api.http.auth import Caller, Principal, require_staff, require_user
-from api.http.errors import (
-    Forbidden,
-    NotFound,
-    NoWorker,
-    OrchestratorUnavailable,
-    TemporalUnavailable,
-    TooManyStreams,
-    ValkeyUnavailable,
-)
 from api.http.fields import UserIdInPath, view_response
-from api.workers.schemas import (
-    LifecycleView,
-    MarkView,
-    ReasonBody,
-    ReloadedView,
-    SignalledView,
-    StartedWorkerView,
-    TimelineView,
-    WorkerView,
-)
+from api.workers import schemas
 from api.workers.timeline import TimelineFeed, transitions
 from infra.database import users
-from worker_runtime.protocol import errors, keys
+from worker_runtime.protocol import errors as protocol
+from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ShutdownRequest, UserWorkerView
 
 router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
@@ -53,9 +36,9 @@ async def require_known_user(services: Services, caller: Principal, user_id: str
 
 
 async def _audit_worker(
-    services: Services, caller: Principal, user_id: str, asked: str, why: ReasonBody | None
+    services: Services, caller: Principal, user_id: str, asked: str, why: schemas.ReasonBody | None
 ) -> None:
-    reason = (why or ReasonBody()).reason
+    reason = (why or schemas.ReasonBody()).reason
     await services.audit_request(caller, f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
 
 
@@ -66,9 +49,11 @@ _INTERNAL = frozenset({"public_key", "proof", "claim"})
 @router.get(
     "",
     summary="Look at the worker",
-    responses=problems.responses(NotFound, TemporalUnavailable, ValkeyUnavailable, OrchestratorUnavailable),
+    responses=problems.responses(
+        errors.NotFound, errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
+    ),
 )
-async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> WorkerView:
+async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> schemas.WorkerView:
     """The worker from both sides: its own mark and metadata, and what its workflow says."""
     await require_known_user(services, caller, user_id)
     pipeline = services.valkey.pipeline(transaction=False)
@@ -79,11 +64,11 @@ async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices
     mark = None
     if marked:
         epoch, _, worker_id = marked.decode().partition(":")
-        mark = MarkView(worker_id=worker_id, epoch=int(epoch))
+        mark = schemas.MarkView(worker_id=worker_id, epoch=int(epoch))
     told = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
     told = {name: value for name, value in told.items() if name not in _INTERNAL}
     state = told.get("state") if mark else None
-    return WorkerView(
+    return schemas.WorkerView(
         user_id=user_id,
         live=mark is not None,
         state=state or (view.state if view else None),
@@ -93,27 +78,30 @@ async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices
     )
 
 
-def _lifecycle_view(view: UserWorkerView) -> LifecycleView:
+def _lifecycle_view(view: UserWorkerView) -> schemas.LifecycleView:
     worker = asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
-    return LifecycleView.model_validate(asdict(view) | worker)
+    return schemas.LifecycleView.model_validate(asdict(view) | worker)
 
 
 @router.post(
     "/start",
     summary="Start the worker",
-    response_model=StartedWorkerView,
+    response_model=schemas.StartedWorkerView,
     responses={
-        202: {"model": SignalledView, "description": "It is starting, and takes longer than `wait` seconds."},
+        202: {
+            "model": schemas.SignalledView,
+            "description": "It is starting, and takes longer than `wait` seconds.",
+        },
         **problems.responses(
-            NotFound,
-            errors.Parked,
-            errors.UnknownAccount,
-            errors.LoginRejected,
-            errors.LoginLimited,
-            errors.BrokerUnreachable,
-            errors.WorkerUnavailable,
-            TemporalUnavailable,
-            ValkeyUnavailable,
+            errors.NotFound,
+            protocol.Parked,
+            protocol.UnknownAccount,
+            protocol.LoginRejected,
+            protocol.LoginLimited,
+            protocol.BrokerUnreachable,
+            protocol.WorkerUnavailable,
+            errors.TemporalUnavailable,
+            errors.ValkeyUnavailable,
         ),
     },
 )
@@ -121,7 +109,7 @@ async def start_worker(
     user_id: UserIdInPath,
     caller: Caller,
     services: InServices,
-    body: ReasonBody | None = None,
+    body: schemas.ReasonBody | None = None,
     wait: Wait = START_WAIT,
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
@@ -135,11 +123,13 @@ async def start_worker(
     if not task.done() or task.cancelled():
         return _accepted_response(user_id, "start")
     active = asdict(task.result())
-    return view_response(StartedWorkerView.model_validate({"user_id": user_id} | active | active["worker"]))
+    return view_response(
+        schemas.StartedWorkerView.model_validate({"user_id": user_id} | active | active["worker"])
+    )
 
 
 def _accepted_response(user_id: str, signal: str) -> Response:
-    body = SignalledView(user_id=user_id, signal=signal)
+    body = schemas.SignalledView(user_id=user_id, signal=signal)
     return view_response(body, status.HTTP_202_ACCEPTED, f"/v1/users/{user_id}/worker")
 
 
@@ -147,28 +137,30 @@ def _accepted_response(user_id: str, signal: str) -> Response:
     "/stop",
     status_code=status.HTTP_202_ACCEPTED,
     summary="Stop the worker",
-    responses=problems.responses(NotFound, NoWorker, TemporalUnavailable),
+    responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
 )
 async def stop_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> SignalledView:
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: schemas.ReasonBody | None = None
+) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
     await require_known_user(services, caller, user_id)
     await _audit_worker(services, caller, user_id, "stop", body)
-    reason = (body or ReasonBody()).reason
+    reason = (body or schemas.ReasonBody()).reason
     await services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
-    return SignalledView(user_id=user_id, signal="shutdown")
+    return schemas.SignalledView(user_id=user_id, signal="shutdown")
 
 
 @router.post(
     "/resume",
     status_code=status.HTTP_202_ACCEPTED,
     summary="Let a parked user start again",
-    responses=problems.responses(NotFound, NoWorker, Forbidden, TemporalUnavailable),
+    responses=problems.responses(
+        errors.NotFound, errors.NoWorker, errors.Forbidden, errors.TemporalUnavailable
+    ),
 )
 async def resume_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> SignalledView:
+    user_id: UserIdInPath, caller: Caller, services: InServices, body: schemas.ReasonBody | None = None
+) -> schemas.SignalledView:
     """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
 
     For operators and administrators. A user that is not parked stays as it is.
@@ -177,27 +169,27 @@ async def resume_worker(
     await require_known_user(services, caller, user_id)
     await _audit_worker(services, caller, user_id, "resume", body)
     await services.control.signal(user_id, "resume")
-    return SignalledView(user_id=user_id, signal="resume")
+    return schemas.SignalledView(user_id=user_id, signal="resume")
 
 
 @router.post(
     "/reload-credentials",
-    response_model=ReloadedView,
+    response_model=schemas.ReloadedView,
     summary="Reload the credentials",
     responses={
         202: {
-            "model": SignalledView,
+            "model": schemas.SignalledView,
             "description": "The worker is told; it takes longer than `wait` seconds.",
         },
         **problems.responses(
-            NotFound,
-            NoWorker,
-            errors.LoginRejected,
-            errors.LoginLimited,
-            errors.BrokerUnreachable,
-            errors.WorkerUnavailable,
-            TemporalUnavailable,
-            OrchestratorUnavailable,
+            errors.NotFound,
+            errors.NoWorker,
+            protocol.LoginRejected,
+            protocol.LoginLimited,
+            protocol.BrokerUnreachable,
+            protocol.WorkerUnavailable,
+            errors.TemporalUnavailable,
+            errors.OrchestratorUnavailable,
         ),
     },
 )
@@ -205,7 +197,7 @@ async def reload_credentials(
     user_id: UserIdInPath,
     caller: Caller,
     services: InServices,
-    body: ReasonBody | None = None,
+    body: schemas.ReasonBody | None = None,
     wait: Wait = 0.0,
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
@@ -218,7 +210,7 @@ async def reload_credentials(
     if wait > 0:
         detail = await services.control.reload_credentials_now(user_id, wait)
         if detail is not None:
-            return view_response(ReloadedView(user_id=user_id, detail=detail))
+            return view_response(schemas.ReloadedView(user_id=user_id, detail=detail))
     else:
         await services.control.signal(user_id, "reload_credentials")
     return _accepted_response(user_id, "reload_credentials")
@@ -235,7 +227,9 @@ LastEventId = Annotated[
 
 
 @router.get(
-    "/timeline", summary="Look at the worker's changes of state", responses=problems.responses(NotFound)
+    "/timeline",
+    summary="Look at the worker's changes of state",
+    responses=problems.responses(errors.NotFound),
 )
 async def get_timeline(
     user_id: UserIdInPath,
@@ -243,7 +237,7 @@ async def get_timeline(
     services: InServices,
     after: After = None,
     limit: TimelineLimit = 100,
-) -> TimelineView:
+) -> schemas.TimelineView:
     """The last changes of state, or with `after` the next ones behind it; oldest first.
 
     It is written a moment after the change.
@@ -251,7 +245,9 @@ async def get_timeline(
     await require_known_user(services, caller, user_id)
     async with services.database.session() as session:
         found = await transitions(session, user_id, after=after, limit=limit)
-    return TimelineView(user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0)
+    return schemas.TimelineView(
+        user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
+    )
 
 
 @router.get(
@@ -265,7 +261,7 @@ async def get_timeline(
             "text/event-stream",
             'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
         ),
-        **problems.responses(NotFound, TooManyStreams),
+        **problems.responses(errors.NotFound, errors.TooManyStreams),
     },
 )
 async def follow_timeline(
