@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import sys
 
 import structlog
+from temporalio import workflow
 
 from activities.orchestrator import process as orchestrator
-from activities.orchestrator import runtime
+from infra.log import configure_log
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 
 def main() -> int:
     settings = Settings()
-    runtime.configure_log(settings.log_level)
+    configure_log(settings.log_level, libraries=logging.INFO)
+    # The event's name stays constant; fields say which workflow it was.
+    workflow.logger.workflow_info_on_message = False
     gc.collect()
     gc.freeze()  # modules stay for good: no collection has to look at them again
     try:

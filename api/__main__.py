@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uvicorn
 
-from api.http import log
+from infra.log import configure_log
 from infra.settings import Settings
 
 #: Seconds that requests under way get when the API stops; an order waits for at most 30.
@@ -19,7 +19,7 @@ KEEP_ALIVE = 75
 
 def main() -> None:
     settings = Settings()
-    log.configure(settings.log_level)
+    configure_log(settings.log_level)
     uvicorn.run(
         "api.app:app",
         host=settings.api_host,

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from api.attention import router as attention
 from api.container import running_services
 from api.fleet import router as fleet
-from api.http import log, problems
+from api.http import problems
 from api.http.errors import BodyTooLarge
 from api.http.middleware import RequestMiddleware
 from api.http.streams import on_stop
@@ -29,6 +29,7 @@ from api.webhooks import router as webhooks
 from api.webhooks.schemas import Alert
 from api.workers import router as workers
 from api.workers.schemas import PresentState
+from infra.log import configure_log
 from infra.processes import end_with_parent
 from infra.settings import Settings
 
@@ -121,7 +122,7 @@ def __getattr__(name: str) -> FastAPI:
     if name != "app":
         raise AttributeError(name)
     settings = Settings()
-    log.configure(settings.log_level)
+    configure_log(settings.log_level)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         # One of several processes of `python -m api`: none is left behind when the parent is killed, not even

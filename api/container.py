@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Annotated, Any
 
+import structlog
 from fastapi import Depends, Request
 from sqlalchemy.exc import SQLAlchemyError
 from temporalio.client import Client
@@ -14,7 +15,6 @@ from temporalio.client import Client
 from api.fleet.maintenance import MaintenanceTrigger
 from api.fleet.readiness import ReadinessProbe
 from api.fleet.service import FleetList
-from api.http import log
 from api.http.auth import Authenticator, Principal, Role
 from api.http.notifications import NotificationListener
 from api.http.streams import EventStreams
@@ -67,7 +67,7 @@ class SchemaMigration:
         self.tried = asyncio.Event()
 
     async def run(self) -> None:
-        logger = log.logger()
+        logger = structlog.get_logger()
         while not self.ready:
             try:
                 await migrate(self._url)

@@ -1,50 +1,17 @@
-"""What the orchestrator process runs on: its log, its stop by signals, and its background loops."""
+"""What the orchestrator process runs on: its stop by signals, and its background loops."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import structlog
-from temporalio import workflow
 
 from infra import tasks
-
-
-def configure_log(level: str) -> None:
-    """JSON lines on standard error, for our log and Temporal's. Call once."""
-    number = logging.getLevelNamesMapping()[level.upper()]
-    shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
-            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
-        )
-    )
-    logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
-    # The event's name stays constant; fields say which workflow it was.
-    workflow.logger.workflow_info_on_message = False
-
 
 log = structlog.get_logger()
 

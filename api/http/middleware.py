@@ -11,9 +11,9 @@ from collections.abc import MutableMapping
 from secrets import token_hex
 from typing import Any
 
+import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http import log
 from api.http.errors import BodyTooLarge
 from api.http.problems import redacted_path, response_of
 from worker_runtime.protocol.errors import BerthError
@@ -28,7 +28,7 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.log = log.logger()
+        self.log = structlog.get_logger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import asyncpg
+import structlog
 from sqlalchemy.engine import make_url
-
-from api.http import log
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
@@ -43,7 +42,7 @@ class NotificationListener:
         self._waiting: dict[tuple[str, str], set[asyncio.Event]] = {}
         #: Set while the connection listens.
         self.listening = asyncio.Event()
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     @contextmanager
     def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
+import structlog
 import uvicorn
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
-from api.http import log
 from api.http.errors import TooManyStreams
 from api.http.notifications import NotificationListener, heard_within
 from infra.database.engine import DatabaseUnavailable
@@ -108,7 +108,7 @@ class EventStreams:
         self._life = life
         self._open: Counter[tuple[str, str]] = Counter()
         self._ending = False
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     @property
     def open(self) -> int:

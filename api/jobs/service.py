@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
-from api.http import log
 from api.http.errors import InvalidRequest, NotFound, TooManyJobs
 from api.jobs import schemas
 from api.orders.export import row_of
@@ -50,7 +50,7 @@ class JobService:
         self._jobs = jobs
         self._starter = starter
         self._limit = limit
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     async def enqueue_user_job(
         self,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import structlog
 from sqlalchemy import ARRAY, Uuid, any_, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api.http import log
 from api.orders.schemas import OrderDetailView, OrderStepView, OrderView
 from api.workers.answers import AnswerListener
 from infra import tasks
@@ -191,7 +191,7 @@ class OutcomeWriter:
         self._noted: dict[str, NotedOutcome] = {}
         self._waiting: dict[str, NotedOutcome] = {}
         self._task: asyncio.Task[None] | None = None
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="outcome writer")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from hashlib import sha256
 
+import structlog
 from redis.exceptions import RedisError
 
-from api.http import log
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
 from api.orders.checks import PreTradeChecks
@@ -94,7 +94,7 @@ class PendingOrders:
         self._waiter = waiter
         self._outcome_writer = outcome_writer
         self._tasks: dict[str, asyncio.Task[PendingOrderResult]] = {}
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     def follow(self, pending: PendingOrder) -> asyncio.Task[PendingOrderResult]:
         """The task that follows this order; wait for it without cancelling it.

@@ -6,8 +6,8 @@ import asyncio
 from uuid import uuid4
 
 import msgspec
+import structlog
 
-from api.http import log
 from api.http.errors import NoAnswer
 from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests
@@ -23,7 +23,7 @@ class Portfolio:
         self._database = database
         self._answers = answers
         self._worker_requests = worker_requests
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     async def report(
         self,

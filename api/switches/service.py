@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.http import log
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.trading import switches
@@ -22,7 +22,7 @@ class SwitchControl:
     def __init__(self, database: Database, client: Redis) -> None:
         self._database = database
         self._client = client
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     async def set_switch(
         self, scope: TradingScope, state: SwitchState, *, actor: str, reason: str

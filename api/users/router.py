@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from urllib.parse import urlsplit
 
+import structlog
 from fastapi import APIRouter, status
 
 from api.container import InServices, Services
-from api.http import log, problems
+from api.http import problems
 from api.http.auth import Caller, require_staff, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import AccountIdInPath, UserIdInPath
@@ -161,7 +162,7 @@ async def _signal_reload(services: Services, user_id: str) -> bool:
     try:
         await services.control.signal(user_id, "reload_credentials")
     except BerthError as error:  # no worker, or no Temporal: what is stored counts from the next start
-        log.logger().info("reload_not_signalled", user=user_id, code=error.code)
+        structlog.get_logger().info("reload_not_signalled", user=user_id, code=error.code)
         return False
     return True
 

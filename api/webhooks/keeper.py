@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
-from api.http import log
+import structlog
+
 from api.webhooks.service import LEASE, AlertProcessor
 from infra.database.engine import Database
 from infra.database.trading import webhooks
@@ -28,7 +29,7 @@ class AlertKeeper:
     def __init__(self, database: Database, processor: AlertProcessor) -> None:
         self._database = database
         self._processor = processor
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     async def keep_alerts(self) -> int:
         """Keeps what is under way here, and takes on what nobody holds; returns how much that was. Raises

@@ -15,11 +15,12 @@ from datetime import UTC, datetime
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from uuid import UUID
 
+import structlog
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.http import errors, log
+from api.http import errors
 from api.http.problems import ProblemError
 from api.orders.outcomes import OrderReader
 from api.orders.placer import OrderPlacer
@@ -93,7 +94,7 @@ class AlertProcessor:
         self._wait = settings.webhook_wait
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         self._ready = ready
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     async def close(self) -> None:
         """Lets go of what is under way: of an entry whose close is not filled nothing is opened."""

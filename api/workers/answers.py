@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.http import log
 from api.http.errors import ValkeyUnavailable
 from infra import tasks
 from infra.temporal.starter import WorkerStarter
@@ -61,7 +61,7 @@ class AnswerListener:
         #: Set after the first attempt to connect, whatever came of it.
         self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     @property
     def channel(self) -> str:

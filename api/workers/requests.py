@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import structlog
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from api.http import log
 from api.http.errors import NoAnswer, ValkeyUnavailable
 from api.orders.placer import ANSWER_GRACE
 from api.workers.answers import AnswerListener, AnswerWaiter
@@ -31,7 +31,7 @@ class WorkerRequests:
         self._answers = answers
         self._waiter = waiter
         self._tasks: dict[str, asyncio.Task[Answer]] = {}
-        self._log = log.logger()
+        self._log = structlog.get_logger()
 
     def send(
         self, request: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None = None

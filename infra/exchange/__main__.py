@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
+from infra.log import configure_log
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
@@ -171,18 +171,7 @@ def _options(settings: Settings) -> ExchangeOptions:
 def main() -> int:
     settings = Settings()
     options = _options(settings)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[settings.log_level]
-        ),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
+    configure_log(settings.log_level)
     log = structlog.get_logger()
     try:
         asyncio.run(serve_exchange(options))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from infra.log import configure_log
 from infra.node.address import listen, take_lock
 from infra.node.cgroup import LimitsUnavailable, MemoryGroups, find_groups
 from infra.node.keeper import Keeper
@@ -27,18 +27,6 @@ from infra.node.server import NodeServer
 from worker_runtime.protocol.errors import BerthError
 
 _log = structlog.get_logger()
-
-
-class _StandardError:
-    """Standard error for the log. A reader that went away is no error."""
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
 
 
 def _options() -> argparse.Namespace:
@@ -105,18 +93,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = _options()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping().get(options.log_level.upper(), logging.INFO)
-        ),
-        logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
-    )
+    configure_log(options.log_level)
     os.umask(0o077)  # register and logs are this user's only
     try:
         # One node a state folder and a socket: the kernel drops these locks with the process.

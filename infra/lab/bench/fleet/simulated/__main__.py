@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import resource
 import signal
 import sys
@@ -18,6 +17,7 @@ import structlog
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
+from infra.log import configure_log
 from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.settings import Settings
@@ -54,17 +54,7 @@ async def _serve(settings: Settings, habits: SimulatedBehaviour) -> None:
 
 def main() -> int:
     settings, habits = Settings(), _behaviour()
-    level = logging.getLevelNamesMapping().get(settings.log_level.upper(), logging.INFO)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
+    configure_log(settings.log_level)
     # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of them.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
