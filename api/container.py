@@ -178,10 +178,8 @@ async def running_services(settings: Settings) -> AsyncIterator[Services]:
         await stack.enter_async_context(tasks.running(services.schema.run()))
         services.outcome_writer.start()
         stack.push_async_callback(services.outcome_writer.close)
-        stack.push_async_callback(services.answers.close)
-        stack.push_async_callback(services.starter.close)
-        stack.push_async_callback(services.pending_orders.close)
-        stack.push_async_callback(services.worker_requests.close)
+        for part in (services.answers, services.starter, services.pending_orders, services.worker_requests):
+            stack.push_async_callback(part.close)
         await stack.enter_async_context(tasks.running(services.notifications.run()))
         await services.answers.start()
         with suppress(TimeoutError):

@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
@@ -32,25 +33,18 @@ class AccountQueryClient:
         self._client = client
         self._queue = RequestQueue(client)
         self._starter = starter
-        self._running: dict[tuple[str, str], asyncio.Task[AccountReport]] = {}
+        self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
         """The orders of an account as the broker lists them now. `timeout` begins when a worker is active.
 
         Raises a `BerthError` with the reason if the broker could not be asked.
         """
-        about = (user_id, account_id)
-        task = self._running.get(about)
-        if task is None:
-            task = self._running[about] = asyncio.create_task(self._ask(user_id, account_id, timeout))
-            task.add_done_callback(lambda done: self._ended(about, done))
+        task = self._running.join(
+            (user_id, account_id), lambda: self._ask(user_id, account_id, timeout)
+        )
         # Shielded: another caller waits for the same.
         return await asyncio.shield(task)
-
-    def _ended(self, about: tuple[str, str], task: asyncio.Task[AccountReport]) -> None:
-        self._running.pop(about, None)
-        if not task.cancelled():
-            task.exception()  # retrieved, even if all callers have gone
 
     async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
         try:

@@ -181,7 +181,7 @@ async def put_job_limits(
     require_staff(caller)
     if job_type not in _KNOWN:
         raise NotFound
-    limits = JobLimits(**{name: getattr(body, name) for name in JobLimits.__dataclass_fields__})
+    limits = JobLimits(**body.model_dump(exclude={"reason"}))
     subject = f"job-type:{job_type}"
     await services.audit_request(caller, "job_limits.set", subject, reason=body.reason, **asdict(limits))
     await job_limits.put_limits(services.valkey, job_type, limits)

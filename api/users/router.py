@@ -128,16 +128,11 @@ async def store_credentials(
         user_id=user_id,
         account_id=account_id,
     )
+    shown = body.model_dump(mode="json", include={"broker", "broker_type", "simulation"})
     async with services.database.session() as session:
         await users.get_user(session, user_id)
         version = await accounts.put_account(
-            session,
-            user_id=user_id,
-            account_id=account_id,
-            broker=body.broker.value,
-            broker_type=body.broker_type,
-            simulation=body.simulation,
-            encrypted=encrypted,
+            session, user_id=user_id, account_id=account_id, **shown, encrypted=encrypted
         )
         audit.append_entry(
             session,
@@ -150,9 +145,7 @@ async def store_credentials(
     return schemas.CredentialsView(
         user_id=user_id,
         account_id=account_id,
-        broker=body.broker.value,
-        broker_type=body.broker_type,
-        simulation=body.simulation,
+        **shown,
         version=version,
         reload_signalled=await _signal_reload(services, user_id),
     )

@@ -16,7 +16,7 @@ from api.positions.closer import PositionClose
 from api.positions.schemas import ClosePositionRequest, Intent, IntentRequest
 from api.webhooks.schemas import Alert, AlertAction
 from infra.database.trading.models import Webhook
-from worker_runtime.protocol.messages import PriceType, TimeInForce
+from worker_runtime.protocol.messages import Side
 
 _INTENTS = frozenset(intent.value for intent in Intent)
 
@@ -49,21 +49,8 @@ def parse_alert(body: bytes) -> Alert:
 def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
     """Raises `InvalidRequest` for what its kind of order cannot be."""
     digest = _digest(alert, webhook)
-    if alert.plain:
-        order = _checked(
-            OrderRequest,
-            client_order_id=f"webhook-{digest[:48]}",
-            account_id=webhook.account_id,
-            symbol=alert.symbol,
-            side=alert.action.value,
-            quantity=alert.quantity,
-            price_type=alert.price_type,
-            price=alert.price,
-            time_in_force=alert.time_in_force or _lasts(alert.price_type),
-        )
-        return AlertPlan(digest=digest, ids=(order.client_order_id,), what=order)
     # An intent's id has at most 48 characters, because its orders' ids are longer.
-    name = f"webhook-{digest[:40]}"
+    name = f"webhook-{digest[: 48 if alert.plain else 40]}"
     priced = {
         "client_order_id": name,
         "quantity": alert.quantity,
@@ -75,6 +62,11 @@ def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
         intent = _checked(IntentRequest, intent=alert.action.value, symbol=alert.symbol, **priced)
         return AlertPlan(digest=digest, ids=(f"{name}.close", f"{name}.open"), what=intent)
     body = _checked(ClosePositionRequest, **priced)
+    if alert.plain:
+        assert alert.quantity is not None  # seen to by the schema  # noqa: S101
+        side = Side(alert.action.value)
+        order = body.order(name, webhook.account_id, alert.symbol, side, alert.quantity)
+        return AlertPlan(digest=digest, ids=(name,), what=order)
     long = None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL
     close = PositionClose.of(body, webhook.user_id, webhook.account_id, alert.symbol, actor_of(webhook), long)
     return AlertPlan(digest=digest, ids=(name,), what=close)
@@ -82,10 +74,6 @@ def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
 
 def actor_of(webhook: Webhook) -> str:
     return f"webhook:{webhook.id}"
-
-
-def _lasts(price_type: PriceType) -> TimeInForce:
-    return TimeInForce.IOC if price_type is PriceType.MARKET else TimeInForce.ROD
 
 
 def _digest(alert: Alert, webhook: Webhook) -> str:

@@ -31,12 +31,12 @@ from api.positions.schemas import IntentRequest
 from api.webhooks import alerts
 from api.webhooks.alerts import AlertPlan, actor_of
 from api.webhooks.schemas import Alert
-from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import checks as closing
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook
 from infra.settings import Settings
+from infra.tasks import SharedTasks
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
@@ -88,7 +88,7 @@ class AlertProcessor:
         self._intents = intents
         self._reader = reader
         #: Alerts under way, by their digest.
-        self._tasks: dict[str, asyncio.Task[list[OrderView]]] = {}
+        self._tasks: SharedTasks[str, list[OrderView]] = SharedTasks(self._log_failure)
         self._deadline = settings.order_deadline
         self._rate = settings.webhook_rate
         self._wait = settings.webhook_wait
@@ -98,7 +98,7 @@ class AlertProcessor:
 
     async def close(self) -> None:
         """Lets go of what is under way: of an entry whose close is not filled nothing is opened."""
-        await tasks.cancel_tasks(*self._tasks.values())
+        await self._tasks.close()
 
     async def receive_alert(
         self, token: str, peer: str, forwarded: Sequence[str], body: bytes
@@ -144,7 +144,7 @@ class AlertProcessor:
     @property
     def under_way(self) -> list[str]:
         """Digests of the alerts that this process carries out."""
-        return list(self._tasks)
+        return self._tasks.keys
 
     async def resume_alert(self, found: webhooks.AbandonedAlert) -> None:
         """Takes on an alert that nobody carries out any more, or writes its end if it is too late."""
@@ -177,12 +177,7 @@ class AlertProcessor:
 
     def _begin(self, webhook: Webhook, plan: AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
         """`until`: its deadline, an instant on `time.monotonic`."""
-        task = self._tasks.get(plan.digest)
-        if task is None:
-            task = asyncio.create_task(self._run_alert(webhook, plan, until), name="alert")
-            self._tasks[plan.digest] = task
-            task.add_done_callback(lambda done: self._forget(plan.digest, done))
-        return task
+        return self._tasks.join(plan.digest, lambda: self._run_alert(webhook, plan, until))
 
     async def _close_alert(self, webhook: Webhook, plan: AlertPlan, error: BerthError) -> None:
         """Nothing more is done for it. Of an entry it counts whether the new side was opened, else any order:
@@ -258,15 +253,11 @@ class AlertProcessor:
             found = await closing.orders_by_client_ids(session, webhook.user_id, plan.ids)
         return [found[one].id for one in plan.ids if one in found]
 
-    def _forget(self, digest: str, task: asyncio.Task[list[OrderView]]) -> None:
-        self._tasks.pop(digest, None)
-        if task.cancelled():
-            return
-        error = task.exception()  # also marks it as seen: the caller may be gone by now
-        if isinstance(error, BerthError | ProblemError):
-            found = error.error if isinstance(error, ProblemError) else error
+    def _log_failure(self, _digest: str, error: BaseException) -> None:
+        found = error.error if isinstance(error, ProblemError) else error
+        if isinstance(found, BerthError):
             self._log.warning("alert_refused", code=found.code)
-        elif error is not None:
+        else:
             self._log.error("alert_crashed", exc_info=error)
 
     async def _find(self, token: str) -> Webhook:

@@ -16,11 +16,13 @@ from redis.exceptions import RedisError
 from api.http.errors import NoAnswer, ValkeyUnavailable
 from api.orders.placer import ANSWER_GRACE
 from api.workers.answers import AnswerListener, AnswerWaiter
-from infra import tasks
+from infra.tasks import SharedTasks
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Answer, Failure
 from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder
+
+log = structlog.get_logger()
 
 WorkerRequest = CancelOrder | ReplaceOrder | QueryAccount
 
@@ -30,8 +32,7 @@ class WorkerRequests:
         self._queue = queue
         self._answers = answers
         self._waiter = waiter
-        self._tasks: dict[str, asyncio.Task[Answer]] = {}
-        self._log = structlog.get_logger()
+        self._tasks: SharedTasks[str, Answer] = SharedTasks(_log_failure)
 
     def send(
         self, request: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None = None
@@ -46,25 +47,10 @@ class WorkerRequests:
         Starts the worker if there is none. The task raises `NoAnswer` when none came in time, the reason why
         there is no worker, or `ValkeyUnavailable`; a request that was not taken by then never will be.
         """
-        task = self._tasks.get(request.request_id)
-        if task is None:
-            task = asyncio.create_task(self._follow(request, seconds, then), name="worker request")
-            self._tasks[request.request_id] = task
-            task.add_done_callback(lambda done: self._forget(request, done))
-        return task
+        return self._tasks.join(request.request_id, lambda: self._follow(request, seconds, then))
 
     async def close(self) -> None:
-        await tasks.cancel_tasks(*self._tasks.values())
-
-    def _forget(self, request: WorkerRequest, task: asyncio.Task[Answer]) -> None:
-        self._tasks.pop(request.request_id, None)
-        if task.cancelled():
-            return
-        error = task.exception()  # also marks it as seen: the caller may be gone by now
-        if isinstance(error, BerthError):
-            self._log.warning("worker_request_unanswered", request=request.request_id, code=error.code)
-        elif error is not None:
-            self._log.error("worker_request_crashed", request=request.request_id, exc_info=error)
+        await self._tasks.close()
 
     async def _follow(
         self, request: WorkerRequest, seconds: float, then: Callable[[Answer], Awaitable[None]] | None
@@ -118,3 +104,10 @@ class WorkerRequests:
             return
         if withdrawn:
             raise error
+
+
+def _log_failure(request_id: str, error: BaseException) -> None:
+    if isinstance(error, BerthError):
+        log.warning("worker_request_unanswered", request=request_id, code=error.code)
+    else:
+        log.error("worker_request_crashed", request=request_id, exc_info=error)

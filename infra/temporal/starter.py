@@ -18,8 +18,8 @@ from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra import tasks
 from infra.settings import Settings
+from infra.tasks import SharedTasks
 from infra.temporal.client import DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
 from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
 from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
@@ -75,7 +75,7 @@ class WorkerStarter:
             claim_timeout=settings.claim_timeout,
         )
         self._deadline = settings.claim_timeout + settings.connect_timeout
-        self._running: dict[str, asyncio.Task[ActiveWorker]] = {}
+        self._running: SharedTasks[str, ActiveWorker] = SharedTasks(_log_failure)
 
     def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
         """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
@@ -83,12 +83,7 @@ class WorkerStarter:
         It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once when
         Temporal is down, `WorkerUnavailable` after claim timeout + connect timeout.
         """
-        task = self._running.get(user_id)
-        if task is None:
-            task = asyncio.create_task(self._ensure(user_id, mark_missing), name=f"ensure {user_id}")
-            self._running[user_id] = task
-            task.add_done_callback(lambda done: self._ended(user_id, done))
-        return task
+        return self._running.join(user_id, lambda: self._ensure(user_id, mark_missing))
 
     async def ensure_active(self, user_id: str) -> None:
         """Returns when the user's worker is Active; raises as `ensure` does."""
@@ -97,17 +92,7 @@ class WorkerStarter:
 
     async def close(self) -> None:
         """Cancels the calls under way; the workflows go on without us."""
-        await tasks.cancel_tasks(*self._running.values())
-
-    def _ended(self, user_id: str, task: asyncio.Task[ActiveWorker]) -> None:
-        self._running.pop(user_id, None)
-        if task.cancelled():
-            return
-        error = task.exception()
-        if isinstance(error, BerthError):
-            log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
-        elif error is not None:
-            log.error("ensure_active_crashed", user=user_id, exc_info=error)
+        await self._running.close()
 
     async def _ensure(self, user_id: str, mark_missing: bool) -> ActiveWorker:
         began = time.monotonic()
@@ -173,6 +158,13 @@ class WorkerStarter:
         finally:
             await _retrieve_start_result(start)
         return found
+
+
+def _log_failure(user_id: str, error: BaseException) -> None:
+    if isinstance(error, BerthError):
+        log.warning("ensure_active_failed", user=user_id, code=error.code, detail=error.detail)
+    else:
+        log.error("ensure_active_crashed", user=user_id, exc_info=error)
 
 
 async def _retrieve_start_result(start: WithStartWorkflowOperation[object, object]) -> None:
