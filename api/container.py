@@ -15,7 +15,7 @@ from temporalio.client import Client
 from api.fleet.maintenance import MaintenanceTrigger
 from api.fleet.readiness import ReadinessProbe
 from api.fleet.service import FleetList
-from api.http.auth import Authenticator, Principal, Role
+from api.http.auth import Authenticator, Principal, Role, require_user
 from api.http.notifications import NotificationListener
 from api.http.streams import EventStreams
 from api.jobs.service import JobService
@@ -28,7 +28,6 @@ from api.positions.closer import PositionCloser
 from api.positions.intents import IntentRunner
 from api.positions.service import Portfolio
 from api.switches.service import SwitchControl
-from api.webhooks.keeper import AlertKeeper
 from api.webhooks.service import AlertProcessor
 from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
@@ -162,6 +161,13 @@ class Services:
             key = await users.find_api_key(session, token)
         return Principal(str(key.id), Role(key.role), key.user_id) if key else None
 
+    async def require_known_user(self, caller: Principal, user_id: str) -> None:
+        """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
+        require_user(caller, user_id)
+        if caller.user_id != user_id:
+            async with self.database.session() as session:
+                await users.get_user(session, user_id)
+
     async def audit_request(self, caller: Principal, action: str, subject: str, **data: Any) -> None:
         """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""
         async with self.database.session() as session:
@@ -186,8 +192,7 @@ async def running_services(settings: Settings) -> AsyncIterator[Services]:
             async with asyncio.timeout(MIGRATE_PATIENCE):
                 await services.schema.tried.wait()
         stack.push_async_callback(services.webhooks.close)
-        keeper = AlertKeeper(services.database, services.webhooks)
-        await stack.enter_async_context(tasks.running(keeper.run()))
+        await stack.enter_async_context(tasks.running(services.webhooks.run()))
         yield services
 
 

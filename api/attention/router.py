@@ -16,7 +16,6 @@ from api.http.fields import UserIdInPath
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
 from api.orders.schemas import OrderView, PageCursor, PageLimit, cursor_of, position_of
-from api.workers.router import require_known_user
 from infra.database import models
 from infra.database.orders import attention
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
@@ -105,7 +104,7 @@ async def list_reconciliations(
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
     closes it, and what is under way in a symbol leaves its positions as they were.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     async with services.database.session() as session:
         rows = await reconciliations.reconciliations_of_user(session, user_id, limit=limit)
     return schemas.ReconciliationList(

@@ -17,7 +17,6 @@ from api.http.fields import ID_PATTERN, UserIdInPath
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, MailJobRequest, UserJobRequest, WebhookJobRequest
 from api.orders import export
-from api.workers.router import require_known_user
 from infra.jobs import limits as job_limits
 from infra.jobs.client import JobIdReused
 from infra.jobs.limits import JobLimits
@@ -57,7 +56,7 @@ async def put_user_job(
     no limit. With a `job_id` the same call is done once; another one under that id is refused within a day,
     and as long as the job is there.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     return await services.jobs.enqueue_user_job(user_id, body.job)
 
 
@@ -70,7 +69,7 @@ async def get_user_job(
     user_id: UserIdInPath, job_id: JobIdInPath, caller: Caller, services: InServices, seconds: Seconds = 0.0
 ) -> JobStateView:
     """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     return await services.jobs.get_job(job_id, job_keys.user_tag(user_id), seconds)
 
 
@@ -87,7 +86,7 @@ async def get_user_file(
     user_id: UserIdInPath, job_id: JobIdInPath, caller: Caller, services: InServices
 ) -> Response:
     """The file that an `order_export` made."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     data = await services.jobs.file(job_id, job_keys.user_tag(user_id))
     return Response(data, media_type=export.MEDIA_TYPE, headers=export.headers(user_id))
 
@@ -101,7 +100,7 @@ async def cancel_user_job(
     user_id: UserIdInPath, job_id: JobIdInPath, caller: Caller, services: InServices
 ) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     return await services.jobs.cancel(job_id, job_keys.user_tag(user_id))
 
 

@@ -18,7 +18,7 @@ from api.orders import export, schemas
 from api.orders.feed import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
 from api.orders.placement_route import PlacementRoute
-from api.workers.router import After, LastEventId, require_known_user
+from api.workers.router import After, LastEventId
 from infra.database import models
 from infra.database.orders import listing as order_list
 from infra.database.orders import recording
@@ -122,7 +122,7 @@ async def list_orders(
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
     """
     behind = schemas.position_of(query.cursor) if query.cursor is not None else None
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     async with services.database.session() as session:
         rows = await order_list.page_of_orders(
             session, query.of(user_id), behind=behind, limit=query.limit + 1
@@ -152,7 +152,7 @@ async def export_orders(
     query: Annotated[schemas.OrderFilter, Query()],
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     found = export.lines(services.database, query.of(user_id))
     # The first page before the answer begins: a database that is down is a problem, not half a file.
     first = await anext(found)
@@ -194,7 +194,7 @@ async def follow_orders(
     out. A new order that nothing happens to is told within 15 s. A comment every 15 s shows that the stream
     lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     begin = after if last_event_id is None else last_event_id
     return await services.streams.open_stream(OrderFeed(services.database, user_id), caller.key_id, begin)
 

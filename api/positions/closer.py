@@ -15,7 +15,7 @@ from api.http.errors import CloseInvalid, IntentExpired, NoPosition, PositionBus
 from api.orders.placer import OrderLeg, OrderPlacer, PlacementResult
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.positions.schemas import ClosePositionRequest, PricedBody
-from api.positions.service import Portfolio, position_in
+from api.positions.service import Portfolio
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import checks as closing
@@ -105,7 +105,8 @@ class PositionCloser:
         behind = timedelta(milliseconds=report.behind_ms)
         certain = report.absence_certain and report.positions_agree
         since -= behind if certain else max(FILL_MARGIN, behind)
-        position = position_in(report, close.symbol)
+        held_now = (one for one in report.positions if one.symbol == close.symbol and one.quantity)
+        position = next(held_now, None)
         if position is None or (close.long is not None and close.long != (position.quantity > 0)):
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)

@@ -5,7 +5,7 @@ The opening leg is placed by the caller's request and by nothing else: if the re
 filled, if this process dies between the legs, or if the close is not filled, nothing is opened. A repeat with
 the same id goes on where the first one stopped, but only within the order deadline after the closing leg was
 accepted: an entry that nobody waited for is not made at another price. (Alerts are repeated by
-`AlertKeeper`.)
+`AlertProcessor`.)
 """
 
 from __future__ import annotations

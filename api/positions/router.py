@@ -17,7 +17,6 @@ from api.orders.schemas import OrderView
 from api.positions import schemas
 from api.positions.closer import PositionClose
 from api.positions.intents import all_answered
-from api.workers.router import require_known_user
 from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["accounts"])
@@ -57,7 +56,7 @@ async def get_positions(
     seconds: Seconds = BROKER_WAIT,
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     report = await services.portfolio.report(user_id, account_id, seconds, positions=True)
     held = sorted((one for one in report.positions if one.quantity), key=lambda one: one.symbol)
     return schemas.PositionList(
@@ -77,7 +76,7 @@ async def get_balance(
     seconds: Seconds = BROKER_WAIT,
 ) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     report = await services.portfolio.report(user_id, account_id, seconds, balance=True)
     assert report.balance is not None  # the portfolio has seen to it  # noqa: S101
     return schemas.BalanceView(
@@ -137,7 +136,7 @@ async def close_position(
     order works on that side, or if one was filled so lately that the position may not show it. A repeat
     never closes twice.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     close = PositionClose.of(body, user_id, account_id, symbol, caller.actor)
     placed = await services.closer.close_position(
         close, services.settings.order_wait if wait is None else wait
@@ -175,7 +174,7 @@ async def carry_out_intent(
     Nothing is opened later by itself: when the request ends before the close is filled, repeat it with the
     same id, within the order deadline after the close was accepted. Problems carry the orders in `legs`.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     seconds = services.settings.order_wait if wait is None else wait
     result = await services.intents.run_intent(user_id, account_id, body, seconds, caller.actor)
     return view_response(result, 200 if all_answered(result) else 202)

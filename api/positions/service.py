@@ -14,7 +14,6 @@ from api.workers.requests import WorkerRequests
 from infra.database import accounts
 from infra.database.engine import Database
 from worker_runtime.protocol.errors import BerthError, WorkerLost
-from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
 
@@ -68,9 +67,3 @@ class Portfolio:
         if balance and report.balance is None:
             raise WorkerLost("the worker's report has no balance")
         return report
-
-
-def position_in(report: AccountReport, symbol: str) -> Position | None:
-    """The open position in a symbol, if there is one."""
-    found = [one for one in report.positions if one.symbol == symbol and one.quantity]
-    return found[0] if found else None

@@ -14,7 +14,6 @@ from api.http.auth import Caller, require_staff, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
 from api.http.fields import AccountIdInPath, UserIdInPath
 from api.users import schemas
-from api.workers.router import require_known_user
 from infra.database import accounts, audit, users
 from infra.database.models import StatementAddress
 from infra.database.trading import limits as trading_limits
@@ -62,7 +61,7 @@ async def get_statement_addresses(
     user_id: UserIdInPath, caller: Caller, services: InServices
 ) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     async with services.database.session() as session:
         found = await users.get_addresses(session, user_id)
     return schemas.StatementAddressesView.model_validate(found)
@@ -81,7 +80,7 @@ async def put_statement_addresses(
     require_staff(caller)
     if body.webhook_url is not None:
         _check_has_host(body.webhook_url)
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     async with services.database.session() as session:
         await users.put_addresses(session, user_id, addresses, actor=caller.actor)

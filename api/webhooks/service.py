@@ -3,6 +3,11 @@
 The secret is in the body, because TradingView sends no custom headers. The content of an alert gives its
 orders their client order ids, so a repeat is always recognised. A refused alert stays refused; one that
 failed for another reason may be sent again within its own time window.
+
+Nobody sends an alert again after a 202. So PostgreSQL holds the alert with a lease, which the process that
+works on it renews. Any process takes over an alert whose lease has run out. No order is placed twice: its
+client order id comes from the alert's content. After the deadline the alert is closed in the audit trail
+instead.
 """
 
 from __future__ import annotations
@@ -44,9 +49,12 @@ from worker_runtime.protocol.errors import BerthError
 MAX_BODY = 16 * 1024
 #: Longest token that is looked at; ours have 43 characters.
 MAX_TOKEN = 128
-#: Seconds that an alert stays with the process that carries it out, if that does not hold it for longer
-#: (`AlertKeeper`).
+#: Seconds that an alert stays with the process that carries it out, unless that renews the lease.
 LEASE = 10.0
+#: Seconds between two rounds: a lease is renewed several times before it runs out.
+PERIOD = 2.0
+#: Alerts taken over in one round.
+MOST = 20
 #: Seconds of one count of a webhook's alerts.
 COUNTED = 60
 
@@ -137,17 +145,42 @@ class AlertProcessor:
         return AcceptedAlert(alert, plan.client_order_id, legs, complete=False, new=new)
 
     @property
-    def ready(self) -> bool:
-        """Whether the tables are there."""
-        return self._ready()
-
-    @property
     def under_way(self) -> list[str]:
         """Digests of the alerts that this process carries out."""
         return self._tasks.keys
 
-    async def resume_alert(self, found: webhooks.AbandonedAlert) -> None:
-        """Takes on an alert that nobody carries out any more, or writes its end if it is too late."""
+    async def run(self) -> None:
+        """Keeps and takes over alerts for ever."""
+        while True:
+            await asyncio.sleep(PERIOD)
+            if not self._ready():
+                continue
+            try:
+                await self.keep_alerts()
+            except BerthError as error:  # PostgreSQL is away
+                self._log.warning("alert_keeper_waits", code=error.code)
+            except Exception:  # the boundary of a loop: one bad row must not stop it
+                self._log.exception("alert_keeper_failed")
+
+    async def keep_alerts(self) -> int:
+        """Renews the leases of this process's alerts, and takes over alerts whose lease has run out; returns
+        how many it took over. Raises `DatabaseUnavailable`."""
+        mine = self.under_way
+        async with self._database.session() as session:
+            if mine:
+                await webhooks.hold_alerts(session, mine, LEASE)
+            found = await webhooks.take_abandoned_alerts(session, lease=LEASE, most=MOST)
+        for one in found:
+            try:
+                await self._resume_alert(one)
+            except BerthError as error:  # the next one may fare better; this one comes again
+                self._log.warning("alert_not_resumed", code=error.code)
+            except Exception:  # the boundary of one alert: it must not hold up the others
+                self._log.exception("alert_not_resumed")
+        return len(found)
+
+    async def _resume_alert(self, found: webhooks.AbandonedAlert) -> None:
+        """Carries out an alert whose process died, or writes its end if it is too late."""
         until = time.monotonic() + found.left
         try:
             alert = Alert.model_validate({**(found.alert or {}), "secret": "-"})

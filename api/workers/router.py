@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response, status
 from fastapi.responses import StreamingResponse
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.container import InServices, Services
 from api.http import errors, problems
-from api.http.auth import Caller, Principal, require_staff, require_user
+from api.http.auth import Caller, Principal, require_staff
 from api.http.fields import UserIdInPath, view_response
+from api.http.streams import ServerEvent
 from api.workers import schemas
-from api.workers.timeline import TimelineFeed, transitions
-from infra.database import users
+from infra.database.engine import Database
+from infra.database.workers import timeline
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ShutdownRequest, UserWorkerView
@@ -25,14 +28,6 @@ router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
 #: Seconds that `start` waits unless the caller says otherwise.
 START_WAIT = 30.0
 Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
-
-
-async def require_known_user(services: Services, caller: Principal, user_id: str) -> None:
-    """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
-    require_user(caller, user_id)
-    if caller.user_id != user_id:
-        async with services.database.session() as session:
-            await users.get_user(session, user_id)
 
 
 async def _audit_worker(
@@ -55,7 +50,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim"})
 )
 async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> schemas.WorkerView:
     """The worker from both sides: its own mark and metadata, and what its workflow says."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     pipeline = services.valkey.pipeline(transaction=False)
     pipeline.get(keys.mark(user_id))
     pipeline.hgetall(keys.metadata(user_id))
@@ -113,7 +108,7 @@ async def start_worker(
     wait: Wait = START_WAIT,
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     marked = await services.valkey.exists(keys.mark(user_id))
     task = services.starter.ensure(user_id, mark_missing=not marked)
     await _audit_worker(
@@ -143,7 +138,7 @@ async def stop_worker(
     user_id: UserIdInPath, caller: Caller, services: InServices, body: schemas.ReasonBody | None = None
 ) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     await _audit_worker(services, caller, user_id, "stop", body)
     reason = (body or schemas.ReasonBody()).reason
     await services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
@@ -166,7 +161,7 @@ async def resume_worker(
     For operators and administrators. A user that is not parked stays as it is.
     """
     require_staff(caller)
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     await _audit_worker(services, caller, user_id, "resume", body)
     await services.control.signal(user_id, "resume")
     return schemas.SignalledView(user_id=user_id, signal="resume")
@@ -205,7 +200,7 @@ async def reload_credentials(
     Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
     as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     await _audit_worker(services, caller, user_id, "reload", body)
     if wait > 0:
         detail = await services.control.reload_credentials_now(user_id, wait)
@@ -226,6 +221,48 @@ LastEventId = Annotated[
 ]
 
 
+#: Rows that a stream reads at once.
+PAGE = 100
+
+
+async def transitions(
+    session: AsyncSession, user_id: str, *, after: int | None, limit: int
+) -> list[schemas.TransitionView]:
+    """The next changes behind `after`, or the last ones without it; oldest first, at most `limit`."""
+    if after is None:
+        rows = await timeline.latest_transitions(session, user_id, limit)
+    else:
+        rows = await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
+    return [schemas.TransitionView.model_validate(row) for row in rows]
+
+
+class TimelineFeed:
+    """`EventFeed` of one user's timeline."""
+
+    channel = timeline.TIMELINE_CHANNEL
+
+    def __init__(self, database: Database, user_id: str) -> None:
+        self._database = database
+        self.key = user_id
+
+    async def current_event(self) -> ServerEvent:
+        """The state after the last change: what follows in the stream goes on from there."""
+        async with self._database.session() as session:
+            last = await transitions(session, self.key, after=None, limit=1)
+        known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields) | {
+            "id": 0,
+            "user_id": self.key,
+        }
+        for now in last:
+            known |= now.model_dump() | {"state": now.after, "since": now.at}
+        return ServerEvent(known["id"], "state", schemas.PresentState.model_validate(known).model_dump_json())
+
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
+        async with self._database.session() as session:
+            found = await transitions(session, self.key, after=last, limit=PAGE)
+        return [ServerEvent(one.id, "transition", one.model_dump_json()) for one in found]
+
+
 @router.get(
     "/timeline",
     summary="Look at the worker's changes of state",
@@ -242,7 +279,7 @@ async def get_timeline(
 
     It is written a moment after the change.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     async with services.database.session() as session:
         found = await transitions(session, user_id, after=after, limit=limit)
     return schemas.TimelineView(
@@ -276,6 +313,6 @@ async def follow_timeline(
     Without either: the present state first, then what comes from now on. A comment every 15 s shows that
     the stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await require_known_user(services, caller, user_id)
+    await services.require_known_user(caller, user_id)
     begin = after if last_event_id is None else last_event_id
     return await services.streams.open_stream(TimelineFeed(services.database, user_id), caller.key_id, begin)

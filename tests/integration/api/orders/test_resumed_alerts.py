@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
-from api.webhooks.keeper import AlertKeeper
 from infra.database.models import AuditEntry, Order
 from infra.database.trading.models import WebhookAlert
 from infra.local.process import HOST
@@ -92,7 +91,7 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     held = await delivery(api)
     assert held.alert is not None
     assert made["secret"] not in str(held.alert)
-    keeper = AlertKeeper(api.services.database, api.services.webhooks)
+    keeper = api.services.webhooks
     assert await keeper.keep_alerts() == 0  # the one that took it may be alive
     assert sent(worker) == [("buy", 2, True)]
     await leave(api, held_until="now()")
@@ -114,7 +113,7 @@ async def test_two_processes_at_one_alert_make_each_leg_once(
     async with running_api(api.settings) as other:
         assert (await post(other, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
-        keeper = AlertKeeper(api.services.database, api.services.webhooks)
+        keeper = api.services.webhooks
         while not api.services.webhooks.under_way:
             await leave(api, held_until="now()")  # it was too slow to renew its lease, and lives
             await keeper.keep_alerts()
@@ -131,7 +130,7 @@ async def test_after_its_deadline_an_alert_opens_nothing_and_its_end_is_written(
 ) -> None:
     worker, made, said = await took_and_died(api, start_worker)
     await leave(api, until="now()", held_until="now()")
-    keeper = AlertKeeper(api.services.database, api.services.webhooks)
+    keeper = api.services.webhooks
     await keeper.keep_alerts()  # or the process's own, at the same time
 
     async def ended() -> WebhookAlert:
@@ -162,7 +161,7 @@ async def test_a_close_that_was_placed_is_done_whatever_became_of_its_process(
         await until(lambda: len(worker.popped) == 1)
     await leave(api, until="now()", held_until="now()")
     while (await delivery(api)).held_until is not None:
-        await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts()
+        await api.services.webhooks.keep_alerts()
     row = await delivery(api)
     assert (row.refused, row.order_id is not None) == (None, True)
     assert sent(worker) == [("buy", 2, True)]
@@ -215,7 +214,7 @@ async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
         await worker.answer_later(filled(worker.popped[0]))
         await until(lambda: not failing.services.webhooks.under_way)
     await leave(api, held_until="case when held_until is not null then now() end")
-    assert await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts() == 0
+    assert await api.services.webhooks.keep_alerts() == 0
     assert not api.services.webhooks.under_way
     assert sent(worker) == [("buy", 2, True)]
 
@@ -292,7 +291,7 @@ async def test_an_alert_that_cannot_be_read_holds_up_no_other(
             session.add(row)
         session.add(WebhookAlert(webhook_id=uuid4(), digest="3" * 64, alert={}, held_until=func.now()))
     await leave(api, held_until="least(held_until, now())")
-    keeper = AlertKeeper(api.services.database, api.services.webhooks)
+    keeper = api.services.webhooks
 
     async def refusals() -> list[str]:
         async with api.services.database.session() as session:
@@ -313,7 +312,7 @@ async def test_an_alert_of_a_revoked_webhook_is_not_taken_up_again(
         await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     await leave(api, held_until="now()")
     while (row := await delivery(api)).held_until is not None:
-        await AlertKeeper(api.services.database, api.services.webhooks).keep_alerts()
+        await api.services.webhooks.keep_alerts()
     assert str(row.refused).startswith("WEBHOOK_UNKNOWN")
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
     assert sent(worker) == [("buy", 2, True)]
