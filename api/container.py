@@ -12,9 +12,8 @@ from fastapi import Depends, Request
 from sqlalchemy.exc import SQLAlchemyError
 from temporalio.client import Client
 
-from api.fleet.maintenance import MaintenanceTrigger
 from api.fleet.readiness import ReadinessProbe
-from api.fleet.service import FleetList
+from api.fleet.service import FleetList, MaintenanceTrigger
 from api.http.auth import Authenticator, Principal, Role, require_user
 from api.http.notifications import NotificationListener
 from api.http.streams import EventStreams

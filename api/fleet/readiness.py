@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -21,27 +22,25 @@ from worker_runtime.protocol.errors import BerthError
 TIMEOUT = 1.0
 
 
+@dataclass(frozen=True, eq=False)
 class ReadinessProbe:
-    def __init__(
-        self, database: Database, client: Redis, control: WorkerControl, migrated: Callable[[], bool]
-    ) -> None:
-        self._database = database
-        self._client = client
-        self._control = control
-        self._migrated = migrated
+    database: Database
+    client: Redis
+    control: WorkerControl
+    migrated: Callable[[], bool]
 
     async def check(self) -> View:
         found = await asyncio.gather(
-            _probe(self._postgresql()), _probe(self._client.ping()), _probe(self._control.check(TIMEOUT))
+            _probe(self._postgresql()), _probe(self.client.ping()), _probe(self.control.check(TIMEOUT))
         )
         names = ("postgresql", "valkey", "temporal")
         dependencies = dict(zip(names, found, strict=True))
         return View(ready=all(one.state == "up" for one in found), dependencies=dependencies)
 
     async def _postgresql(self) -> None:
-        if not self._migrated():
+        if not self.migrated():
             raise BerthError("the schema is not up to date yet")
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             await session.execute(text("select 1"))
 
 

@@ -1,26 +1,34 @@
-"""The list of running user workers, from Temporal's visibility store (an index a moment behind the truth)."""
+"""The fleet, as Temporal knows it: the list of running workers, and maintenance that is begun by hand."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
-from datetime import timedelta
+from dataclasses import dataclass
 from hashlib import sha256
 
-from temporalio.client import Client, WorkflowExecution
+from temporalio.client import (
+    Client,
+    ScheduleActionExecution,
+    ScheduleActionExecutionStartWorkflow,
+    ScheduleHandle,
+    ScheduleOverlapPolicy,
+    WorkflowExecution,
+    WorkflowFailureError,
+)
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.fleet.schemas import FleetPage, FleetRowView
-from api.http.errors import InvalidRequest
+from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
 from api.http.fields import ID_PATTERN
-from infra.temporal.client import temporal_errors
-from workflows.names import SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
+from infra.temporal.client import CALL, temporal_errors
+from workflows.maintenance.messages import Maintained
+from workflows.names import MAINTENANCE_SCHEDULE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 from workflows.user_worker.messages import WorkerState
 
-#: Seconds for one page: a search over many workflows takes longer than a signal.
-TIMEOUT = 5.0
 _USER, _STATE, _WORKER, _POOL = (
     SearchAttributeKey.for_keyword(name) for name in (SA_USER, SA_STATE, SA_WORKER, SA_POOL)
 )
@@ -44,9 +52,11 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
     return " AND ".join(parts)
 
 
+@dataclass(frozen=True, eq=False)
 class FleetList:
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    """Reads Temporal's visibility store, an index a moment behind the truth."""
+
+    client: Client
 
     async def page(
         self, *, state: WorkerState | None, user_prefix: str | None, limit: int, cursor: str | None
@@ -55,11 +65,11 @@ class FleetList:
 
         Raises `InvalidRequest` for a cursor that is none, `TemporalUnavailable`.
         """
-        found = self._client.list_workflows(
+        found = self.client.list_workflows(
             fleet_query(state, user_prefix),
             page_size=limit,
             next_page_token=_token(cursor) if cursor else None,
-            rpc_timeout=timedelta(seconds=TIMEOUT),
+            rpc_timeout=CALL,
         )
         with temporal_errors(server_only=True):
             try:
@@ -108,3 +118,47 @@ def _token(cursor: str) -> bytes:
 
 def _check(token: bytes) -> bytes:
     return sha256(token).digest()[:_CHECK]
+
+
+#: Seconds between two looks at the schedule, until it has begun the pass.
+CHECK_PERIOD = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class MaintenanceTrigger:
+    client: Client
+
+    async def run_pass(self, wait: float) -> Maintained | None:
+        """What one pass saw and did; None: it is not done after `wait` seconds, and goes on.
+
+        A pass that is under way is waited for instead: none overtakes another. Raises `NoMaintenance`,
+        `TemporalUnavailable`, `OrchestratorUnavailable` when the pass failed.
+        """
+        schedule = self.client.get_schedule_handle(MAINTENANCE_SCHEDULE)
+        try:
+            with temporal_errors(missing=NoMaintenance()):
+                async with asyncio.timeout(wait):
+                    begun = await self._start_pass(schedule)
+                    if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
+                        raise NoMaintenance("the schedule starts something else")
+                    handle = self.client.get_workflow_handle(
+                        begun.workflow_id, run_id=begun.first_execution_run_id, result_type=Maintained
+                    )
+                    done: Maintained = await handle.result()
+                    return done
+        except TimeoutError:
+            return None
+        except WorkflowFailureError as error:
+            raise OrchestratorUnavailable(f"the pass failed: {error.cause}"[:300]) from None
+
+    async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
+        """The pass that is under way, or the next one to begin: by our trigger, or by the clock just then."""
+        before = (await schedule.describe(rpc_timeout=CALL)).info
+        if before.running_actions:
+            return before.running_actions[0]
+        await schedule.trigger(overlap=ScheduleOverlapPolicy.SKIP, rpc_timeout=CALL)
+        while True:
+            now = (await schedule.describe(rpc_timeout=CALL)).info
+            if now.num_actions > before.num_actions:
+                return now.recent_actions[-1].action
+            await asyncio.sleep(CHECK_PERIOD)

@@ -60,6 +60,9 @@ class SnapshotJobRequest(_JobRequest):
     account_id: AccountId
 
 
+UserJob = StatementJobRequest | ExportJobRequest | SnapshotJobRequest
+
+
 class UserJobRequest(Body):
     """A job of one user."""
 
@@ -69,7 +72,7 @@ class UserJobRequest(Body):
         {"job": {"type": "position_snapshot", "account_id": "9A95-0123456"}},
     )
 
-    job: Annotated[StatementJobRequest | ExportJobRequest | SnapshotJobRequest, Field(discriminator="type")]
+    job: Annotated[UserJob, Field(discriminator="type")]
 
 
 class PingJobRequest(_JobRequest):

@@ -36,6 +36,11 @@ _MOST_ORDERS = 2000
 #: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
 _MOST_LATELY = 50
 _USERS = (catalog.STATEMENT, catalog.EXPORT, catalog.SNAPSHOT)
+_FLEET_WORK: dict[str, type[msgspec.Struct]] = {
+    "ping": catalog.PingRunner,
+    "email": catalog.SendEmail,
+    "webhook": catalog.DeliverWebhook,
+}
 
 
 class JobService:
@@ -52,11 +57,7 @@ class JobService:
         self._limit = limit
         self._log = structlog.get_logger()
 
-    async def enqueue_user_job(
-        self,
-        user_id: str,
-        wanted: schemas.StatementJobRequest | schemas.ExportJobRequest | schemas.SnapshotJobRequest,
-    ) -> schemas.JobStateView:
+    async def enqueue_user_job(self, user_id: str, wanted: schemas.UserJob) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
 
         Raises `TooManyJobs`, `TooManyOrders`, `UnknownAccount`, `JobIdReused`, `DatabaseUnavailable`.
@@ -75,21 +76,13 @@ class JobService:
         """Enqueues a job of the fleet; `job_id`: the caller's, or one made for it. Raises `InvalidRequest`,
         `JobIdReused`."""
         job = wanted.job
-        work: msgspec.Struct
-        if isinstance(job, schemas.PingJobRequest):
-            work = catalog.PingRunner(text=job.text)
-        elif isinstance(job, schemas.MailJobRequest):
-            work = catalog.SendEmail(to=job.to, subject=job.subject, text=job.text)
-        else:
-            work = catalog.DeliverWebhook(
-                url=job.url,
-                recipient=job.recipient,
-                event=job.event,
-                body=msgspec.Raw(json.dumps(job.body, separators=(",", ":"), allow_nan=False).encode()),
-            )
+        fields = job.model_dump(exclude={"job_id", "type"})
         options: dict[str, Any] = {"priority": wanted.priority, "delay": wanted.delay}
         if isinstance(job, schemas.WebhookJobRequest):
+            body = json.dumps(job.body, separators=(",", ":"), allow_nan=False)
+            fields["body"] = msgspec.Raw(body.encode())
             options["rate_key"] = _host(job.url)
+        work = _FLEET_WORK[job.type](**fields)
         return view(await self._put(job, work, job_keys.FLEET_TAG, job_id, **options))
 
     async def get_job(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
@@ -134,11 +127,7 @@ class JobService:
         if await self._jobs.count_waiting(subqueues, tag=tag) >= self._limit:
             raise TooManyJobs
 
-    async def _work(
-        self,
-        user_id: str,
-        wanted: schemas.StatementJobRequest | schemas.ExportJobRequest | schemas.SnapshotJobRequest,
-    ) -> msgspec.Struct:
+    async def _work(self, user_id: str, wanted: schemas.UserJob) -> msgspec.Struct:
         if isinstance(wanted, schemas.SnapshotJobRequest):
             async with self._database.session() as session:
                 await accounts.require_account(session, user_id, wanted.account_id)

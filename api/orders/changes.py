@@ -41,25 +41,15 @@ class ChangeResult:
     answered: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class OrderChangeService:
-    def __init__(
-        self,
-        database: Database,
-        answers: AnswerListener,
-        queue: RequestQueue,
-        worker_requests: WorkerRequests,
-        reader: OrderReader,
-        outcome_writer: OutcomeWriter,
-        *,
-        deadline: float,
-    ) -> None:
-        self._database = database
-        self._answers = answers
-        self._queue = queue
-        self._worker_requests = worker_requests
-        self._reader = reader
-        self._outcome_writer = outcome_writer
-        self._deadline = deadline
+    database: Database
+    answers: AnswerListener
+    queue: RequestQueue
+    worker_requests: WorkerRequests
+    reader: OrderReader
+    outcome_writer: OutcomeWriter
+    deadline: float
 
     async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
         """Takes an order back and waits up to `wait` seconds. One that is cancelled already is left so.
@@ -68,12 +58,12 @@ class OrderChangeService:
         it. Raises `ProblemError` with `OrderSettled`, what the worker or the broker said, or why there is no
         worker; `ValkeyUnavailable`.
         """
-        generation = self._answers.generation
-        order = await self._reader.with_latest_answer(view_of(row))
+        generation = self.answers.generation
+        order = await self.reader.with_latest_answer(view_of(row))
         if order.state is OrderState.CANCELLED:
             return ChangeResult(order)
         _refuse_final(order)
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             audit.append_entry(
                 session,
                 actor=actor,
@@ -88,7 +78,7 @@ class OrderChangeService:
             _refuse_final(order)
         request_id = order_requests.request_id_of(row.id, "cancel", body.request_id)
         request = CancelOrder(**self._request(row, order, request_id), generation=generation)
-        changed = await self._send(request, order, self._deadline, wait)
+        changed = await self._send(request, order, self.deadline, wait)
         if changed.order.final and changed.order.state is not OrderState.CANCELLED:
             _refuse_final(changed.order)
         return changed
@@ -99,10 +89,10 @@ class OrderChangeService:
             order_id=order.id, state=OrderState.CANCELLED, reason=CANCELLED_IN_QUEUE, withdrawn=True
         )
         answer = Answer(request_id=order.id, outcome=outcome)
-        if await self._queue.may_be_stale(row.created_at):
+        if await self.queue.may_be_stale(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
-        fate, found = await self._queue.overdue(order.user_id, row.id, answer)
-        if row.generation != await self._queue.generation():
+        fate, found = await self.queue.overdue(order.user_id, row.id, answer)
+        if row.generation != await self.queue.generation():
             return order  # asked a Valkey that has lost data: it did not know that a worker has it
         if fate is RequestFate.ANSWERED and found is not None:
             return apply_answer(order, found)
@@ -117,10 +107,10 @@ class OrderChangeService:
             at_ms=round(datetime.now(UTC).timestamp() * 1000),
             reason=CANCELLED_IN_QUEUE,
         )
-        now = await self._outcome_writer.write_now(NotedOutcome(outcome, event=event))
+        now = await self.outcome_writer.write_now(NotedOutcome(outcome, event=event))
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
             with suppress(RedisError):  # a process about to queue it waits for this answer
-                await self._queue.store_answer(order.user_id, answer)
+                await self.queue.store_answer(order.user_id, answer)
         return view_of(now)
 
     async def replace(self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str) -> ChangeResult:
@@ -129,16 +119,16 @@ class OrderChangeService:
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
         `RequestIdReused` or what the worker or the broker said; `ValkeyUnavailable`.
         """
-        generation = self._answers.generation
+        generation = self.answers.generation
         now = datetime.now(UTC)
-        order = await self._reader.with_latest_answer(view_of(row))
+        order = await self.reader.with_latest_answer(view_of(row))
         wanted = OrderChange(
             quantity=body.quantity,
             price=body.price,
             generation=generation,
-            deadline_at=now + timedelta(seconds=self._deadline),
+            deadline_at=now + timedelta(seconds=self.deadline),
         )
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             first = await order_requests.find_change(session, row.id, body.request_id)
             if first is None:
                 _check_replace(order, body)
@@ -168,7 +158,7 @@ class OrderChangeService:
             "symbol": order.symbol,
             "tag": row.tag,
             "broker_order_id": order.broker_order_id,
-            "reply_to": self._answers.channel,
+            "reply_to": self.answers.channel,
         }
 
     async def _send(
@@ -179,9 +169,7 @@ class OrderChangeService:
         wait: float,
         change: OrderChange | None = None,
     ) -> ChangeResult:
-        task = self._worker_requests.send(
-            request, seconds, lambda answer: self._write_outcome(answer, change)
-        )
+        task = self.worker_requests.send(request, seconds, lambda answer: self._write_outcome(answer, change))
         await asyncio.wait({task}, timeout=wait)
         if not task.done() or task.cancelled():  # cancelled: this process is stopping
             return ChangeResult(order, answered=False)
@@ -204,9 +192,9 @@ class OrderChangeService:
     async def _write_outcome(self, answer: Answer, change: OrderChange | None) -> None:
         """Writes down what the broker did, also when nobody waits for it any more."""
         if answer.outcome is not None:
-            self._outcome_writer.write_later(NotedOutcome(answer.outcome))
+            self.outcome_writer.write_later(NotedOutcome(answer.outcome))
             if change is not None and answer.failure is None:
-                async with self._database.session() as session:
+                async with self.database.session() as session:
                     await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from temporalio.client import (
@@ -34,14 +35,14 @@ _REFUSALS: dict[str | None, type[BerthError]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class PoolControl:
     """Every method raises `NoPool`, `TemporalUnavailable`, `OrchestratorUnavailable`."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    client: Client
 
     async def view(self, pool: str) -> PoolView:
-        handle = self._client.get_workflow_handle(worker_pool_id(pool))
+        handle = self.client.get_workflow_handle(worker_pool_id(pool))
         with temporal_errors(missing=_no_pool(pool)):
             view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=TIMEOUT)
         return view
@@ -49,7 +50,7 @@ class PoolControl:
     async def update(self, pool: str, name: str, *args: object) -> PoolView:
         """`name`: `set_policy`, `pause`, `resume` or `drain`. Also raises
         `PoolPolicyInvalid`, `PoolChanged`."""
-        handle = self._client.get_workflow_handle(worker_pool_id(pool))
+        handle = self.client.get_workflow_handle(worker_pool_id(pool))
         try:
             with temporal_errors(missing=_no_pool(pool)):
                 async with asyncio.timeout(TIMEOUT.total_seconds()):
@@ -70,11 +71,11 @@ def _no_pool(pool: str) -> NoPool:
     return NoPool(f"there is no pool {pool}")
 
 
+@dataclass(frozen=True, eq=False)
 class RolloutControl:
     """Every method raises `TemporalUnavailable`, `OrchestratorUnavailable`."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    client: Client
 
     async def start(self, given: RolloutInput, before: Release) -> RolloutView:
         """What it begins with. Raises `RolloutUnderWay` while another one of the pool goes on.
@@ -84,7 +85,7 @@ class RolloutControl:
         to = given.release.version or "of the settings"
         try:
             with temporal_errors(server_only=True):
-                await self._client.start_workflow(
+                await self.client.start_workflow(
                     ROLLOUT,
                     given,
                     id=rollout_id(given.pool),
@@ -108,7 +109,7 @@ class RolloutControl:
 
     async def view(self, pool: str) -> RolloutView:
         """The one that goes on, or the last one. Raises `NoRollout`."""
-        handle = self._client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
+        handle = self.client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
             with temporal_errors(missing=_no_rollout(pool)):
                 status = (await handle.describe(rpc_timeout=TIMEOUT)).status
@@ -129,7 +130,7 @@ class RolloutControl:
             # One that has ended goes on until that is told; a signal would still be taken.
             if (await self.view(pool)).phase in ENDED:
                 raise _no_rollout(pool)
-        handle = self._client.get_workflow_handle(rollout_id(pool))
+        handle = self.client.get_workflow_handle(rollout_id(pool))
         with temporal_errors(missing=_no_rollout(pool)):
             await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=TIMEOUT)
         return await self.view(pool)

@@ -80,21 +80,13 @@ class IntentRun:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class IntentRunner:
-    def __init__(
-        self,
-        database: Database,
-        positions: PositionCloser,
-        reader: OrderReader,
-        notifications: NotificationListener,
-        *,
-        deadline: float,
-    ) -> None:
-        self._database = database
-        self._positions = positions
-        self._reader = reader
-        self._notifications = notifications
-        self._deadline = deadline
+    database: Database
+    positions: PositionCloser
+    reader: OrderReader
+    notifications: NotificationListener
+    deadline: float
 
     async def run_intent(
         self,
@@ -113,7 +105,7 @@ class IntentRunner:
         reached the broker; and what `PositionCloser.close_position` and `place_alone` raise.
         """
         until = time.monotonic() + wait
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             since = await closing.database_clock(session)
             run = IntentRun(
                 user_id=user_id,
@@ -129,7 +121,7 @@ class IntentRunner:
         if run.opening_id in known:
             if not body.intent.enters:
                 raise ClientOrderIdReused
-            legs = [await self._reader.get(known[one].id) for one in ids if one in known]
+            legs = [await self.reader.get(known[one].id) for one in ids if one in known]
             opened = await self._open(run)
             return run.result([*legs[:-1], opened.order], opened.failure)
         enters = body.intent.enters
@@ -146,7 +138,7 @@ class IntentRunner:
             opens=run.opening_id if enters else None,
         )
         try:
-            closed = await self._positions.close_position(close, run.left, not_after=not_after)
+            closed = await self.positions.close_position(close, run.left, not_after=not_after)
         except NoPosition:
             if not enters:
                 raise
@@ -164,7 +156,7 @@ class IntentRunner:
             return run.result([close], failure, complete=False)
         if close.state is not OrderState.FILLED:
             raise ProblemError(CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close])
-        if (datetime.now(UTC) - close.accepted_at).total_seconds() > self._deadline:
+        if (datetime.now(UTC) - close.accepted_at).total_seconds() > self.deadline:
             raise ProblemError(IntentExpired(), legs=[close])
         try:
             opened = await self._open(run, but=[close.client_order_id])
@@ -178,7 +170,7 @@ class IntentRunner:
         assert body.quantity is not None  # an entry has one  # noqa: S101
         side = Side.BUY if body.intent is Intent.LONG_ENTRY else Side.SELL
         order = body.order(run.opening_id, run.account_id, body.symbol, side, body.quantity)
-        return await self._positions.place_alone(
+        return await self.positions.place_alone(
             run.user_id,
             order,
             run.leg(reduce_only=False),
@@ -191,10 +183,10 @@ class IntentRunner:
 
     async def _final(self, order: OrderView, run: IntentRun) -> OrderView:
         """The order once it is final, or as it is when the time is over."""
-        with self._notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
+        with self.notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not order.final and run.left:
                 news.clear()
-                order = await self._reader.get(UUID(order.id))
+                order = await self.reader.get(UUID(order.id))
                 if not order.final:
                     await heard_within(news, min(CHECK_PERIOD, run.left))
         return order

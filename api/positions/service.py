@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from uuid import uuid4
 
 import msgspec
@@ -16,13 +17,14 @@ from infra.database.engine import Database
 from worker_runtime.protocol.errors import BerthError, WorkerLost
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
+log = structlog.get_logger()
 
+
+@dataclass(frozen=True, eq=False)
 class Portfolio:
-    def __init__(self, database: Database, answers: AnswerListener, worker_requests: WorkerRequests) -> None:
-        self._database = database
-        self._answers = answers
-        self._worker_requests = worker_requests
-        self._log = structlog.get_logger()
+    database: Database
+    answers: AnswerListener
+    worker_requests: WorkerRequests
 
     async def report(
         self,
@@ -40,7 +42,7 @@ class Portfolio:
         Raises `UnknownAccount`, `NoAnswer` after `seconds`, what the worker or the broker said, or why there
         is no worker; `ValkeyUnavailable`. A question that nobody took by then is taken back.
         """
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             await accounts.require_account(session, user_id, account_id)
         query = QueryAccount(
             request_id=f"query:{uuid4()}",
@@ -49,10 +51,10 @@ class Portfolio:
             orders=orders,
             positions=positions,
             balance=balance,
-            reply_to=self._answers.channel,
-            generation=self._answers.generation,
+            reply_to=self.answers.channel,
+            generation=self.answers.generation,
         )
-        task = self._worker_requests.send(query, seconds)
+        task = self.worker_requests.send(query, seconds)
         await asyncio.wait({task})
         if task.cancelled():
             raise NoAnswer("this process is stopping")
@@ -62,7 +64,7 @@ class Portfolio:
         try:
             report = decode_report(answer.report or {})
         except msgspec.ValidationError:
-            self._log.error("report_malformed", user=user_id)
+            log.error("report_malformed", user=user_id)
             raise BerthError("the worker's report cannot be read") from None
         if balance and report.balance is None:
             raise WorkerLost("the worker's report has no balance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 from redis.asyncio import Redis
@@ -17,12 +18,13 @@ from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from worker_runtime.protocol.switches import SwitchState, UserSwitch
 
+log = structlog.get_logger()
 
+
+@dataclass(frozen=True, eq=False)
 class SwitchControl:
-    def __init__(self, database: Database, client: Redis) -> None:
-        self._database = database
-        self._client = client
-        self._log = structlog.get_logger()
+    database: Database
+    client: Redis
 
     async def set_switch(
         self, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
@@ -32,29 +34,29 @@ class SwitchControl:
         Once it is committed it holds: for orders that come, at once; for workers that Valkey could not tell
         of it, by the watcher's next look. Raises `UserNotFound`, `UnknownAccount`, `DatabaseUnavailable`.
         """
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             if scope.user_id:
                 await users.get_user(session, scope.user_id)
             if scope.account_id:
                 await accounts.require_account(session, scope.user_id, scope.account_id)
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
         told = await self._fan_out(scope)
-        self._log.warning(
+        log.warning(
             "switched", scope=scope.name, state=state.value, actor=actor, version=row.version, told=told
         )
         return row, told
 
     async def _fan_out(self, scope: TradingScope) -> bool:
         try:
-            server = await valkey.read_server_id(self._client)  # first (`switching`)
-            async with self._database.session() as session:
+            server = await valkey.read_server_id(self.client)  # first (`switching`)
+            async with self.database.session() as session:
                 picture = await switches.read_switches(session)
                 # After the picture: a claim that commits in between reads the switches for itself.
                 concerned = await switches.users_in_scope(session, scope)
             told = {user_id: picture.for_user(user_id) for user_id in concerned}
-            await switch_fanout.write_switches(self._client, server, told)
+            await switch_fanout.write_switches(self.client, server, told)
         except (RedisError, OSError) as error:
-            self._log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
+            log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
             return False
         return True
 
@@ -63,7 +65,7 @@ class SwitchControl:
 
         Raises `UserNotFound`.
         """
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             if user_id is None:
                 return await switches.list_switches(session), None
             await users.get_user(session, user_id)

@@ -249,10 +249,8 @@ class TimelineFeed:
         """The state after the last change: what follows in the stream goes on from there."""
         async with self._database.session() as session:
             last = await transitions(session, self.key, after=None, limit=1)
-        known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields) | {
-            "id": 0,
-            "user_id": self.key,
-        }
+        known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields)
+        known |= {"id": 0, "user_id": self.key}
         for now in last:
             known |= now.model_dump() | {"state": now.after, "since": now.at}
         return ServerEvent(known["id"], "state", schemas.PresentState.model_validate(known).model_dump_json())

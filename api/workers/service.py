@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from temporalio.client import (
@@ -21,7 +22,7 @@ from temporalio.service import RetryConfig, RPCError
 
 from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
 from infra.settings import Settings
-from infra.temporal.client import temporal_errors
+from infra.temporal.client import CALL, temporal_errors
 from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
@@ -32,8 +33,6 @@ from workflows.user_worker.messages import ReloadResult, UserWorkerView
 RPC_RETRY = RetryConfig(
     initial_interval_millis=20, max_interval_millis=50, max_elapsed_time_millis=300, max_retries=2
 )
-#: Seconds for one call that does not wait for a workflow. A busy host stands still for 2 to 3 s now and then.
-CALL_TIMEOUT = 5.0
 
 
 async def connect_temporal(settings: Settings) -> Client:
@@ -43,19 +42,19 @@ async def connect_temporal(settings: Settings) -> Client:
         namespace=settings.temporal_namespace,
         lazy=True,
         retry_config=RPC_RETRY,
-        connect_timeout=timedelta(seconds=CALL_TIMEOUT),
+        connect_timeout=CALL,
     )
 
 
+@dataclass(frozen=True, eq=False)
 class WorkerControl:
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    client: Client
 
     async def signal(self, user_id: str, name: str, *args: object) -> None:
         """Raises `NoWorker`, `TemporalUnavailable`."""
-        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with temporal_errors(missing=NoWorker(), server_only=True):
-            await handle.signal(name, args=args, rpc_timeout=timedelta(seconds=CALL_TIMEOUT))
+            await handle.signal(name, args=args, rpc_timeout=CALL)
 
     async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
         """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.
@@ -63,12 +62,12 @@ class WorkerControl:
         Raises what the worker answered (`LoginRejected` …), `NoWorker`, `TemporalUnavailable`, and
         `OrchestratorUnavailable` when nobody took the update in time: then nothing was done.
         """
-        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        handle = self.client.get_workflow_handle(user_worker_id(user_id))
         until = time.monotonic() + wait
         accepted = False
         try:
             with temporal_errors(missing=NoWorker()):
-                async with asyncio.timeout(max(wait, CALL_TIMEOUT)):
+                async with asyncio.timeout(max(wait, CALL.total_seconds())):
                     update = await handle.start_update(
                         "reload_credentials_now",
                         wait_for_stage=WorkflowUpdateStage.ACCEPTED,
@@ -95,18 +94,16 @@ class WorkerControl:
 
         Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
         """
-        handle = self._client.get_workflow_handle(user_worker_id(user_id))
+        handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with suppress(NoWorker), temporal_errors(missing=NoWorker()):
-            view: UserWorkerView = await handle.query(
-                "view", result_type=UserWorkerView, rpc_timeout=timedelta(seconds=CALL_TIMEOUT)
-            )
+            view: UserWorkerView = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
             return view
         return None
 
     async def check(self, timeout: float) -> None:
         """Raises `TemporalUnavailable` unless the server answers within `timeout` seconds."""
         try:
-            await self._client.service_client.check_health(timeout=timedelta(seconds=timeout))
+            await self.client.service_client.check_health(timeout=timedelta(seconds=timeout))
         except (RPCError, RuntimeError):
             raise TemporalUnavailable from None
 

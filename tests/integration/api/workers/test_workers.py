@@ -95,7 +95,7 @@ async def test_a_run_that_closes_under_the_update_is_followed_by_a_new_one(
         starting = asyncio.create_task(user.post(f"/users/{api.user}/worker/start"))
         await until(lambda: len(lifecycle.calls) == 1 and not lifecycle.failures)
         # Its handler never ends, so the run is ended from outside: as a reset or a timeout would.
-        handle = api.services.control._client.get_workflow_handle(f"user-worker-{api.user}")
+        handle = api.services.control.client.get_workflow_handle(f"user-worker-{api.user}")
         await handle.terminate()
         answer = await starting
     assert answer.status_code == 200, answer.text
