@@ -82,7 +82,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url="/v1/openapi.json",
         docs_url="/v1/docs",
         redoc_url=None,
-        # FastAPI's own OpenTelemetry. Nothing here exports any, and each request was asked who would take it.
+        # FastAPI's own OpenTelemetry. Nothing here exports any, and it costs time in each request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     problems.install(app)

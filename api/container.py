@@ -106,13 +106,13 @@ class Services:
         self.rollouts = RolloutControl(temporal)
         self.maintenance = MaintenanceTrigger(temporal)
         self.switches = SwitchControl(self.database, self.valkey)
-        self.jobs = JobService(
-            self.database, self.valkey, JobClient(self.valkey), self.starter, settings.jobs_waiting
-        )
 
         self.answers = AnswerListener(self.valkey)
         self.outcome_writer = OutcomeWriter(self.database)
         queue = RequestQueue(self.valkey, lambda: self.answers.link)
+        self.jobs = JobService(
+            self.database, queue, JobClient(self.valkey), self.starter, settings.jobs_waiting
+        )
         waiter = AnswerWaiter(queue, self.answers, self.starter)
         self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer)
         self.worker_requests = WorkerRequests(queue, self.answers, waiter)

@@ -46,7 +46,7 @@ class NotificationListener:
 
     @contextmanager
     def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:
-        """An event of one's own. Clear it before the look, so that no notice falls in between."""
+        """Yields an event that a notice sets. Clear it before reading, so that no notice falls in between."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault((channel, key), set())
         waiting.add(event)
@@ -72,7 +72,7 @@ class NotificationListener:
         while True:
             try:
                 await self._listen()
-            except Exception as error:  # the boundary of a loop: whatever it was, streams must not stay deaf
+            except Exception as error:  # the boundary of a loop: whatever it was, it connects again
                 if self.listening.is_set():
                     pause = RECONNECT
                 self._log.warning("notifications_disconnected", reason=type(error).__name__, again_in=pause)
@@ -82,7 +82,7 @@ class NotificationListener:
             pause = min(pause * 2, RECONNECT_MOST)
 
     async def _listen(self) -> None:
-        """Returns never; raises when the connection is gone."""
+        """Never returns: raises when the connection is gone."""
         connection = await asyncpg.connect(
             **self._arguments,
             timeout=TIMEOUT,

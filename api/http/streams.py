@@ -34,7 +34,7 @@ from infra.database.engine import DatabaseUnavailable
 
 @contextmanager
 def on_stop(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` in the event loop when uvicorn gets SIGTERM or SIGINT; uvicorn then does what it does.
+    """Calls `tell` in the event loop after uvicorn's own handler of SIGTERM or SIGINT.
 
     Does nothing where no uvicorn handles signals, as in tests.
     """
@@ -123,7 +123,7 @@ class EventStreams:
     async def open_stream(self, feed: EventFeed, holder: str, after: int | None) -> StreamingResponse:
         """The answer that streams `feed` behind the id `after`; None: from now on, the present first.
 
-        `holder` is the caller's API key id. Raises `TooManyStreams`, and what the first look raises, so
+        `holder` is the caller's API key id. Raises `TooManyStreams`, and what the first read raises, so
         that a database that is down is a problem and not a broken stream.
         """
         subject = (holder, f"{feed.channel} {feed.key}")
@@ -147,7 +147,7 @@ class EventStreams:
     ) -> AsyncGenerator[bytes, None]:
         until = time.monotonic() + self._life
         with self._notifications.expect(feed.channel, feed.key) as news:
-            news.set()  # whatever came between the first look and this line
+            news.set()  # whatever came between the first read and this line
             yield format_sse_event(retry=RETRY_MS)
             found = first
             while True:

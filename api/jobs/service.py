@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from hashlib import sha256
 from typing import Any
@@ -12,7 +13,6 @@ from uuid import uuid4
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
 
 from api.http.errors import InvalidRequest, NotFound, TooManyJobs
 from api.jobs import schemas
@@ -30,6 +30,8 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.errors import MalformedMessage
 
+log = structlog.get_logger()
+
 #: Orders that are read for one job: more do not fit into it, however well they are packed.
 _MOST_ORDERS = 2000
 #: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and stands in the
@@ -43,19 +45,16 @@ _FLEET_WORK: dict[str, type[msgspec.Struct]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class JobService:
     """Every method raises `RedisError` when Valkey is down."""
 
-    def __init__(
-        self, database: Database, client: Redis, jobs: JobClient, starter: WorkerStarter, limit: int
-    ) -> None:
-        """`limit`: jobs of one user that may wait at a time."""
-        self._database = database
-        self._queue = RequestQueue(client)
-        self._jobs = jobs
-        self._starter = starter
-        self._limit = limit
-        self._log = structlog.get_logger()
+    database: Database
+    queue: RequestQueue
+    jobs: JobClient
+    starter: WorkerStarter
+    #: Jobs of one user that may wait at a time.
+    limit: int
 
     async def enqueue_user_job(self, user_id: str, wanted: schemas.UserJob) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
@@ -63,13 +62,13 @@ class JobService:
         Raises `TooManyJobs`, `TooManyOrders`, `UnknownAccount`, `JobIdReused`, `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
-        known = wanted.job_id is not None and await self._jobs.get(wanted.job_id, tag=tag) is not None
+        known = wanted.job_id is not None and await self.jobs.get(wanted.job_id, tag=tag) is not None
         if not known:
             await self._check_room(tag)
         work = await self._work(user_id, wanted)
         state = await self._put(wanted, work, tag, wanted.job_id or str(uuid4()))
-        if not state.ended and not await self._queue.marked(user_id):
-            self._starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
+        if not state.ended and not await self.queue.marked(user_id):
+            self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)
 
     async def enqueue_fleet_job(self, wanted: schemas.FleetJobRequest, job_id: str) -> schemas.JobStateView:
@@ -87,16 +86,16 @@ class JobService:
 
     async def get_job(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
-        return view(_found_or_404(await self._jobs.wait(job_id, seconds, tag=tag)))
+        return view(_found_or_404(await self.jobs.wait(job_id, seconds, tag=tag)))
 
     async def cancel(self, job_id: str, tag: str) -> schemas.JobStateView:
         """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
-        await self._jobs.cancel(job_id, tag=tag)
+        await self.jobs.cancel(job_id, tag=tag)
         return await self.get_job(job_id, tag)
 
     async def file(self, job_id: str, tag: str) -> bytes:
         """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""
-        state = _found_or_404(await self._jobs.get(job_id, tag=tag))
+        state = _found_or_404(await self.jobs.get(job_id, tag=tag))
         if state.result is None or state.result.status is not JobStatus.DONE:
             raise NotFound
         try:
@@ -113,23 +112,23 @@ class JobService:
             text = json.dumps([wanted.asked(), options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            await self._jobs.enqueue(catalog.make_job(job_id, work, **options), tag=tag, digest=digest)
+            await self.jobs.enqueue(catalog.make_job(job_id, work, **options), tag=tag, digest=digest)
         except MalformedMessage as error:
             raise InvalidRequest(error.detail) from None
-        found = await self._jobs.get(job_id, tag=tag)
+        found = await self.jobs.get(job_id, tag=tag)
         return found or JobState(job_id, "waiting", catalog.JOB_KINDS[type(work)].name)
 
     async def _check_room(self, tag: str) -> None:
         # The count first: calls that come at once see each other in it, though not among the waiting jobs.
-        if await self._jobs.count_request(tag=tag) > _MOST_LATELY:
+        if await self.jobs.count_request(tag=tag) > _MOST_LATELY:
             raise TooManyJobs
         subqueues = [(kind.queue, kind.name) for kind in _USERS]
-        if await self._jobs.count_waiting(subqueues, tag=tag) >= self._limit:
+        if await self.jobs.count_waiting(subqueues, tag=tag) >= self.limit:
             raise TooManyJobs
 
     async def _work(self, user_id: str, wanted: schemas.UserJob) -> msgspec.Struct:
         if isinstance(wanted, schemas.SnapshotJobRequest):
-            async with self._database.session() as session:
+            async with self.database.session() as session:
                 await accounts.require_account(session, user_id, wanted.account_id)
             return catalog.SnapshotPositions(user_id=user_id, account_id=wanted.account_id)
         if isinstance(wanted, schemas.ExportJobRequest):
@@ -139,7 +138,7 @@ class JobService:
         return catalog.MakeStatement(user_id=user_id, day=wanted.day.isoformat(), orders=packed)
 
     async def _packed(self, wanted: order_list.OrderSelection) -> bytes:
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             rows = await order_list.page_of_orders(session, wanted, limit=_MOST_ORDERS + 1)
         if len(rows) > _MOST_ORDERS:
             raise catalog.TooManyOrders(f"more than {_MOST_ORDERS} orders")
@@ -150,7 +149,7 @@ class JobService:
         """The job waits whatever came of it; why there is no worker stands in the log."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._log.warning("job_waits_for_worker", reason=str(error))
+            log.warning("job_waits_for_worker", reason=str(error))
 
 
 def view(state: JobState) -> schemas.JobStateView:

@@ -7,7 +7,6 @@ may be off by a few.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -42,13 +41,6 @@ MAX_REMEMBERED = 10_000
 RECOUNT_BELOW = 500
 
 
-@dataclass(frozen=True)
-class _RememberedLimits:
-    usage: AccountUsage
-    until: float
-    day: date
-
-
 class PreTradeChecks:
     """All checks, in the order in which a person would want to be told of them."""
 
@@ -60,12 +52,12 @@ class PreTradeChecks:
         self._symbols = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
-        self._known: dict[tuple[str, str], _RememberedLimits] = {}
+        #: By user, account and trading day; each until an instant on `time.monotonic`.
+        self._known: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, new: NewOrder) -> float:
-        """Raises the `CheckFailed` that is to be told. Returns the seconds within which a second order for
-        the same is a mistake, or 0; that is asked by `refuse_duplicate`, in the transaction that writes
-        the order.
+        """Raises the first `CheckFailed`. Returns the seconds within which a second order for the same is a
+        mistake, or 0; `refuse_duplicate` looks for one in the transaction that writes the order.
 
         An account that does not exist passes: writing the order will say so.
         """
@@ -96,18 +88,18 @@ class PreTradeChecks:
             raise DuplicateOrder(f"{duplicate} asked for the same less than {window:g} s ago")
 
     async def _usage_of(self, new: NewOrder) -> AccountUsage | None:
-        name, now = (new.user_id, new.account_id), time.monotonic()
-        known = self._known.get(name)
-        if known is not None and known.until > now and known.day == new.trading_day:
-            return known.usage
+        name, now = (new.user_id, new.account_id, new.trading_day), time.monotonic()
+        until, usage = self._known.get(name, (0.0, None))
+        if until > now:
+            return usage
         async with self._database.session(autocommit=True) as session:
-            found = await trading_limits.account_usage(session, *name, new.trading_day)
+            found = await trading_limits.account_usage(session, *name)
         if found is None or self._max_orders(found) - found.tags < RECOUNT_BELOW:
             self._known.pop(name, None)
             return found
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
-        self._known[name] = _RememberedLimits(found, now + REMEMBERED, new.trading_day)
+        self._known[name] = (now + REMEMBERED, found)
         return found
 
     def _price_type(self, new: NewOrder, usage: AccountUsage) -> None:

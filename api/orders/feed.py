@@ -15,17 +15,17 @@ from infra.database.orders import feed as order_changes
 
 #: Changed orders that a stream reads at once, and open ones that stand in its first event.
 PAGE = 100
-#: Seconds between two looks at a change below which a transaction is still under way; doubled each time.
+#: Seconds until changes are read again while an earlier transaction is still open; doubled each time.
 GAP_PAUSE = 0.01
-#: Looks at it. After 1.3 s the stream waits for the next notice or heartbeat instead.
+#: Such reads: after 1.3 s in all the stream waits for the next notice or heartbeat instead.
 GAP_CHECKS = 8
 
 
 class OrderFeed:
     """`EventFeed` of one user's orders.
 
-    An event's id stands for all that one transaction changed. The events of one transaction carry the id
-    before it, but for the last one: who comes back after half of them gets them all again.
+    An event's id stands for all that one transaction changed. Only the last event of a transaction carries
+    it, the others carry the id before: a client that comes back after half of them gets them all again.
     """
 
     channel = order_changes.ORDERS_CHANNEL

@@ -75,8 +75,8 @@ class PositionCloser:
         self._database = database
         self._placer = placer
         self._portfolio = portfolio
-        # Who writes holds one connection, perhaps while another process has the position's lock, and needs a
-        # second one. So half of them are for others; and a user who closes much has one turn at a time.
+        # A write holds one connection, perhaps while it waits for another process's lock, and needs a second
+        # one. So at most half of them write at a time, and a user has one turn at a time.
         self._writing = asyncio.Semaphore(max(1, connections // 2))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -100,8 +100,8 @@ class PositionCloser:
         report = await self._portfolio.report(
             close.user_id, close.account_id, seconds, orders=True, positions=True
         )
-        # A fill that the position may not show yet must not be closed, or entered, a second time. What is
-        # said of the list of orders holds for positions only where the broker says so.
+        # A fill that the position may not show yet must not be closed, or entered, a second time. Positions
+        # are as old as the list of orders only where the broker says so.
         behind = timedelta(milliseconds=report.behind_ms)
         certain = report.absence_certain and report.positions_agree
         since -= behind if certain else max(FILL_MARGIN, behind)

@@ -31,8 +31,8 @@ class SwitchControl:
     ) -> tuple[Switch, bool]:
         """Sets a switch; the flag says whether all workers concerned have it.
 
-        Once it is committed it holds: for orders that come, at once; for workers that Valkey could not tell
-        of it, by the watcher's next look. Raises `UserNotFound`, `UnknownAccount`, `DatabaseUnavailable`.
+        From the commit on it holds for new orders. Workers that Valkey could not tell get it in the watcher's
+        next round. Raises `UserNotFound`, `UnknownAccount`, `DatabaseUnavailable`.
         """
         async with self.database.session() as session:
             if scope.user_id:
@@ -48,7 +48,7 @@ class SwitchControl:
 
     async def _fan_out(self, scope: TradingScope) -> bool:
         try:
-            server = await valkey.read_server_id(self.client)  # first (`switching`)
+            server = await valkey.read_server_id(self.client)  # first (`switch_fanout`)
             async with self.database.session() as session:
                 picture = await switches.read_switches(session)
                 # After the picture: a claim that commits in between reads the switches for itself.

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 class AlertPlan:
     """What is to be done for an alert."""
 
-    #: Of all that makes the alert this one.
+    #: Hash of all that tells this alert from others.
     digest: str
     #: Client order ids that its orders may have.
     ids: Sequence[str]
@@ -83,7 +83,7 @@ def _digest(alert: Alert, webhook: Webhook) -> str:
         *("" if alert.quantity is None else alert.quantity, alert.price_type, price),
         *(alert.time_in_force or "", alert.id),
     ]
-    if alert.reduce_only:  # without it as before there was such a field: alerts taken then are known
+    if alert.reduce_only:  # only then, so that digests from before this field stay the same
         said.append("reduce_only")
     # As a list: no value can pass for a part of the next one.
     return sha256(json.dumps(said).encode()).hexdigest()

@@ -105,7 +105,7 @@ class AlertProcessor:
         self._log = structlog.get_logger()
 
     async def close(self) -> None:
-        """Lets go of what is under way: of an entry whose close is not filled nothing is opened."""
+        """Cancels what is under way. An entry whose close is not filled opens nothing."""
         await self._tasks.close()
 
     async def receive_alert(
@@ -201,7 +201,7 @@ class AlertProcessor:
         self._begin(found.webhook, plan, until)
 
     async def _promise(self, webhook: Webhook, plan: AlertPlan, until: float) -> None:
-        """It goes on: who sent the alert does not ask again. Raises what it was refused with meanwhile."""
+        """Records that the alert is carried on after a 202. Raises the refusal that it met meanwhile."""
         async with self._database.session() as session:
             left = max(0.0, until - time.monotonic())
             now = await webhooks.promise_alert(session, webhook.id, plan.digest, left=left, lease=LEASE)
@@ -213,8 +213,8 @@ class AlertProcessor:
         return self._tasks.join(plan.digest, lambda: self._run_alert(webhook, plan, until))
 
     async def _close_alert(self, webhook: Webhook, plan: AlertPlan, error: BerthError) -> None:
-        """Nothing more is done for it. Of an entry it counts whether the new side was opened, else any order:
-        without one it was refused."""
+        """Ends an alert: records its orders, or its refusal if it has none. Of an entry only the opening
+        order counts."""
         enters = isinstance(plan.what, IntentRequest) and plan.what.intent.enters
         wanted = plan.ids[-1:] if enters else plan.ids
         async with self._database.session() as session:
@@ -226,8 +226,8 @@ class AlertProcessor:
                 self._log.warning("alert_ended", webhook=str(webhook.id), code=error.code)
 
     async def _register(self, alert: Alert, webhook: Webhook, plan: AlertPlan) -> tuple[bool, float]:
-        """Whether it is new, and the seconds left for it. Raises `AlertOutdated`, and the refusal that it met
-        before."""
+        """Records an alert; returns whether it is new, and the seconds left for it. Raises `AlertOutdated`,
+        and the refusal that it met before."""
         placed = await self._orders(webhook, plan)
         async with self._database.session() as session:
             before = await webhooks.find_alert(session, webhook.id, plan.digest)
@@ -245,13 +245,10 @@ class AlertProcessor:
             return await webhooks.note_alert(session, webhook.id, plan.digest, said), left
 
     async def _run_alert(self, webhook: Webhook, plan: AlertPlan, until: float) -> list[OrderView]:
-        """Its orders; nothing is written or sent for it after `until`."""
+        """Carries out an alert and returns its orders; nothing is written or sent after `until`."""
         try:
             legs = await self._execute(webhook, plan, until)
-        except (
-            BerthError,
-            ProblemError,
-        ) as raised:  # the latter: an order of it failed, or it stopped halfway
+        except (BerthError, ProblemError) as raised:
             error = raised.error if isinstance(raised, ProblemError) else raised
             # What may pass ends nothing: a promised alert is carried on, any other may be sent again.
             if not error.retryable and type(error) is not BerthError:
