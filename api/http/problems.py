@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -162,10 +162,11 @@ def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
     return response_of(error, instance=redacted_path(scope["path"]), request_id=request_id, **members)
 
 
-def _of_validation(failure: RequestValidationError) -> errors.InvalidRequest:
+def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> errors.InvalidRequest:
+    """The error that pydantic's mean, without any value; `within`: where the model stands."""
     found = [
-        {"loc": [str(part) for part in one["loc"]], "msg": str(one["msg"]), "type": str(one["type"])}
-        for one in failure.errors()
+        {"loc": [*within, *map(str, one["loc"])], "msg": str(one["msg"]), "type": str(one["type"])}
+        for one in failures
     ]
     where = ", ".join(".".join(one["loc"]) for one in found[:5])
     return errors.InvalidRequest(f"not valid: {where}", found)
@@ -191,7 +192,7 @@ def problem_response(scope: Scope, error: Exception) -> Response:
         case BerthError():
             return _answer(scope, error)
         case RequestValidationError():
-            return _answer(scope, _of_validation(error))
+            return _answer(scope, invalid_request(error.errors()))
         case RedisError():
             return _answer(scope, errors.ValkeyUnavailable())
         case HTTPException():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from api.http.errors import InvalidRequest
+from api.http.problems import invalid_request
 from api.orders.schemas import OrderRequest
 from api.positions.closer import PositionClose
 from api.positions.schemas import ClosePositionRequest, Intent, IntentRequest
@@ -43,7 +43,7 @@ def parse_alert(body: bytes) -> Alert:
     try:
         return Alert.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_request(error.errors(), "body") from None
 
 
 def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
@@ -93,13 +93,4 @@ def _checked(model: type[M], **fields: Any) -> M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    found = [
-        {"loc": ["body", *map(str, one["loc"])], "msg": one["msg"], "type": one["type"]}
-        for one in error.errors(include_url=False, include_context=False, include_input=False)
-    ]
-    where = ", ".join(".".join(one["loc"]) for one in found[:5])
-    return InvalidRequest(f"not valid: {where}", found)
+        raise invalid_request(error.errors(), "body") from None
