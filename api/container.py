@@ -64,6 +64,11 @@ class SchemaMigration:
         #: Set after the first attempt, whatever came of it.
         self.tried = asyncio.Event()
 
+    def require(self) -> None:
+        """Raises `DatabaseUnavailable` until the tables are there."""
+        if not self.ready:
+            raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
+
     async def run(self) -> None:
         logger = structlog.get_logger()
         while not self.ready:
@@ -150,12 +155,11 @@ class Services:
             self.intents,
             self.reader,
             settings,
-            ready=lambda: self.schema.ready,
+            require_schema=self.schema.require,
         )
 
     async def _find_caller(self, token: str) -> Principal | None:
-        if not self.schema.ready:  # every request passes here: none meets a table that is not there yet
-            raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
+        self.schema.require()  # every request passes here: none meets a table that is not there yet
         async with self.database.session() as session:
             key = await users.find_api_key(session, token)
         return Principal(str(key.id), Role(key.role), key.user_id) if key else None

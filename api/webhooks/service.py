@@ -36,7 +36,7 @@ from api.positions.schemas import IntentRequest
 from api.webhooks import alerts
 from api.webhooks.alerts import AlertPlan, actor_of
 from api.webhooks.schemas import Alert
-from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.engine import Database
 from infra.database.orders import checks as closing
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook
@@ -86,9 +86,9 @@ class AlertProcessor:
         reader: OrderReader,
         settings: Settings,
         *,
-        ready: Callable[[], bool],
+        require_schema: Callable[[], None],
     ) -> None:
-        """`ready`: whether the tables are there."""
+        """`require_schema` raises `DatabaseUnavailable` until the tables are there."""
         self._database = database
         self._client = client
         self._placer = placer
@@ -101,7 +101,7 @@ class AlertProcessor:
         self._rate = settings.webhook_rate
         self._wait = settings.webhook_wait
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
-        self._ready = ready
+        self._require_schema = require_schema
         self._log = structlog.get_logger()
 
     async def close(self) -> None:
@@ -153,9 +153,8 @@ class AlertProcessor:
         """Keeps and takes over alerts for ever."""
         while True:
             await asyncio.sleep(PERIOD)
-            if not self._ready():
-                continue
             try:
+                self._require_schema()
                 await self.keep_alerts()
             except BerthError as error:  # PostgreSQL is away
                 self._log.warning("alert_keeper_waits", code=error.code)
@@ -291,8 +290,7 @@ class AlertProcessor:
             self._log.error("alert_crashed", exc_info=error)
 
     async def _find(self, token: str) -> Webhook:
-        if not self._ready():
-            raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
+        self._require_schema()
         if not token.isascii() or len(token) > MAX_TOKEN:
             raise errors.WebhookUnknown
         async with self._database.session(autocommit=True) as session:
