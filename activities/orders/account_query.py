@@ -40,9 +40,7 @@ class AccountQueryClient:
 
         Raises a `BerthError` with the reason if the broker could not be asked.
         """
-        task = self._running.join(
-            (user_id, account_id), lambda: self._ask(user_id, account_id, timeout)
-        )
+        task = self._running.join((user_id, account_id), lambda: self._ask(user_id, account_id, timeout))
         # Shielded: another caller waits for the same.
         return await asyncio.shield(task)
 
