@@ -25,12 +25,7 @@ class UserRequest(Body):
     user_id: UserId | None = None
 
 
-class UserView(View):
-    user_id: str
-    created_at: datetime
-
-
-class UserWithKeyView(UserView):
+class UserWithKeyView(View):
     """A new user with a key of the role `user`. The key is shown here once, and kept only as a hash."""
 
     model_config = examples(
@@ -41,6 +36,8 @@ class UserWithKeyView(UserView):
         }
     )
 
+    user_id: str
+    created_at: datetime
     api_key: Annotated[str, Field(repr=False)]
 
 
