@@ -130,5 +130,5 @@ def __getattr__(name: str) -> FastAPI:
         end_with_parent(parent.pid)()
     app = create_app(settings)
     gc.collect()
-    gc.freeze()  # modules and routes stay for good: no collection has to look at them again
+    gc.freeze()  # modules and routes stay for good: no collection has to visit them again
     return app

@@ -120,7 +120,7 @@ def _check(token: bytes) -> bytes:
     return sha256(token).digest()[:_CHECK]
 
 
-#: Seconds between two looks at the schedule, until it has begun the pass.
+#: Seconds between two reads of the schedule, until it has begun the pass.
 CHECK_PERIOD = 0.1
 
 

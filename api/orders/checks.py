@@ -42,7 +42,7 @@ RECOUNT_BELOW = 500
 
 
 class PreTradeChecks:
-    """All checks, in the order in which a person would want to be told of them."""
+    """All pre-trade checks; the first that refuses decides."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""

@@ -36,7 +36,7 @@ class OrderFeed:
 
     async def current_event(self) -> ServerEvent:
         async with self._database.session() as session:
-            # First the number, then the orders: what changes in between is told again.
+            # First the number, then the orders: what changes in between is sent again.
             now = await order_changes.read_outlook(session, self.key, 0)
             rows = await order_changes.open_orders(session, self.key, limit=PAGE + 1)
         orders = PresentOrders(

@@ -127,7 +127,7 @@ class RolloutControl:
     async def abort(self, pool: str, reason: str) -> RolloutView:
         """The version before is put back; the view may not show it yet. Raises `NoRollout`."""
         with suppress(OrchestratorUnavailable):  # it hears of the abort when it is back
-            # One that has ended goes on until that is told; a signal would still be taken.
+            # One that has ended still runs until its end is recorded, and would take a signal.
             if (await self.view(pool)).phase in ENDED:
                 raise _no_rollout(pool)
         handle = self.client.get_workflow_handle(rollout_id(pool))

@@ -86,7 +86,7 @@ class PositionCloser:
         """Places the order that closes the position, and waits for its outcome up to `wait` seconds.
 
         `not_after`: an instant on `time.monotonic` after which no order is written, and none sent. A repeat
-        returns the first order's outcome, without another look at the position. Raises `NoPosition`,
+        returns the first order's outcome, without reading the position again. Raises `NoPosition`,
         `CloseInvalid`, `PositionBusy`, `IntentExpired`, `ClientOrderIdReused` for another close, what
         `Portfolio.report` and `OrderPlacer.place_order` raise.
         """

@@ -31,7 +31,7 @@ from infra.database.orders import feed as order_changes
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import OrderState, Side
 
-#: Seconds between two looks at the closing leg, in case a notice was lost.
+#: Seconds between two reads of the closing leg, in case a notice was lost.
 CHECK_PERIOD = 0.5
 
 
@@ -46,7 +46,7 @@ class IntentRun:
     #: Instants on `time.monotonic`: how long the caller waits, and after which no leg is written or sent.
     until: float
     not_after: float
-    #: PostgreSQL's time before the first look at orders and positions.
+    #: PostgreSQL's time before orders and positions are read first.
     since: datetime
 
     @property

@@ -48,13 +48,13 @@ class PositionView(View):
     average_price: Price
 
     @classmethod
-    def of(cls, told: exchange.Position) -> PositionView:
-        direction: Literal["long", "short"] = "long" if told.quantity > 0 else "short"
+    def of(cls, position: exchange.Position) -> PositionView:
+        direction: Literal["long", "short"] = "long" if position.quantity > 0 else "short"
         return cls(
-            symbol=told.symbol,
+            symbol=position.symbol,
             direction=direction,
-            quantity=abs(told.quantity),
-            average_price=told.average_price,
+            quantity=abs(position.quantity),
+            average_price=position.average_price,
         )
 
 

@@ -170,7 +170,7 @@ class Alert(BaseModel):
 
     @property
     def plain(self) -> bool:
-        """An order as it stands, without a look at positions."""
+        """An order as it stands, whatever the positions are."""
         return self.action in (AlertAction.BUY, AlertAction.SELL) and not self.reduce_only
 
 

@@ -140,7 +140,7 @@ class AlertProcessor:
             legs = [await self._reader.get(order_id) for order_id in await self._orders(webhook, plan)]
             await self._promise(webhook, plan, until)
         except (BerthError, RedisError):
-            task.cancel()  # its sender is told that it came to nothing
+            task.cancel()  # its sender gets an error
             raise
         return AcceptedAlert(alert, plan.client_order_id, legs, complete=False, new=new)
 

@@ -60,15 +60,15 @@ async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices
     if marked:
         epoch, _, worker_id = marked.decode().partition(":")
         mark = schemas.MarkView(worker_id=worker_id, epoch=int(epoch))
-    told = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
-    told = {name: value for name, value in told.items() if name not in _INTERNAL}
-    state = told.get("state") if mark else None
+    known = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
+    known = {name: value for name, value in known.items() if name not in _INTERNAL}
+    state = known.get("state") if mark else None
     return schemas.WorkerView(
         user_id=user_id,
         live=mark is not None,
         state=state or (view.state if view else None),
         mark=mark,
-        metadata=told,
+        metadata=known,
         lifecycle=_lifecycle_view(view) if view else None,
     )
 

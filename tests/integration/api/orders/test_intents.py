@@ -314,7 +314,7 @@ async def test_an_intent_id_is_not_taken_for_another_intent(
 ) -> None:
     worker = await broker(api, start_worker, -3)
     assert (await want(user, api, "long_entry", quantity=1)).status_code == 200
-    for intent, quantity in (("long_entry", 2), ("short_entry", 1)):
+    for intent, quantity in (("long_entry", 2), ("short_entry", 1), ("long_exit", None)):
         answer = await want(user, api, intent, quantity=quantity)
         assert (answer.status_code, answer.json()["code"]) == (409, "CLIENT_ORDER_ID_REUSED")
     assert len(worker.popped) == 2
