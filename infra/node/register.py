@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -119,15 +119,9 @@ class NodeRegister:
 
     def record_intent(self, entry: NodeEntry) -> None:
         """Records a worker that is about to be started."""
-        self._db.execute(
-            "INSERT INTO workers"
-            " (task_id, token, worker_id, pool, version, launched_at, grace, cgroup, state)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'intended')",
-            (
-                *(entry.task_id, entry.token, entry.worker_id, entry.pool, entry.version),
-                *(entry.launched_at, entry.grace, entry.cgroup),
-            ),
-        )
+        row = {**asdict(entry), "state": "intended"}
+        names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+        self._db.execute(f"INSERT INTO workers ({names}) VALUES ({marks})", row)  # noqa: S608 - our fields
 
     def record_running(self, entry: NodeEntry) -> None:
         """Records the process of an intended worker; only then may it get its config."""

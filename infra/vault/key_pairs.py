@@ -110,16 +110,14 @@ class MasterKeyFiles:
 
     async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
         """Raises `UnwrapFailed` or `UnknownMasterKey`."""
-        for ring in self._rings:
+        ring = next((ring for ring in self._rings if ring.holds(key_id)), None)
+        if ring is None:
+            try:
+                ring = load_ring(*self._paths)
+            except (BerthError, OSError) as error:
+                raise UnknownMasterKey(f"no master key {key_id} here, and {error}") from None
             if ring.holds(key_id):
-                return await ring.unwrap(wrapped, context, key_id)
-        try:
-            ring = load_ring(*self._paths)
-        except (BerthError, OSError) as error:
-            raise UnknownMasterKey(f"no master key {key_id} here, and {error}") from None
-        if not ring.holds(key_id):
-            raise UnknownMasterKey(f"no master key {key_id} here")
-        self._rings.append(ring)
+                self._rings.append(ring)
         return await ring.unwrap(wrapped, context, key_id)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import msgspec
@@ -98,9 +98,7 @@ async def begin_pass(
     outdated = MaintenancePass.began_at < func.clock_timestamp() - KEPT
     await session.execute(delete(MaintenancePass).where(outdated))
     row = MaintenancePass(
-        generation=place.generation,
-        server=place.server,
-        tasks=place.tasks,
+        **asdict(place),
         boot=boot,
         boottime=boottime,
         scanned=scanned,

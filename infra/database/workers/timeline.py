@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -84,15 +84,12 @@ async def latest_transitions(session: AsyncSession, user_id: str, limit: int = 1
 
 def _values(user_id: str, chain: str, transition: NewTransition) -> dict[str, object]:
     return {
+        **asdict(transition),
         "user_id": user_id,
         "chain": chain,
-        "number": transition.number,
         "at": at_unix(transition.at),
-        "before": transition.before,
-        "after": transition.after,
         "reason": _clean(transition.reason, _REASON),
         "worker_id": _clean(transition.worker_id, _NAME),
-        "epoch": transition.epoch,
         "deadline": None if transition.deadline is None else at_unix(transition.deadline),
     }
 

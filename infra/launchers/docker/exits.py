@@ -10,7 +10,6 @@ is asked again: that finds containers which somebody removed meanwhile.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -46,7 +45,7 @@ _ENDED = ("exited", "dead")
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
+@dataclass
 class StopNote:
     """Why we stopped a container, and whether that took SIGKILL."""
 
@@ -54,24 +53,15 @@ class StopNote:
     forced: bool = False
 
 
-class StopNotes:
+class StopNotes(dict[str, StopNote]):
     """The stops by this launcher object. Another's show in the daemon's events, without a reason."""
-
-    def __init__(self) -> None:
-        self._notes: OrderedDict[str, StopNote] = OrderedDict()
 
     def begin(self, container_id: str, reason: str) -> StopNote:
         """Notes a stop that begins. The first reason stays."""
-        return self.replace(container_id, self._notes.get(container_id, StopNote(reason)))
-
-    def replace(self, container_id: str, note: StopNote) -> StopNote:
-        self._notes[container_id] = note
-        if len(self._notes) > STOPS_REMEMBERED:
-            self._notes.popitem(last=False)
+        note = self.setdefault(container_id, StopNote(reason))
+        if len(self) > STOPS_REMEMBERED:
+            del self[next(iter(self))]
         return note
-
-    def for_container(self, container_id: str) -> StopNote | None:
-        return self._notes.get(container_id)
 
 
 @dataclass(frozen=True)
@@ -180,9 +170,10 @@ class DockerExits:
         ends = []
         for one in found:
             if one["Id"][:DIGITS] not in self._handled:
-                end = await self._inspected(one["Id"])
-                if end is not None:
-                    ends.append(end)
+                known = await self._engine.inspect(one["Id"])
+                self._announced.pop(one["Id"], None)
+                if known is not None:
+                    ends.append(self._exit_of_inspected(known))
         return sorted(ends, key=lambda end: end.at)
 
     async def _announced_exits(self) -> list[TaskExit]:
@@ -201,11 +192,6 @@ class DockerExits:
                 continue  # later: somebody started it again, and the next listing shows what it is
             self._announced.pop(container_id, None)
         return ends
-
-    async def _inspected(self, container_id: str) -> TaskExit | None:
-        known = await self._engine.inspect(container_id)
-        self._announced.pop(container_id, None)
-        return self._exit_of_inspected(known) if known else None
 
     def _exit_of_inspected(self, known: Document) -> TaskExit:
         state = known["State"]
@@ -231,7 +217,7 @@ class DockerExits:
     def _end(
         self, container_id: str, labels: dict[str, str], *, code: int, at: float, oom_killed: bool
     ) -> TaskExit:
-        note = self._stops.for_container(container_id)
+        note = self._stops.get(container_id)
         return worker_exit(
             container_id,
             labels.get(container.WORKER, ""),

@@ -17,7 +17,7 @@ import structlog
 
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, Document
-from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNote, StopNotes
+from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNotes
 from infra.launchers.port import LaunchSpec
 from infra.worker_task import GRACE_MAX, LaunchFailed, StopFailed, Task, TaskExit
 
@@ -76,10 +76,7 @@ class DockerLauncher:
         until = time.monotonic() + self._half_made + RETRY_TIME
         while True:
             known = await self._engine.inspect(name)
-            if known is None:
-                launched = await self._create(spec, name)
-            else:
-                launched = await self._adopt(known)
+            launched = await (self._create(spec, name) if known is None else self._adopt(known))
             if launched is not None:
                 return launched
             if time.monotonic() > until:
@@ -129,16 +126,14 @@ class DockerLauncher:
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
         known = await self._engine.inspect(task_id) if task_id else None
-        if known is None or not self._is_ours(known):
-            return
-        if not known["State"]["Running"]:
+        if known is None or not self._is_ours(known) or not known["State"]["Running"]:
             return
         note = self._stops.begin(task_id, reason)
         own = float(container.labels_of(known).get(container.GRACE, 0))
         await self._engine.signal(task_id, "SIGTERM")
         if await self._engine.wait_ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
             return
-        self._stops.replace(task_id, StopNote(note.reason, forced=True))
+        note.forced = True
         log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)
         await self._engine.signal(task_id, "SIGKILL")
         if not await self._engine.wait_ended(task_id, KILL_CONFIRM):

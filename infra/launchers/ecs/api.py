@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -43,15 +42,6 @@ _CONFIG = Config(
 )
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SqsMessage:
-    """One message of the queue."""
-
-    message_id: str
-    receipt: str
-    body: str
 
 
 class EcsApi:
@@ -119,14 +109,12 @@ class EcsApi:
             raise LauncherUnreachable(f"ECS cannot describe a task: {odd[0].get('reason')}")
         return answer
 
-    async def receive(self) -> list[SqsMessage]:
-        """Up to ten messages; waits some seconds for the first."""
+    async def receive(self) -> list[dict[str, str]]:
+        """Up to ten messages as SQS gives them; waits some seconds for the first."""
         request = {"QueueUrl": self._queue, "MaxNumberOfMessages": BATCH, "WaitTimeSeconds": POLL}
         answer = await self._in_thread(lambda: self._sqs.receive_message(**request), call_error, self._polls)
-        return [
-            SqsMessage(message_id=one["MessageId"], receipt=one["ReceiptHandle"], body=one["Body"])
-            for one in answer.get("Messages", [])
-        ]
+        messages: list[dict[str, str]] = answer.get("Messages", [])
+        return messages
 
     async def delete(self, receipts: list[str]) -> None:
         """Deletes messages. Those that cannot be deleted come again, which does no harm."""

@@ -42,14 +42,14 @@ class EcsQueue:
         changes, foreign = [], []
         for message in await self._api.receive():
             try:
-                seen = self._records.of_event(message.body)
+                seen = self._records.of_event(message["Body"])
             except MalformedMessage as error:
-                self._log_unreadable(message.message_id, error.detail)
+                self._log_unreadable(message["MessageId"], error.detail)
                 continue
             if seen is None:
-                foreign.append(message.receipt)
+                foreign.append(message["ReceiptHandle"])
             else:
-                changes.append(TaskChange(seen=seen, receipt=message.receipt))
+                changes.append(TaskChange(seen=seen, receipt=message["ReceiptHandle"]))
         await self._api.delete(foreign)
         return changes
 

@@ -71,7 +71,10 @@ class TaskCache:
             return None
         self._running.pop(task_id, None)
         self._launched.pop(task_id, None)
-        self._remember(seen)
+        self._ended[task_id] = seen
+        if len(self._ended) > EXITS_REMEMBERED:
+            forgotten = self._ended.pop(next(iter(self._ended)))
+            self._by_token.pop(forgotten.token, None)
         return seen.end
 
     def note_denied(self, task_id: str, now: float) -> SeenTask | None:
@@ -103,22 +106,12 @@ class TaskCache:
         return task_id in self._running
 
     def of_token(self, token: str) -> SeenTask | None:
-        task_id = self._by_token.get(token)
-        return self._known(task_id) if task_id else None
+        task_id = self._by_token.get(token, "")
+        return self._running.get(task_id) or self._ended.get(task_id)
 
     def of_worker(self, worker_id: str) -> Task | None:
         """The running task of a worker."""
         return next((s.task for s in self._running.values() if s.task.worker_id == worker_id), None)
-
-    def _known(self, task_id: str) -> SeenTask | None:
-        return self._running.get(task_id) or self._ended.get(task_id)
-
-    def _remember(self, seen: SeenTask) -> None:
-        self._ended[seen.task.task_id] = seen
-        while len(self._ended) > EXITS_REMEMBERED:
-            oldest = next(iter(self._ended))
-            forgotten = self._ended.pop(oldest)
-            self._by_token.pop(forgotten.token, None)
 
 
 def _joined(old: SeenTask, new: SeenTask) -> SeenTask:
