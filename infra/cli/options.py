@@ -1,9 +1,4 @@
-"""The options that many commands share, and the decorator that gives them to a command.
-
-`api_command` makes a command of a function that takes an `OperatorApi` and returns a `CommandAnswer`. The
-decorator adds --json, --data, --url and --key-file, opens the API, prints the answer and ends with its exit
-code.
-"""
+"""The options that many commands share, and the decorators that give them to a command."""
 
 from __future__ import annotations
 
@@ -63,10 +58,11 @@ Command = Callable[..., Any]
 def api_command(
     app: typer.Typer, name: str | None = None, *, check: Callable[..., Any] | None = None, json: bool = True
 ) -> Callable[[Command], Command]:
-    """Adds a command that calls the REST API with an operator's key.
+    """Adds a command that calls the REST API: its function takes an `OperatorApi` first.
 
-    The API is the function's first argument. `check` gets the other ones before the API is opened, and
-    raises `typer.BadParameter`. A function with a parameter `json` of its own prints in both forms itself.
+    It also gets --json, --data, --url and --key-file. `check` gets the other arguments before the API is
+    opened, and raises `typer.BadParameter`. A function with a parameter `json` of its own prints in both forms
+    itself.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:

@@ -166,7 +166,8 @@ def _state(job_id: str, fields: dict[str, bytes], stored: bytes | None) -> JobSt
     state = result.status.value if stored is not None and result else reply_text(fields.get("state", b""))
     if not state:
         return None
-    number = {name: int(float(value)) for name, value in fields.items() if name in _NUMBERS}
+    names = ("priority", "attempt", "queued_at", "due", "started_at")
+    number = {name: int(float(fields[name])) for name in names if name in fields}
     return JobState(
         job_id=job_id,
         state=state,
@@ -181,6 +182,3 @@ def _state(job_id: str, fields: dict[str, bytes], stored: bytes | None) -> JobSt
         progress=msgspec.json.decode(fields["progress"]) if "progress" in fields else None,
         result=result,
     )
-
-
-_NUMBERS = frozenset({"priority", "attempt", "queued_at", "due", "started_at"})

@@ -40,10 +40,7 @@ async def count_running(client: Redis, name: str) -> int:
 
 
 async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:
-    """Sets all limits of a type, from the next claim on. False if nothing has changed.
-
-    Safe to repeat. Raises `RedisError`.
-    """
+    """Sets all limits of a type, from the next claim on; False if nothing changed. Raises `RedisError`."""
     rate = None if limits.per_second is None else repr(1000.0 / limits.per_second)
     fields = {
         job_calls.limit_field(name): _text(limits.running),

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +59,6 @@ class LocalStack:
         ports: LocalSettings | None = None,
         durable: bool = True,
         orchestrators: int = 1,
-        search_attributes: Sequence[str] = SEARCH_ATTRIBUTES,
         progress: OnProgress = steps.show_nothing,
         **overrides: Any,
     ) -> None:
@@ -80,7 +79,7 @@ class LocalStack:
             ports.temporal_port,
             ui_port=ports.ui_port,
             durable=durable,
-            search_attributes=search_attributes,
+            search_attributes=SEARCH_ATTRIBUTES,
         )
         self.exchange = ExchangeComponent(
             path / "exchange", self.settings, ports.exchange_port, ports.exchange_admin_port
@@ -329,10 +328,7 @@ def local_settings(directory: Path) -> Settings:
 
 
 def end_leftovers(directory: Path) -> list[str]:
-    """Ends everything that a killed `berth up` left running, also workers; returns names.
-
-    Raises `FolderBusy` while a living `berth up` has the folder.
-    """
+    """Ends all that a killed `berth up` left, workers too; returns names. Raises `FolderBusy`."""
     stack = LocalStack(directory)
     stack.folder.lock()
     try:

@@ -145,10 +145,7 @@ def _version(group: Path) -> int:
 
 
 def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Path]:
-    """The version of the hierarchy that has this controller, and this process's folder in it.
-
-    Raises `LimitsUnavailable`.
-    """
+    """Version of the hierarchy with this controller, and our folder in it. Raises `LimitsUnavailable`."""
     memberships = {}  # controllers, comma-separated; "" is v2 → path
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -28,10 +28,7 @@ class KeyFileCorrupt(BerthError):
 
 
 def read_key_file(path: Path, *, private: bool) -> bytes:
-    """Reads a key file.
-
-    Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or others.
-    """
+    """Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or others."""
     try:
         mode = path.stat().st_mode
         data = path.read_bytes()

@@ -84,10 +84,7 @@ async def orders_for_a_person(
 
 
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
-    """Has the sweeper check an order at once. It stays on the list until it is settled.
-
-    Raises `OrderNotFound`, `OrderSettled`.
-    """
+    """Has the sweeper check an order at once. Raises `OrderNotFound`, `OrderSettled`."""
     order: Order | None = await session.scalar(
         update(Order)
         .where(Order.id == order_id, Order.state.in_(OPEN_STATES))

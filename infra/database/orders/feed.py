@@ -42,10 +42,7 @@ class FeedOutlook:
 async def changes_behind(
     session: AsyncSession, user_id: str, last: int, *, limit: int = 100
 ) -> Sequence[Order]:
-    """Returns about `limit` changed orders after the number `last`, in the order of their changes.
-
-    Orders with the same number are returned together.
-    """
+    """Returns changed orders after the number `last`: about `limit`, since equal numbers stay together."""
     rows = await session.scalars(
         select(Order)
         .where(Order.user_id == user_id, Order.changed > last, Order.changed < _HORIZON)

@@ -58,15 +58,9 @@ def position_of(order: Order) -> OrderPosition:
 
 
 def _select_matching(wanted: OrderSelection) -> Select[Order]:
-    found = select(Order).where(Order.user_id == wanted.user_id)
-    for column, value in (
-        (Order.account_id, wanted.account_id),
-        (Order.symbol, wanted.symbol),
-        (Order.side, wanted.side),
-        (Order.client_order_id, wanted.client_order_id),
-    ):
-        if value is not None:
-            found = found.where(column == value)
+    names = ("user_id", "account_id", "symbol", "side", "client_order_id")
+    equal = {name: value for name in names if (value := getattr(wanted, name)) is not None}
+    found = select(Order).filter_by(**equal)
     if wanted.since is not None:
         found = found.where(Order.created_at >= wanted.since)
     if wanted.until is not None:

@@ -155,10 +155,7 @@ async def record_events(session: AsyncSession, events: Sequence[OrderEvent]) -> 
 
 
 async def record_events_alone(database: Database, events: Sequence[OrderEvent]) -> RecordedEvents:
-    """`record_events` as one statement without a session, for events that show no quantity.
-
-    Raises `DatabaseUnavailable`, too.
-    """
+    """`record_events` without a session, for events with no quantity. Raises `DatabaseUnavailable`."""
     row = await database.row(_RECORD_ALONE, _batch_values(events))
     assert row is not None  # noqa: S101 - a select without a from has a row
     return RecordedEvents(frozenset(row["fresh"] or ()), frozenset(row["unknown"] or ()))

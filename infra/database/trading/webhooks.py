@@ -202,10 +202,7 @@ def refusal_of(row: WebhookAlert) -> BerthError:
 async def note_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, alert: dict[str, Any]
 ) -> bool:
-    """Records a received alert before anything is done for it; False if it is recorded already.
-
-    Deletes old alerts.
-    """
+    """Records an alert before anything is done for it; False for a repeat. Deletes old alerts."""
     row = insert(WebhookAlert).values(webhook_id=webhook_id, digest=digest, alert=alert)
     new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookAlert.digest))
     await session.execute(delete(WebhookAlert).where(WebhookAlert.at < func.clock_timestamp() - ALERTS_KEPT))

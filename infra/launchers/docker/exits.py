@@ -127,10 +127,7 @@ class DockerExits:
             await self._events.close()
 
     async def next_exits(self) -> list[TaskExit]:
-        """Exits that were not handled yet, oldest first; waits some seconds for the first.
-
-        Raises `LauncherUnreachable`.
-        """
+        """New exits, oldest first; waits some seconds for the first. Raises `LauncherUnreachable`."""
         if self._listed:
             await self._sweep()  # before the first listing it is not known what was handled
         left = self._list_at - time.monotonic()

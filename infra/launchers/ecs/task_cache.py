@@ -78,10 +78,7 @@ class TaskCache:
         return seen.end
 
     def note_denied(self, task_id: str, now: float) -> SeenTask | None:
-        """Notes that ECS denies the task; returns the task when it is thereby lost.
-
-        It is lost when ECS denied it a minute ago too, and it was not launched just now.
-        """
+        """Returns the task if it is lost: denied now and a minute ago, and not launched just now."""
         if task_id not in self._running or now - self._launched.get(task_id, now - SETTLING) < SETTLING:
             return None
         first = self._denied.setdefault(task_id, now)
