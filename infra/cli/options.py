@@ -61,8 +61,7 @@ def api_command(
     """Adds a command that calls the REST API: its function takes an `OperatorApi` first.
 
     It also gets --json, --data, --url and --key-file. `check` gets the other arguments before the API is
-    opened, and raises `typer.BadParameter`. A function with a parameter `json` of its own prints in both forms
-    itself.
+    opened, and raises `typer.BadParameter`. A function with a parameter `json` prints in both forms itself.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
