@@ -15,7 +15,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
-from worker_runtime.protocol.switches import UserSwitch
+from worker_runtime.protocol.requests import UserSwitch
 from workflows.user_worker import messages as m
 
 #: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from api.http.fields import AccountId, Body, UserId, View, examples
-from worker_runtime.protocol.switches import SwitchState
+from worker_runtime.protocol.requests import SwitchState
 
 _SET: dict[str, Any] = {
     "scope": "account",

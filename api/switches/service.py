@@ -16,7 +16,7 @@ from infra.database.trading.models import Switch
 from infra.database.trading.switches import TradingScope
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
-from worker_runtime.protocol.switches import SwitchState, UserSwitch
+from worker_runtime.protocol.requests import SwitchState, UserSwitch
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from infra.database.trading.switches import SwitchSnapshot
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.switches import SERVER, VERSION, UserSwitch
+from worker_runtime.protocol.requests import SWITCH_SERVER, SWITCH_VERSION, UserSwitch
 
 #: Users in one pipeline; other commands run between two pipelines.
 CHUNK = 500
@@ -56,7 +56,7 @@ async def users_behind(
         chunk = users[start : start + CHUNK]
         async with client.pipeline(transaction=False) as pipe:
             for user_id in chunk:
-                pipe.hmget(keys.switch(user_id), VERSION, SERVER)
+                pipe.hmget(keys.switch(user_id), SWITCH_VERSION, SWITCH_SERVER)
             there = await pipe.execute()
         for user_id, (version, holder) in zip(chunk, there, strict=True):
             wanted = snapshot.for_user(user_id).version

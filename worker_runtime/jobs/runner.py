@@ -7,9 +7,7 @@ delays it.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import selectors
 import signal
 import time
@@ -23,6 +21,7 @@ from worker_runtime.jobs.queue import ClaimBatch, ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
+from worker_runtime.process.doorbell import WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.launch import ExitCode
@@ -35,28 +34,6 @@ _MAX_CLAIM = 4
 _SHUTDOWN_LIMIT = 10.0
 #: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
-
-
-class SignalPipe:
-    """Receives SIGTERM, SIGINT and SIGCHLD of this process through a pipe, for the selector."""
-
-    def __init__(self) -> None:
-        self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in _SIGNALS:
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def read_signals(self) -> list[int]:
-        """The numbers of the signals that have arrived."""
-        numbers: list[int] = []
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._reader, 4096):
-                numbers += data
-        return numbers
 
 
 class JobRunner:
@@ -87,7 +64,8 @@ class JobRunner:
     def run(self) -> ExitCode:
         """Runs until a signal: the first one lets running jobs end, the second one kills them."""
         kernel.rename_process("berth-jobs")
-        signals = SignalPipe()
+        signals = WakePipe()
+        signals.on_signals(_SIGNALS, lambda: None)
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
         gc.collect()
         gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
@@ -282,8 +260,8 @@ class JobRunner:
         self._registration.renew_soon()
         self._may_have_work = True
 
-    def _on_signals(self, signals: SignalPipe) -> None:
-        for number in signals.read_signals():
+    def _on_signals(self, signals: WakePipe) -> None:
+        for number in signals.clear():
             if number == signal.SIGCHLD:
                 self._executor.reap_children()
             elif self._executor.stopping:

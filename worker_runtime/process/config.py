@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from worker_runtime.process import container_launch
-from worker_runtime.process.lease import LEASE_MARGIN
+from worker_runtime.process.shared_state import LEASE_MARGIN
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig

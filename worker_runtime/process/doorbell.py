@@ -1,16 +1,17 @@
-"""Doorbells: lists in Valkey on which a process waits for work, beside its other descriptors.
+"""What wakes a process that waits: doorbells, which are lists in Valkey, and a pipe for signals and threads.
 
-BLPOP is sent on a connection of its own, and its reply is read when the selector says so. The server answers
-every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
+For a doorbell, BLPOP is sent on a connection of its own, and its reply is read when the selector says so. The
+server answers every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import hiredis
 
@@ -30,6 +31,35 @@ _CONNECT_TIMEOUT = 0.25
 _TIMEOUT = 0.5
 #: Seconds after which the zygote is asked again; a fork takes milliseconds.
 _SIGNAL_AGAIN = 5.0
+
+
+class WakePipe:
+    """Wakes a selector from a signal or another thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
+            os.write(self._writer, b"\0")
+
+    def clear(self) -> list[int]:
+        """Takes back all that arrived; returns the numbers of the signals among it (0: a `set`)."""
+        numbers: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reader, 4096):
+                numbers += data
+        return numbers
+
+    def on_signals(self, numbers: Sequence[signal.Signals], call: Callable[[], None]) -> None:
+        """Makes these signals call `call` and wake the selector, also if they came while they were blocked."""
+        for number in numbers:
+            signal.signal(number, lambda *_: call())
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class Doorbell:

@@ -1,14 +1,11 @@
-"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`, a wake-up
-pipe."""
+"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
 import signal
-from collections.abc import Callable
 
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -54,29 +51,3 @@ def die_with_parent(parent: int) -> None:
 def rename_process(name: str) -> None:
     """The name that `ps -o comm` shows: at most 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
-
-
-class WakePipe:
-    """Wakes a selector from a signal or another thread. One `clear` takes back any number of `set`."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
-            os.write(self._writer, b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
-
-    def on_sigterm(self, stop: Callable[[], None]) -> None:
-        """Makes SIGTERM call `stop` and wake the selector. It was blocked since the fork, so none is
-        missed."""
-        signal.signal(signal.SIGTERM, lambda *_: stop())
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -7,8 +7,7 @@ connected, so that nobody has to wait for the supervisor.
 from __future__ import annotations
 
 from worker_runtime.process.clock import boot_ns, wall_ms
-from worker_runtime.process.lease import lease_end_of
-from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text
+from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text, lease_end_of
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig

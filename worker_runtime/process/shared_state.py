@@ -5,11 +5,13 @@ never a mixture, and a killed process can hold no lock. Texts are written once, 
 announces them.
 
 It also holds the orders that the worker has begun to submit (invariant *submit-once*): the successor of a
-dead session reads there what may have been sent, and never sends it again.
+dead session reads there what may have been sent, and never sends it again. And it holds the lease, which both
+processes renew and read.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections import deque
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
 
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.protocol import errors
 
 #: Bytes of a hash. When the list is full, two orders share one with a chance of 2^-115.
@@ -116,6 +118,14 @@ ERROR_CODES = (
     errors.RateLimited.code,
 )
 NO_ERROR = -1
+
+#: Seconds before the end of the lease at which the session takes nothing more and closes its broker
+#: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner connects.
+LEASE_MARGIN = 5.0
+#: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
+KILL_MARGIN = 2.0
+#: Seconds that a reply may take even when the lease is used up, for what is still to be sent.
+_SHORTEST_WAIT = 0.1
 
 
 class _Word:
@@ -255,3 +265,34 @@ def health_text(shared_state: SharedState) -> str:
     if condition is HealthCondition.NEW:
         return "waiting for credentials" if shared_state.connected else "connecting"
     return condition.name.lower()
+
+
+def lease_end_of(sent_ns: int, ttl: float) -> int:
+    """The end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at `sent_ns`."""
+    return sent_ns + int(ttl * SECOND)
+
+
+class Lease:
+    """How long this worker may still act as its user's only owner (invariant *one-owner*).
+
+    Both the supervisor's and the session's own renewals count. A lease runs from the instant *before* the
+    renewal was sent, because the server counts the mark's time from a later moment; and it is checked in the
+    thread that calls the broker.
+    """
+
+    def __init__(self, shared_state: SharedState) -> None:
+        self._shared_state = shared_state
+
+    def left(self) -> float:
+        """Seconds until the lease ends; negative when it has."""
+        end = max(self._shared_state.lease_supervisor, self._shared_state.lease_session)
+        return (end - boot_ns()) / SECOND
+
+    def wait_limit(self) -> float:
+        """Seconds that the session may wait for Valkey. While a broker session is open that is at most the
+        usable lease, so that a frozen Valkey does not keep the session from closing it in time."""
+        return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
+
+    def usable(self) -> float:
+        """Seconds that a broker call may take from now. If zero or less, no call may be made."""
+        return (self._shared_state.lease_end() - boot_ns()) / SECOND - LEASE_MARGIN

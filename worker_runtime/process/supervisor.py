@@ -10,16 +10,16 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 import hiredis
 
-from worker_runtime.process.doorbell import JobDoorbell
-from worker_runtime.process.kernel import WakePipe
-from worker_runtime.process.lease import KILL_MARGIN, PULSE_TICK, Lease, PulseWatch
+from worker_runtime.process.clock import SECOND
+from worker_runtime.process.doorbell import JobDoorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark, new_worker_event
 from worker_runtime.process.replacement import KillReason, record_kill
-from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.shared_state import KILL_MARGIN, Lease, SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
@@ -34,6 +34,53 @@ _CONNECT_TIMEOUT = 0.5
 _TIMEOUT = 1.0
 #: Seconds that the last commands may take. The zygote waits a little longer.
 _LAST_TIMEOUT = 3.3
+#: Longest time between two checks of the pulse, in seconds.
+_PULSE_TICK = 1.0
+
+
+class PulseWatch:
+    """Counts the seconds without a sign of life of the session, in this process's own time.
+
+    The session pulses in the shared state at least once a second. Around a broker call it says until when it
+    may be busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a loop that
+    spins, native code that holds the interpreter's lock) looks the same from here: the session is frozen.
+
+    When the whole container was paused, both processes stood still, and nobody is to blame. So one check
+    counts for at most two ticks, however long ago the last one was.
+    """
+
+    def __init__(
+        self, shared_state: SharedState, timeout: float, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._shared_state = shared_state
+        self._timeout = timeout
+        self._clock = clock
+        self._seen = (0, 0, 0)
+        self._looked_at = clock()
+        self._still = 0.0
+
+    def is_frozen(self) -> bool:
+        """Checks once. True once for each time that `timeout` seconds have passed without a sign of life."""
+        shared_state, now = self._shared_state, self._clock()
+        passed, self._looked_at = min((now - self._looked_at) / SECOND, 2 * _PULSE_TICK), now
+        seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
+        if seen != self._seen:
+            self._seen, self._still = seen, 0.0
+        # Counted from the pulse itself, not from the check that found it.
+        self._still = max(0.0, min(self._still + passed, (now - self._expected()) / SECOND))
+        if self._still < self._timeout:
+            return False
+        self._still = 0.0
+        return True
+
+    def left(self) -> float:
+        """Seconds until the session could count as frozen."""
+        busy = max(0.0, (self._expected() - self._clock()) / SECOND)
+        return busy + self._timeout - self._still
+
+    def _expected(self) -> int:
+        """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC ns)."""
+        return max(self._shared_state.pulse, self._shared_state.busy_until)
 
 
 class Supervisor:
@@ -62,7 +109,7 @@ class Supervisor:
 
     def run(self) -> ExitCode:
         """Renews the mark until SIGTERM, then removes it. Returns the exit code."""
-        self._wake.on_sigterm(self._stop)
+        self._wake.on_signals([signal.SIGTERM], self._stop)
         while not self._stopping:
             if self._pulse.is_frozen():
                 self._kill_frozen_session()
@@ -88,9 +135,9 @@ class Supervisor:
             self._log.warning("mark_left", code=error.code, reason=error.detail)
 
     def _pause(self) -> float:
-        until_kill = self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else PULSE_TICK
+        until_kill = self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else _PULSE_TICK
         until_renewal = self._next_renewal - time.monotonic()
-        return max(0.01, min(PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
+        return max(0.01, min(_PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
 
     def _patience(self) -> float:
         """Seconds that a wait besides the renewals may take: it never delays a kill."""

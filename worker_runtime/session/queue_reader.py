@@ -1,4 +1,5 @@
-"""Takes the user's work out of Valkey with `pop.lua`, one item at a time.
+"""Takes the user's work out of Valkey with `pop.lua`, one item at a time, and puts an order back that has to
+wait.
 
 Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server returns
 the same item, so no order is lost between the queue and the session. A pop that a broken connection delivers
@@ -11,11 +12,14 @@ import time
 from dataclasses import dataclass
 
 from worker_runtime.process.clock import NS_PER_MS, seconds_until
+from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
-from worker_runtime.process.valkey import Valkey
+from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import PlaceOrder
+from worker_runtime.protocol.requests import HALTED_SWITCH, SWITCH_SERVER, UserSwitch, switch_of
 from worker_runtime.protocol.scripts import POP, PUT_BACK
-from worker_runtime.protocol.switches import HALTED, SERVER, UserSwitch, switch_of
+from worker_runtime.trading.broker_sessions import BrokerSessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class QueueItem:
     #: Generation of Valkey, as the owner key holds it.
     generation: str
     #: Who may trade, at the time of the pop; halted if the switch is missing.
-    switch: UserSwitch = HALTED
+    switch: UserSwitch = HALTED_SWITCH
     #: The switch is a copy that was told to another server: it says nothing, and the request has to wait.
     switch_is_stale: bool = False
     #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was queued
@@ -59,7 +63,7 @@ class RequestQueueReader:
         requests stay in their queue until the watcher has told it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
-            told_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SERVER)
+            told_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SWITCH_SERVER)
             if told_to and told_to.decode("utf-8", "replace") != server:
                 return False
             self._since_ns = self._known_since(server)
@@ -106,7 +110,7 @@ class RequestQueueReader:
             ],
         )
         self._answered = True
-        current, stale = switch_of(switch[0], server) if switch else (HALTED, False)
+        current, stale = switch_of(switch[0], server) if switch else (HALTED_SWITCH, False)
         if stale:  # of a pop that was repeated at another server after its reply was lost
             self._current_server = ""
         return QueueItem(
@@ -138,3 +142,72 @@ class RequestQueueReader:
             "LRANGE", keys.processing(self._shared_state.user_id), 0, -1
         )
         return items
+
+
+class PostponedOrder:
+    """The user's first order in the queue, if it waits for its broker. While it is `on`, requests stay queued.
+
+    Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey, ahead of all
+    that came after it, where it can be cancelled, halted or taken by another worker, and the account's next
+    session executes it. Control messages are served meanwhile.
+    """
+
+    def __init__(self, queue_reader: RequestQueueReader, broker_sessions: BrokerSessions, log: Log) -> None:
+        self._queue_reader = queue_reader
+        self._broker_sessions = broker_sessions
+        self._log = log
+        self._account_id = ""
+        self._deadline_ns: int | None = None
+        #: What is still to be put back.
+        self._item: tuple[bytes, str] | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._deadline_ns is not None
+
+    def hold(self, order: PlaceOrder, item: QueueItem) -> None:
+        """Postpones a popped order. Call `put_back` before the next pop."""
+        self._account_id = order.account_id
+        self._deadline_ns = item.deadline_ns
+        self._item = item.raw, order.order_id
+
+    def put_back(self) -> bytes | None:
+        """Returns the order to its queue, if that is still due. Returns the raw item if it can only be
+        answered. Raises `ValkeyFailed`; then call again."""
+        if self._item is None:
+            return None
+        item, order_id = self._item
+        became = self._queue_reader.put_back(item, order_id)
+        self._item = None
+        if became == "queued":
+            return None
+        self._log.warning("order_not_put_back", order_id=order_id, became=became)
+        self._deadline_ns = None
+        return item if became == "left" else None
+
+    def ended(self) -> bool:
+        """True once when the wait is over: there is a session or will be none, orders of another account come
+        first, or the deadline has passed."""
+        if self._deadline_ns is None or self.left() > 0:
+            return False
+        self._deadline_ns = None
+        return True
+
+    def left(self) -> float:
+        """Seconds until the wait is over, if nothing changes."""
+        broker_sessions = self._broker_sessions
+        if self._deadline_ns is None:
+            return 0.0
+        account_id = self._account_id
+        if broker_sessions.is_ready(account_id) or broker_sessions.is_refused(account_id):
+            return 0.0
+        if broker_sessions.has_other_session(account_id):
+            return 0.0
+        return max(0.0, seconds_until(self._deadline_ns))
+
+    def close(self) -> None:
+        """Puts the order back before the session ends."""
+        try:
+            self.put_back()
+        except ValkeyFailed as error:
+            self._log.warning("order_not_put_back", code=error.code)

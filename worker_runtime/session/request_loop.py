@@ -8,17 +8,15 @@ from threading import get_ident
 
 from worker_runtime.brokers.port import BrokerFactory, ConnectionKey
 from worker_runtime.process.clock import Backoff, wall_ms
-from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
 from worker_runtime.session.control import ControlHandler
-from worker_runtime.session.postponed_order import PostponedOrder
-from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
+from worker_runtime.session.queue_reader import PostponedOrder, QueueItem, RequestQueueReader
 from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount

@@ -27,8 +27,8 @@ from worker_runtime.process.valkey import (
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Answer, ClaimReply, Event, WorkerEventKind, encode
+from worker_runtime.protocol.requests import HALTED_SWITCH, switch_of
 from worker_runtime.protocol.scripts import ANSWER
-from worker_runtime.protocol.switches import HALTED, switch_of
 
 #: Entries. Without Valkey no order is taken, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000
@@ -53,7 +53,7 @@ class SendBuffer:
         #: Whether there may be more to pop. If the last answer said no, the doorbell rings for what comes.
         self.more_to_pop = True
         #: What `read_switch` last read, and whether that was told to another server.
-        self.switch = HALTED
+        self.switch = HALTED_SWITCH
         self.switch_is_stale = False
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class SendBuffer:
     def read_switch(self) -> None:
         """Reads who may trade, together with the next flush; `switch` has it when `flush` has returned
         true."""
-        self.switch, self.switch_is_stale = HALTED, False
+        self.switch, self.switch_is_stale = HALTED_SWITCH, False
         self._put("HGETALL", keys.switch(self._shared_state.user_id))
 
     def discard_item(self, item: bytes) -> None:

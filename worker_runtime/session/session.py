@@ -7,18 +7,17 @@ least once a second, and before each wait for Valkey; around a broker call it wr
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from collections.abc import Callable
 
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.clock import Backoff, wall_ms
-from worker_runtime.process.doorbell import Doorbell
-from worker_runtime.process.kernel import WakePipe
-from worker_runtime.process.lease import Lease
+from worker_runtime.process.doorbell import Doorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
@@ -78,7 +77,7 @@ class Session:
 
     def run(self) -> ExitCode:
         """Runs the loop until SIGTERM or `WorkerExit`; returns the exit code."""
-        self._wake.on_sigterm(self._stop)
+        self._wake.on_signals([signal.SIGTERM], self._stop)
         try:
             while not self._stopping:
                 self._shared_state.pulse = time.monotonic_ns()

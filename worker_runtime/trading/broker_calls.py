@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from worker_runtime.brokers.port import Broker, ConnectionKey
-from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
-from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.shared_state import Lease, SharedState
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerMaintenance,

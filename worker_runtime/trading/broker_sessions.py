@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from threading import Thread
 
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
-from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
-from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerError,

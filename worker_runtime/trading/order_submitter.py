@@ -29,7 +29,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
-from worker_runtime.protocol.switches import SwitchState, UserSwitch
+from worker_runtime.protocol.requests import SwitchState, UserSwitch
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls

@@ -27,7 +27,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     UnknownAccount,
 )
-from worker_runtime.protocol.switches import SwitchState
+from worker_runtime.protocol.requests import SwitchState
 
 #: Orders of unknown outcome that block another one. An order whose worker ended while submitting it counts as
 #: unknown even before it is marked so. (For orders already in a queue the worker checks the same.)

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from infra.database import audit
 from infra.database.models import WorkerSession, upsert
 from infra.database.trading.models import Switch
-from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch, strictest
+from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch, strictest
 
 EVERYBODY = "all"
 
@@ -137,7 +137,7 @@ class SwitchSnapshot:
         for row in found:
             if user_id := TradingScope.parse(row.scope).user_id:
                 self._by_user.setdefault(user_id, []).append(row)
-        self._others = effective_switch(self._of_all) if self._of_all else OPEN
+        self._others = effective_switch(self._of_all) if self._of_all else OPEN_SWITCH
 
     def for_user(self, user_id: str) -> UserSwitch:
         own = self._by_user.get(user_id)

@@ -28,8 +28,9 @@ STRUCT_MODULES = {
     "launch": "worker_runtime.protocol.launch",
     "messages": "worker_runtime.protocol.messages",
     "requests": "worker_runtime.protocol.requests",
-    "switches": "worker_runtime.protocol.switches",
 }
+#: Structs that are in another module now: the name under which releases have recorded them.
+_RECORDED_AS = {"requests.UserSwitch": "switches.UserSwitch"}
 
 Shape = dict[str, Any]
 #: JSON of plain types; Decimal and bytes travel as text.
@@ -49,12 +50,12 @@ _PLAIN: dict[str, tuple[type[Any], Any]] = {
 def structs() -> dict[str, type[msgspec.Struct]]:
     """All structs of today's protocol, as `module.Name`."""
     found = {}
-    for name, path in STRUCT_MODULES.items():
+    for path in STRUCT_MODULES.values():
         module = importlib.import_module(path)
         for kind, one in inspect.getmembers(module, inspect.isclass):
             own = one.__module__ == path and one.__name__ == kind
             if own and issubclass(one, msgspec.Struct):
-                found[f"{name}.{kind}"] = one
+                found[key_of(one)] = one
     return found
 
 
@@ -71,7 +72,8 @@ def dataclasses() -> dict[str, type[Any]]:
 
 def key_of(one: type[Any]) -> str:
     [name] = (name for name, path in STRUCT_MODULES.items() if path == one.__module__)
-    return f"{name}.{one.__name__}"
+    key = f"{name}.{one.__name__}"
+    return _RECORDED_AS.get(key, key)
 
 
 # --- shapes ------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Answer, Failure, decode, encode
-from worker_runtime.protocol.requests import QueryAccount, Request, encode_report, parse_frame
-from worker_runtime.protocol.switches import OPEN
+from worker_runtime.protocol.requests import OPEN_SWITCH, QueryAccount, Request, encode_report, parse_frame
 from worker_runtime.trading.reconciliation import build_report
 
 
@@ -43,7 +42,7 @@ class ReportingWorker:
     async def __aenter__(self) -> Self:
         owner = keys.owner(self.user_id)
         generation = await valkey.ensure_generation(self._client, "g")
-        owned = ["1", "w", generation, *OPEN.words()]
+        owned = ["1", "w", generation, *OPEN_SWITCH.words()]
         await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(self.user_id)], owned)
         await self._client.set(keys.mark(self.user_id), "1:w")
         self._task = asyncio.create_task(self._serve())

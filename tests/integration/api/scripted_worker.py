@@ -24,8 +24,14 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, Request, parse_frame
-from worker_runtime.protocol.switches import OPEN
+from worker_runtime.protocol.requests import (
+    OPEN_SWITCH,
+    CancelOrder,
+    QueryAccount,
+    ReplaceOrder,
+    Request,
+    parse_frame,
+)
 
 #: What the worker does with an order; None: it never answers.
 Script = Callable[[PlaceOrder], Answer | None]
@@ -78,7 +84,7 @@ class ScriptedWorker:
         """Makes itself the user's worker, as a claim does."""
         generation = await valkey.ensure_generation(self._client, "generation-1")
         owner, user = keys.owner(self.user_id), self.user_id
-        owned = ["1", "scripted", generation, *OPEN.words()]
+        owned = ["1", "scripted", generation, *OPEN_SWITCH.words()]
         await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(user)], owned)
         args = ["1", "scripted", "30000", "state", "Active", "version", "0"]
         await valkey.run_script(

@@ -34,7 +34,7 @@ from worker_runtime.protocol.messages import (
     WorkerEvent,
     decode,
 )
-from worker_runtime.protocol.switches import OPEN
+from worker_runtime.protocol.requests import OPEN_SWITCH
 
 SECRET = b"s" * 32
 KEY = Ed25519PrivateKey.generate()
@@ -107,7 +107,7 @@ class SimulatedStage:
             self.client,
             scripts.SET_OWNER,
             [keys.owner(USER), keys.switch(USER)],
-            [epoch, worker_id, "g1", *OPEN.words()],
+            [epoch, worker_id, "g1", *OPEN_SWITCH.words()],
         )
         return owned
 

@@ -14,7 +14,7 @@ from infra.database.models import AuditEntry, EncryptedCredentials
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
-from worker_runtime.protocol.switches import OPEN, SwitchState
+from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState
 
 HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
 SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
@@ -48,8 +48,8 @@ async def put(database: Database, scope: TradingScope, state: SwitchState) -> in
 
 async def test_without_a_switch_everybody_may_trade(database: Database) -> None:
     async with database.session() as session:
-        assert await switches.switch_of_user(session, "alice") == OPEN
-        assert (await switches.read_switches(session)).for_user("alice") == OPEN
+        assert await switches.switch_of_user(session, "alice") == OPEN_SWITCH
+        assert (await switches.read_switches(session)).for_user("alice") == OPEN_SWITCH
 
 
 async def test_the_strictest_of_all_scopes_counts(database: Database) -> None:
@@ -68,7 +68,7 @@ async def test_the_strictest_of_all_scopes_counts(database: Database) -> None:
         HALTED,
         SwitchState.OPEN,
     )
-    assert picture.for_user("carol") == OPEN
+    assert picture.for_user("carol") == OPEN_SWITCH
     everybody = await put(database, TradingScope(), HALTED)
     async with database.session() as session:
         bob, picture = await switches.switch_of_user(session, "bob"), await switches.read_switches(session)

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.requests import OPEN_SWITCH
 from worker_runtime.protocol.scripts import (
     ANSWER,
     ENQUEUE,
@@ -28,7 +29,6 @@ from worker_runtime.protocol.scripts import (
     SET_OWNER,
     WITHDRAW,
 )
-from worker_runtime.protocol.switches import OPEN
 
 USER = "42"
 HOUR = 3_600_000
@@ -46,7 +46,9 @@ def enqueue(scripts: Scripts, request: str, ttl: int = 30_000) -> Any:
 
 
 def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
-    return scripts.run(SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN.words())
+    return scripts.run(
+        SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN_SWITCH.words()
+    )
 
 
 def pop(

@@ -8,8 +8,8 @@ import pytest
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import SET_OWNER, WRITE_SWITCH, Script
-from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
 
 USER = "42"
 _HGETALL = Script("hgetall", "return redis.call('HGETALL', KEYS[1])", "")
@@ -55,7 +55,7 @@ def test_an_account_that_was_opened_leaves_no_trace(scripts: Scripts) -> None:
 
 
 def test_an_owner_never_stands_beside_a_missing_switch(scripts: Scripts) -> None:
-    assert own(scripts, OPEN) == "ok"
+    assert own(scripts, OPEN_SWITCH) == "ok"
     assert written(scripts) == {"*version": "0", "*": "open"}
 
 
@@ -68,7 +68,7 @@ def test_an_owner_that_comes_with_an_older_switch_keeps_the_newer_one(scripts: S
 
 
 def test_an_owner_that_is_refused_changes_no_switch(scripts: Scripts) -> None:
-    own(scripts, OPEN, epoch=2)
+    own(scripts, OPEN_SWITCH, epoch=2)
     assert own(scripts, UserSwitch(version=3, every=HALTED), epoch=1) == "older"
     assert written(scripts) == {"*version": "0", "*": "open"}
 

@@ -34,9 +34,8 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import AccountReport, decode_report
+from worker_runtime.protocol.requests import OPEN_SWITCH, AccountReport, decode_report
 from worker_runtime.protocol.scripts import CLAIM, ENQUEUE, SEND_CONTROL, SET_OWNER
-from worker_runtime.protocol.switches import OPEN
 
 GENERATION = "g1"
 #: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: of the
@@ -118,7 +117,9 @@ class WorkerStage:
 
     def own(self, worker_id: str, epoch: int, generation: str = GENERATION) -> None:
         names = [keys.owner(self.user), keys.switch(self.user)]
-        assert self.client.run(SET_OWNER, names, [epoch, worker_id, generation, *OPEN.words()]) == b"ok"
+        assert (
+            self.client.run(SET_OWNER, names, [epoch, worker_id, generation, *OPEN_SWITCH.words()]) == b"ok"
+        )
 
     def sealed(
         self,

@@ -35,8 +35,8 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
+from worker_runtime.protocol.requests import OPEN_SWITCH
 from worker_runtime.protocol.scripts import CLAIM, ENQUEUE, SET_OWNER, Script
-from worker_runtime.protocol.switches import OPEN
 
 EPOCH = 1
 _POOL = "bench"
@@ -58,7 +58,7 @@ class OrchestratorCommands:
     def own(self, user_id: str, worker_id: str) -> None:
         """Makes the worker the owner of the user."""
         names = [keys.owner(user_id), keys.switch(user_id)]
-        self.run(SET_OWNER, names, [EPOCH, worker_id, _GENERATION, *OPEN.words()])
+        self.run(SET_OWNER, names, [EPOCH, worker_id, _GENERATION, *OPEN_SWITCH.words()])
 
     def close(self) -> None:
         self.redis.close()

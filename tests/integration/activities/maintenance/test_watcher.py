@@ -35,7 +35,7 @@ from tests.integration.activities.claims.test_ending import mark
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening, signals
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.switches import SERVER, SwitchState, UserSwitch
+from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -322,18 +322,18 @@ async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard
     one, other = await serving(yard), await serving(yard)
     server = (await valkey.read_server_id(yard.client)).encode()
     for user in (one.user, other.user):  # as the claim told it
-        assert await reply_of(yard.client.hget(keys.switch(user), SERVER)) == server
+        assert await reply_of(yard.client.hget(keys.switch(user), SWITCH_SERVER)) == server
     # A copy that lagged: the same version, for nobody switched since, or an older one.
     async with yard.database.session() as session:
         await switches.put_switch(
             session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
         )
     for user in (one.user, other.user):
-        await reply_of(yard.client.hset(keys.switch(user), SERVER, "another one"))
+        await reply_of(yard.client.hset(keys.switch(user), SWITCH_SERVER, "another one"))
     async with watching(yard, temporal):
         await until_field(yard, one.user, b"halted")
-        await until_field(yard, other.user, server, SERVER)
-    assert await reply_of(yard.client.hget(keys.switch(one.user), SERVER)) == server
+        await until_field(yard, other.user, server, SWITCH_SERVER)
+    assert await reply_of(yard.client.hget(keys.switch(one.user), SWITCH_SERVER)) == server
 
 
 async def test_a_process_on_standby_writes_the_switches_to_a_new_server_whoever_leads(
@@ -342,7 +342,7 @@ async def test_a_process_on_standby_writes_the_switches_to_a_new_server_whoever_
     """The leader may be frozen, or unable to reach Valkey."""
     one = await serving(yard)
     server = (await valkey.read_server_id(yard.client)).encode()
-    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
+    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
     leads = asyncio.Event()
 
     async def lead_and_rest(_: AsyncConnection) -> None:
@@ -352,7 +352,7 @@ async def test_a_process_on_standby_writes_the_switches_to_a_new_server_whoever_
     leader = asyncio.create_task(lead(yard.settings.database_url, LOCK, lead_and_rest))
     await leads.wait()
     async with watching(yard, temporal):
-        await until_field(yard, one.user, server, SERVER)
+        await until_field(yard, one.user, server, SWITCH_SERVER)
         assert not leader.done()
     await tasks.cancel_tasks(leader)
 
@@ -362,15 +362,15 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
 ) -> None:
     server = await valkey.read_server_id(yard.client)
     one = await serving(yard)
-    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "another one"))
+    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
     async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SERVER)
+        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
     assert await valkey.server_known_since(yard.client) == 0.0
     await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     assert await valkey.server_known_since(yard.client) == math.inf
-    await reply_of(yard.client.hset(keys.switch(one.user), SERVER, "the one before"))
+    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "the one before"))
     async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SERVER)
+        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
     since = await valkey.server_known_since(yard.client)
     before = (await yard.client.time())[0]
     running = (await yard.client.info("server"))["uptime_in_seconds"]  # asked between two looks at the clock

@@ -12,7 +12,7 @@ import pytest
 from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import alive, eventually
-from worker_runtime.process.lease import KILL_MARGIN
+from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 

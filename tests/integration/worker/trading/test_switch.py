@@ -17,8 +17,8 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import WRITE_SWITCH
-from worker_runtime.protocol.switches import OPEN, SwitchState, UserSwitch
 from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
@@ -110,7 +110,7 @@ def test_a_halt_counts_though_it_came_after_the_pop(stage: WorkerStage) -> None:
     worker = stage.active()
     worker.tell_broker("ended")
     worker.tell_broker("away")
-    switch(stage, OPEN)
+    switch(stage, OPEN_SWITCH)
     order = stage.order()
     stage.enqueue(order, ttl_ms=60_000)
     eventually(lambda: len(worker.ledger("login")) >= 2, "the order was popped, and its login failed")

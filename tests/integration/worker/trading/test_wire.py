@@ -18,8 +18,8 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, WorkerEventKind
+from worker_runtime.protocol.requests import SWITCH_SERVER
 from worker_runtime.protocol.scripts import POP
-from worker_runtime.protocol.switches import SERVER
 from worker_runtime.session.queue_reader import RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
 
@@ -75,7 +75,7 @@ def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_stale(
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
         queue_reader.pop()
-    stage.client.execute("HSET", keys.switch(stage.user), SERVER, "another one")
+    stage.client.execute("HSET", keys.switch(stage.user), SWITCH_SERVER, "another one")
     item = queue_reader.pop(control_only=True)
     assert (item.kind, item.raw, item.switch_is_stale) == ("request", raw, True)
     assert queue_reader.put_back(raw, order.order_id) == "queued"

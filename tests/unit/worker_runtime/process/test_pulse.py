@@ -7,8 +7,8 @@ import time
 import pytest
 
 from worker_runtime.process.clock import SECOND
-from worker_runtime.process.lease import PulseWatch
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.supervisor import PulseWatch
 
 
 class PulseClock:

@@ -5,8 +5,13 @@ import os
 import pytest
 
 from worker_runtime.process.clock import SECOND, boot_ns
-from worker_runtime.process.lease import LEASE_MARGIN, Lease, lease_end_of
-from worker_runtime.process.shared_state import SharedState, SharedStateOverflow
+from worker_runtime.process.shared_state import (
+    LEASE_MARGIN,
+    Lease,
+    SharedState,
+    SharedStateOverflow,
+    lease_end_of,
+)
 
 
 def test_what_a_child_writes_is_seen_by_its_parent() -> None:

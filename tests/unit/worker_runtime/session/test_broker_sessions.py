@@ -8,9 +8,8 @@ from threading import Barrier, BrokenBarrierError
 from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns
-from worker_runtime.process.lease import LEASE_MARGIN, Lease
 from worker_runtime.process.log import Log
-from worker_runtime.process.shared_state import SharedState
+from worker_runtime.process.shared_state import LEASE_MARGIN, Lease, SharedState
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions

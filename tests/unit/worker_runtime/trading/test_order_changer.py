@@ -12,8 +12,8 @@ from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
 from worker_runtime.brokers.fake import FakeBroker
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
-from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.session.queue_reader import QueueItem

@@ -9,7 +9,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.errors import DeadlineExceeded
 from worker_runtime.protocol.messages import OrderEvent, OrderState
-from worker_runtime.protocol.switches import OPEN
+from worker_runtime.protocol.requests import OPEN_SWITCH
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.order_submitter import OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
@@ -41,7 +41,7 @@ class Taking:
 
     journaled = True
     switch_is_stale = False
-    switch = OPEN
+    switch = OPEN_SWITCH
 
     def add_journal_entry(self, order_id: str) -> None: ...
 
@@ -61,6 +61,6 @@ def test_an_order_whose_grant_is_always_too_old_expires() -> None:
     submitter = OrderSubmitter(
         calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=SharedState(), log=log
     )
-    done = submitter.submit_order(ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN))
+    done = submitter.submit_order(ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN_SWITCH))
     assert done.outcome.state is OrderState.EXPIRED
     assert calls.grants == 3

@@ -7,10 +7,9 @@ import pytest
 from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns
-from worker_runtime.process.lease import Lease
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import SharedState, health_text
+from worker_runtime.process.shared_state import Lease, SharedState, health_text
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerError,
