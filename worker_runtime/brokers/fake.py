@@ -1,7 +1,6 @@
 """A broker without sockets, for tests: it keeps the port's contract, as the contract suite checks.
 
-`FakeMarket` is the other side of all its sessions: accounts, prices, and a ledger of what was taken. Its
-variants are named after what they do to a worker: `SlowBroker`, `RejectingBroker`, `UnknownOutcomeBroker`.
+`FakeMarket` is the other side of all its sessions: accounts, prices, and a ledger of what was taken.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from worker_runtime.protocol.messages import (
 
 #: Seconds: the market's ledger begins with the test.
 _FOR_EVER = 1e9
+#: Connections that an account may have.
+_CONNECTIONS = 5
 #: Price of a symbol before anyone sets it.
 _FIRST_PRICE = Decimal(100)
 
@@ -41,8 +42,7 @@ _FIRST_PRICE = Decimal(100)
 class FakeMarket:
     """What all sessions of a test trade with."""
 
-    def __init__(self, *, connections: int = 5) -> None:
-        self.connections = connections
+    def __init__(self) -> None:
         self.sessions: list[FakeBroker] = []
         #: Every order taken: account, our order id, and how it stands.
         self.taken: list[tuple[str, str, ExchangeOrder]] = []
@@ -75,8 +75,8 @@ class FakeMarket:
     def check(self, account: str, credentials: Credentials) -> None:
         if self._accounts.get(account) != credentials:
             raise LoginRejected("unknown account or wrong key")
-        if sum(session.account == account for session in self.sessions) >= self.connections:
-            raise LoginLimited(f"{self.connections} connections are open")
+        if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
+            raise LoginLimited(f"{_CONNECTIONS} connections are open")
 
     def take(self, account: str, order: PlaceOrder) -> ExchangeOrder:
         with self._lock:
@@ -240,35 +240,3 @@ class FakeBroker:
     def _check(self) -> None:
         if self not in self._market.sessions:
             raise SessionDown("not logged in, or the connection was lost")
-
-
-class SlowBroker(FakeBroker):
-    """Takes `seconds` for each order; who waits less never learns what became of it."""
-
-    seconds = 0.2
-
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
-        taken = super().place(order, timeout)
-        # A wait that nothing ends: the thread is held up, as by a broker that does not answer.
-        threading.Event().wait(min(self.seconds, timeout))
-        if timeout < self.seconds:
-            raise OutcomeUnknown(f"no answer within {timeout:.1f} s")
-        return taken
-
-
-class RejectingBroker(FakeBroker):
-    """Rejects every order; none of them is in the market's ledger."""
-
-    reason = "rejected by the fake broker"
-
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
-        self._check()
-        raise OrderRejected(self.reason)
-
-
-class UnknownOutcomeBroker(FakeBroker):
-    """Every order is taken, and its answer lost."""
-
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
-        super().place(order, timeout)
-        raise OutcomeUnknown("the answer was lost")

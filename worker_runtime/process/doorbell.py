@@ -55,7 +55,7 @@ class WakePipe:
         return numbers
 
     def on_signals(self, numbers: Sequence[signal.Signals], call: Callable[[], None]) -> None:
-        """Makes these signals call `call` and wake the selector, also if they came while they were blocked."""
+        """Makes these signals call `call` and wake the selector, also those that came while blocked."""
         for number in numbers:
             signal.signal(number, lambda *_: call())
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)

@@ -42,6 +42,8 @@ one slot, so that one script may use them together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 #: Seconds a mark, its metadata and a pool worker's entry live without a renewal.
 MARK_TTL = 30.0
 #: Seconds between two renewals.
@@ -62,24 +64,45 @@ LAUNCHES = "berth:launches"
 POOL_USER = "-1"
 
 
-def requests(user_id: str) -> str:
-    return f"trading:user:{{{user_id}}}:requests"
+def _one(prefix: str, kind: str = "") -> Callable[[str], str]:
+    """Builds the only key of this kind of a user or pool."""
+    suffix = f":{kind}" if kind else ""
+    return lambda owner: f"{prefix}:{{{owner}}}{suffix}"
 
 
-def processing(user_id: str) -> str:
-    return f"trading:user:{{{user_id}}}:processing"
+def _many(prefix: str, kind: str = "") -> Callable[[str, str], str]:
+    """Builds a key of this kind from the user or pool and an id."""
+    suffix = f":{kind}:" if kind else ":"
+    return lambda owner, name: f"{prefix}:{{{owner}}}{suffix}{name}"
 
 
-def doorbell(user_id: str) -> str:
-    return f"trading:user:{{{user_id}}}:doorbell"
+# Of a user, and of his request, order or budget.
+requests = _one("trading:user", "requests")
+processing = _one("trading:user", "processing")
+doorbell = _one("trading:user", "doorbell")
+seen = _many("trading:user", "seen")
+response = _many("trading:response")
+mark = _one("worker:active")
+metadata = _one("worker:metadata")
+owner = _one("worker:owner")
+pop = _one("worker:pop")
+switch = _one("trading:switch")
+journal = _many("trading:journal")
+control = _one("worker:control", "messages")
+#: Its first part is a hash of a person id or of an egress address, the second one orders, queries, logins…
+budget = _many("broker:budget")
 
-
-def seen(user_id: str, request_id: str) -> str:
-    return f"trading:user:{{{user_id}}}:seen:{request_id}"
-
-
-def response(user_id: str, request_id: str) -> str:
-    return f"trading:response:{{{user_id}}}:{request_id}"
+# Of a pool, and of its worker or claim.
+pool_ready = _one("pool", "ready")
+pool_worker = _many("pool", "worker")
+pool_claim = _many("pool", "claim")
+pool_canary = _one("pool", "trial")
+pool_faults = _one("pool", "faults")
+pool_wait_queue = _one("pool", "line")
+pool_last_asked = _one("pool", "asked")
+pool_inbox = _many("pool", "inbox")
+pool_reply = _many("pool", "reply")
+pool_born = _many("pool", "born")
 
 
 def answering(user_id: str, request_id: str) -> list[str]:
@@ -87,87 +110,14 @@ def answering(user_id: str, request_id: str) -> list[str]:
     return [response(user_id, request_id), processing(user_id), requests(user_id), control(user_id)]
 
 
-def mark(user_id: str) -> str:
-    return f"worker:active:{{{user_id}}}"
-
-
-def metadata(user_id: str) -> str:
-    return f"worker:metadata:{{{user_id}}}"
-
-
-def owner(user_id: str) -> str:
-    return f"worker:owner:{{{user_id}}}"
-
-
-def pop(user_id: str) -> str:
-    return f"worker:pop:{{{user_id}}}"
-
-
-def switch(user_id: str) -> str:
-    return f"trading:switch:{{{user_id}}}"
-
-
-def journal(user_id: str, order_id: str) -> str:
-    return f"trading:journal:{{{user_id}}}:{order_id}"
-
-
-def budget(owner: str, what: str) -> str:
-    """`owner`: a hash of a person id or of an egress address; `what`: orders, queries, logins…"""
-    return f"broker:budget:{{{owner}}}:{what}"
-
-
-def webhook(webhook_id: str, minute: int) -> str:
-    return f"berth:webhook:{{{webhook_id}}}:{minute}"
-
-
-def control(user_id: str) -> str:
-    return f"worker:control:{{{user_id}}}:messages"
-
-
-def pool_ready(pool: str) -> str:
-    return f"pool:{{{pool}}}:ready"
-
-
-def pool_worker(pool: str, worker_id: str) -> str:
-    return f"pool:{{{pool}}}:worker:{worker_id}"
-
-
-def pool_claim(pool: str, claim_id: str) -> str:
-    return f"pool:{{{pool}}}:claim:{claim_id}"
-
-
-def pool_canary(pool: str) -> str:
-    return f"pool:{{{pool}}}:trial"
-
-
-def pool_faults(pool: str) -> str:
-    return f"pool:{{{pool}}}:faults"
-
-
-def pool_wait_queue(pool: str) -> str:
-    return f"pool:{{{pool}}}:line"
-
-
-def pool_last_asked(pool: str) -> str:
-    return f"pool:{{{pool}}}:asked"
-
-
-def pool_inbox(pool: str, worker_id: str) -> str:
-    return f"pool:{{{pool}}}:inbox:{worker_id}"
-
-
-def pool_reply(pool: str, claim_id: str) -> str:
-    return f"pool:{{{pool}}}:reply:{claim_id}"
+def pool_worker_prefix(pool: str) -> str:
+    """What `claim.lua` puts before a worker id."""
+    return pool_worker(pool, "")
 
 
 def answers(process_id: str) -> str:
     return f"berth:answers:{process_id}"
 
 
-def pool_born(pool: str, claim_id: str) -> str:
-    return f"pool:{{{pool}}}:born:{claim_id}"
-
-
-def pool_worker_prefix(pool: str) -> str:
-    """What `claim.lua` puts before a worker id."""
-    return pool_worker(pool, "")
+def webhook(webhook_id: str, minute: int) -> str:
+    return f"berth:webhook:{{{webhook_id}}}:{minute}"

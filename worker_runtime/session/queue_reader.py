@@ -145,7 +145,7 @@ class RequestQueueReader:
 
 
 class PostponedOrder:
-    """The user's first order in the queue, if it waits for its broker. While it is `on`, requests stay queued.
+    """The user's first order in the queue, if it waits for its broker. While `on`, requests stay queued.
 
     Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey, ahead of all
     that came after it, where it can be cancelled, halted or taken by another worker, and the account's next

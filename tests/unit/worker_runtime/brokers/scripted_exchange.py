@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from worker_runtime.brokers.paper_connection import PaperConnection
+from worker_runtime.brokers.paper import PaperConnection
 from worker_runtime.brokers.port import OnOrderChanged
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.exchange import (
@@ -103,7 +103,7 @@ class ScriptedExchange:
     def call(self, seconds: float = LONG) -> tuple[int, Future[ExchangeReply]]:
         """Begins a call; returns its number as soon as the request is here."""
         deadline = time.monotonic() + seconds
-        future = self._pool.submit(self.link.call, lambda number: ExchangePing(id=number), deadline)
+        future = self._pool.submit(self.link.call, ExchangePing, deadline)
         return self.next_request(), future
 
     def next_request(self) -> int:

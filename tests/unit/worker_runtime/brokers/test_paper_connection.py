@@ -22,7 +22,7 @@ from tests.unit.worker_runtime.brokers.scripted_exchange import (
     scripted,
     until,
 )
-from worker_runtime.brokers.paper_connection import NoReply
+from worker_runtime.brokers.paper import NoReply
 from worker_runtime.protocol.exchange import ExchangePing, ExchangeReply, OrderChanged
 
 
@@ -152,9 +152,9 @@ def test_many_calls_and_events_in_pieces_of_any_size(
         for _ in range(each):
             numbers: list[int] = []
 
-            def ping(number: int, numbers: list[int] = numbers) -> ExchangePing:
-                numbers.append(number)
-                return ExchangePing(id=number)
+            def ping(id: int, numbers: list[int] = numbers) -> ExchangePing:
+                numbers.append(id)
+                return ExchangePing(id=id)
 
             reply = exchange.link.call(ping, time.monotonic() + LONG)
             assert reply.session_id == str(numbers[0])

@@ -23,7 +23,7 @@ from tests.unit.worker_runtime.brokers.scripted_exchange import (
     scripted,
     until,
 )
-from worker_runtime.brokers.paper_connection import ConnectionLost, NothingSent
+from worker_runtime.brokers.paper import ConnectionLost, NothingSent
 from worker_runtime.protocol.exchange import ExchangePing, ExchangeReply, OrderChanged
 
 
@@ -56,7 +56,7 @@ def assert_over(exchange: ScriptedExchange, reason: str) -> None:
     until(lambda: readers() == 0)
     assert exchange.own.fileno() == -1
     with pytest.raises(NothingSent, match=reason):
-        exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)
+        exchange.link.call(ExchangePing, time.monotonic() + LONG)
 
 
 def test_a_reset_in_a_call(exchange: ScriptedExchange, heard: PausedListener) -> None:
@@ -185,7 +185,7 @@ def test_what_had_come_before_a_reset_is_told_though_a_request_fails_first(
     until(lambda: exchange.has_come(len(last)))
     exchange.reset()
     with pytest.raises(NothingSent, match="the connection was lost"):
-        exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)
+        exchange.link.call(ExchangePing, time.monotonic() + LONG)
     heard.go_on.set()
     heard.thread_of("last")
     assert_over(exchange, "the connection was lost")
@@ -231,4 +231,4 @@ def test_a_connection_that_is_closed_while_a_request_waits_for_room() -> None:
         assert isinstance(exchange.own, NeverWritable)
         exchange.own.exchange = exchange
         with pytest.raises(NothingSent, match="closed meanwhile"):
-            exchange.link.call(lambda number: ExchangePing(id=number), time.monotonic() + LONG)
+            exchange.link.call(ExchangePing, time.monotonic() + LONG)
