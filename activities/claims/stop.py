@@ -150,5 +150,5 @@ class StopActivity:
             self._client,
             scripts.REMOVE_MARK,
             [keys.mark(user), keys.metadata(user)],
-            [worker.epoch, worker_id],
+            [f"{worker.epoch}:{worker_id}"],
         )

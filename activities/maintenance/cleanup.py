@@ -126,7 +126,7 @@ class AnomalyCleaner:
             return "deleted"
         gone = await valkey.run_script(
             self._client,
-            scripts.REMOVE_STALE_MARK,
+            scripts.REMOVE_MARK,
             [keys.mark(one.user_id), keys.metadata(one.user_id)],
             [one.value],
         )
@@ -178,7 +178,7 @@ class AnomalyCleaner:
                 self._client,
                 scripts.REMOVE_MARK,
                 [keys.mark(one.user_id), keys.metadata(one.user_id)],
-                [one.epoch, one.worker_id],
+                [f"{one.epoch}:{one.worker_id}"],
             )
         return "stopped" if tasks else "closed"
 

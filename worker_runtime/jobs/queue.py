@@ -52,7 +52,7 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     crashes: int
     #: Milliseconds since it was due; 0 if it was found again after a lost reply.
     waited_ms: int = 0
-    #: 1 if further jobs may be prefetched behind it (`claim_lib.lua`); 0 if it was found again.
+    #: 1 if further jobs may be prefetched behind it (`finish_and_claim.lua`); 0 if it was found again.
     plain: int = 0
     #: 1 if it was found again, and someone has cancelled it since it was claimed.
     cancelled: int = 0
@@ -118,22 +118,16 @@ class JobQueue:
     ) -> tuple[list[str], ClaimBatch | None]:
         """Writes ends, then claims up to `wanted` jobs, in one step.
 
-        Claims up to `prefetch` more if all are plain (`claim_lib.lua`) and of the types in `brief` (comma
+        Claims up to `prefetch` more if all are plain (see the script) and of the types in `brief` (comma
         separated). The first list says what became of each end: its status, or `gone`. The ends may be
         repeated. The claim is None if nothing was wanted.
         """
         ends = [value for one in finished for value in one.arguments()]
-        runner = self.identity.runner_id
-        if wanted <= 0 and prefetch <= 0:
-            outcomes = self._run(job_scripts.FINISH, runner, FAILED_TTL, BOOST_MS, *ends)
-            return [_text(outcome) for outcome in outcomes], None
         self._claim_number += 1
-        about = (self.identity.node, wanted, int(self.others), self._queues, prefetch, brief)
-        claim = (runner, self._claim_number, *about)
-        if not finished:
-            return [], _claim_batch(self._run(job_scripts.CLAIM, *claim))
-        *outcomes, claimed = self._run(job_scripts.FINISH_AND_CLAIM, *claim, FAILED_TTL, BOOST_MS, *ends)
-        return [_text(outcome) for outcome in outcomes], _claim_batch(claimed)
+        who = (self.identity.runner_id, self._claim_number, self.identity.node)
+        what = (wanted, int(self.others), self._queues, prefetch, brief, FAILED_TTL, BOOST_MS)
+        *outcomes, claimed = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *ends)
+        return [_text(outcome) for outcome in outcomes], claimed and _claim_batch(claimed)
 
     def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
         """Gives back jobs that have not started, as if they had not been claimed. Safe to repeat.

@@ -107,12 +107,8 @@ class WorkerMark:
         """Removes the mark, or the pool entry of an unclaimed worker."""
         config, shared_state = self._config, self._shared_state
         if shared_state.assigned:
-            user_id = shared_state.user_id
-            client.run(
-                REMOVE_MARK,
-                [keys.mark(user_id), keys.metadata(user_id)],
-                [shared_state.epoch, config.worker_id],
-            )
+            names = [keys.mark(shared_state.user_id), keys.metadata(shared_state.user_id)]
+            client.run(REMOVE_MARK, names, [f"{shared_state.epoch}:{config.worker_id}"])
         else:
             client.pipeline(
                 [

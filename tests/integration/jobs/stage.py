@@ -7,7 +7,7 @@ from typing import Any
 
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus, read_result
+from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, Job, JobResult, JobStatus, read_result
 from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
 from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.messages import Failure, encode
@@ -81,7 +81,8 @@ def ids(jobs: list[ClaimedJob]) -> list[str]:
 def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
     """What a claim of this number sends, for those that come late or twice."""
     identity = runner.identity
-    return (identity.runner_id, number, identity.node, 1, 1, ",".join(identity.queues), 0, "")
+    queues = ",".join(identity.queues)
+    return (identity.runner_id, number, identity.node, 1, 1, queues, 0, "", FAILED_TTL, BOOST_MS)
 
 
 def ending(

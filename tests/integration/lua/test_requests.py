@@ -303,8 +303,8 @@ def test_a_worker_removes_its_own_mark_only(scripts: Scripts) -> None:
     own(scripts, epoch=2)
     mark(scripts, epoch=2)
     places = [keys.mark(USER), keys.metadata(USER)]
-    assert scripts.run(REMOVE_MARK, places, 1, "w") == 0
-    assert scripts.run(REMOVE_MARK, places, 2, "w") == 1
+    assert scripts.run(REMOVE_MARK, places, "1:w") == 0
+    assert scripts.run(REMOVE_MARK, places, "2:w") == 1
     assert scripts.client.exists(*places) == 0
 
 

@@ -19,7 +19,7 @@ from infra.lab.chaos.jobs.ledger import JobHarm, RecordedExecution, RunnerFreeze
 from infra.lab.chaos.jobs.steps import LONG, TRAPS, RunnerStep
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
-from worker_runtime.protocol.messages import Failure
+from worker_runtime.protocol.messages import Failure, encode
 
 ONCE, AGAIN = SentJob("j", idempotent=False), SentJob("j", idempotent=True)
 
@@ -194,8 +194,9 @@ def test_half_of_a_torn_message_arrives() -> None:
 
 
 def test_a_claim_is_seen_alone_and_behind_the_ends_of_jobs() -> None:
-    for script in (job_scripts.CLAIM, job_scripts.FINISH_AND_CLAIM):
-        assert TRAPS[RunnerStep.CLAIM_ASKED].matches(script.sha.encode())
-    for script in (job_scripts.FINISH, job_scripts.FINISH_AND_CLAIM):
-        assert TRAPS[RunnerStep.END_ASKED].matches(script.sha.encode())
-    assert not TRAPS[RunnerStep.CLAIM_ASKED].matches(job_scripts.FINISH.sha.encode())
+    claim = job_scripts.FINISH_AND_CLAIM.sha.encode()
+    end = encode(JobResult(job_id="j", status=JobStatus.DONE))
+    assert TRAPS[RunnerStep.CLAIM_ASKED].matches(claim)
+    assert TRAPS[RunnerStep.CLAIM_ASKED].matches(claim + end)
+    assert TRAPS[RunnerStep.END_ASKED].matches(claim + end)
+    assert not TRAPS[RunnerStep.END_ASKED].matches(claim)

@@ -1,8 +1,4 @@
-"""The Lua scripts of the job queue.
-
-Each is loaded after `queue_lib.lua`, which all share. Those that claim or finish jobs also share
-`claim_lib.lua` and `finish_lib.lua`.
-"""
+"""The Lua scripts of the job queue. Each is loaded after `queue_lib.lua`, which all share."""
 
 from __future__ import annotations
 
@@ -16,18 +12,15 @@ _FOLDER = Path(__file__).parent / "lua"
 _LOADED: list[Script] = []
 
 
-def _load(name: str, *shared: str) -> Script:
-    parts = ("queue_lib", *shared, name)
-    source = "".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+def _load(name: str) -> Script:
+    source = "".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in ("queue_lib", name))
     script = Script(f"jobs/{name}", source, sha1(source.encode(), usedforsecurity=False).hexdigest())
     _LOADED.append(script)
     return script
 
 
 ENQUEUE = _load("enqueue")
-CLAIM = _load("claim", "claim_lib")
-FINISH = _load("finish", "finish_lib")
-FINISH_AND_CLAIM = _load("finish_and_claim", "claim_lib", "finish_lib")
+FINISH_AND_CLAIM = _load("finish_and_claim")
 LIST_HELD = _load("list_held")
 JOIN = _load("join")
 RENEW = _load("renew")

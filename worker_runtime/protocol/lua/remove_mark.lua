@@ -1,11 +1,9 @@
--- Removes a worker's own mark and metadata; those of a later epoch stay.
+-- Removes a user's mark and metadata, if the mark is still the caller's own, or the one that it has seen.
 --
 -- KEYS[1] mark       worker:active:{user}
 -- KEYS[2] metadata   worker:metadata:{user}
--- ARGV[1] epoch of the caller
--- ARGV[2] worker id of the caller
+-- ARGV[1] what the mark says, `epoch:worker`; '': it was missing
 --
--- Returns 1 if the mark was the caller's, 0 if not.
-if redis.call('GET', KEYS[1]) ~= ARGV[1] .. ':' .. ARGV[2] then return 0 end
-redis.call('DEL', KEYS[1], KEYS[2])
-return 1
+-- Returns 1 if something was removed, 0 if not.
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+return math.min(redis.call('DEL', KEYS[1], KEYS[2]), 1)

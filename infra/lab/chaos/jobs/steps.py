@@ -56,14 +56,15 @@ class StepTrap:
         return message[: len(message) // 2] if self.torn else b""
 
 
-def _runs(*scripts: Script) -> tuple[bytes, ...]:
-    return tuple(script.sha.encode() for script in scripts)
+def _runs(script: Script) -> tuple[bytes, ...]:
+    return (script.sha.encode(),)
 
 
 #: The beginning of a long job's id.
 LONG = "long"
-_CLAIMS = _runs(job_scripts.CLAIM, job_scripts.FINISH_AND_CLAIM)
-_ENDS = _runs(job_scripts.FINISH, job_scripts.FINISH_AND_CLAIM)
+_CLAIMS = _runs(job_scripts.FINISH_AND_CLAIM)
+#: In the same call, if it writes the end of a job.
+_ENDS = (b'"type":"job_result"',)
 #: In the reply to a claim that brings jobs.
 _JOBS = b"$4\r\njobs\r\n"
 TRAPS = {

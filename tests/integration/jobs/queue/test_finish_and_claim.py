@@ -10,7 +10,7 @@ from tests.integration.jobs.stage import QueueStage, claim, claiming, die, endin
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
-from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, JobStatus
+from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue
 
 FLEET = job_keys.FLEET_TAG
@@ -19,7 +19,7 @@ FLEET = job_keys.FLEET_TAG
 def sent(runner: JobQueue, number: int, *ended: ClaimedJob) -> tuple[list[bytes], list[Any]]:
     """One call as it was sent, with the number of its claim."""
     ends = [value for job in ended for value in ending(job).arguments()]
-    args = (*claiming(runner, number), FAILED_TTL, BOOST_MS, *ends)
+    args = (*claiming(runner, number), *ends)
     *outcomes, claims = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args)
     return outcomes, claims
 

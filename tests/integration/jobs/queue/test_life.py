@@ -178,7 +178,8 @@ def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(stag
     (lost,) = claim(runner)
     (found,) = runner.list_held() or []
     assert (found.job_id, found.fence) == ("j0", lost.fence)
-    assert runner.client.run(job_scripts.CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))[0] == b"stale"
+    (late,) = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))
+    assert late[0] == b"stale"
     assert ids(claim(runner)) == ["j1"]
 
 

@@ -12,7 +12,7 @@ from worker_runtime.jobs.protocol import scripts as job_scripts
 
 FOLDER = Path(job_scripts.__file__).parent / "lua"
 #: What is put before scripts.
-SHARED = {"queue_lib", "claim_lib", "finish_lib"}
+SHARED = {"queue_lib"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem not in SHARED)
 
 

@@ -1,4 +1,4 @@
--- Writes the ends of a runner's jobs and claims its next ones, as `finish` and then `claim` would.
+-- Writes the ends of a runner's jobs and claims its next ones, in one step.
 -- One script, because a script costs as much to open as two calls, and because the count of running jobs need
 -- not be written when one job ends and another of its type begins.
 --
@@ -9,17 +9,200 @@
 -- ARGV[4] how many jobs to claim at most
 -- ARGV[5] 1 if there are other runners, which may have to be woken
 -- ARGV[6] queues that the runner serves, comma separated; '*' means all
--- ARGV[7] how many plain jobs to claim beyond that (see `claim_lib.lua`)
+-- ARGV[7] how many plain jobs to claim beyond that
 -- ARGV[8] types that are brief, comma separated
 -- ARGV[9] seconds that a failed job is kept
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
--- ARGV[11…] the ends, seven values each: see `finish_all`
+-- ARGV[11…] the ends, seven values each:
+--   job id
+--   fencing number of the claim
+--   'done', 'failed', 'cancelled' or 'retry'
+--   the result as JSON; for 'retry' that of this attempt
+--   seconds that the result is kept
+--   ms until a retry
+--   1 if the job's process died or was killed, else 0
 --
--- The ends may be repeated, also by a claim that arrives late. Returns what became of each end, then what
--- `claim` returns.
+-- Each claimed job gets a lease (the runner's), a fencing number and an attempt. Among queues, the one with the
+-- fewest turns for its weight comes first (stride scheduling). Inside a queue the lowest score comes first, among
+-- the subqueues whose limits leave room. A subqueue holds the jobs of one type, so a type at its limit is skipped
+-- with one check, however many of its jobs wait.
+-- A type may have a rate for each of its rate keys (GCRA). A job that comes too early is given a time of its own,
+-- once, and waits for it among the delayed jobs, so that no claim looks at it before.
+--
+-- A runner may prefetch: claim plain jobs beyond its free slots, but none behind a job that is not plain.
+-- A job is plain if its type is brief and has no limit or rate, and if it may run twice, has no group and no unique
+-- key, and has seen no crash. So nobody waits for its end, and a job that kills its runners takes no others with it.
+--
+-- The ends may be repeated, also by a claim that arrives late. Returns what became of each end: 'done', 'failed',
+-- 'cancelled', 'retry', or 'gone' if the caller no longer holds it (another runner took it over, or it has ended
+-- before). Then nil if nothing was to be claimed, else
+-- {'jobs' or 'empty' or 'suspended' or 'stale' or 'lost', ms until a delayed job is due or -1,
+-- {id, job, fence, attempt, crashes, ms since it was due, 1 if it is plain}, …}.
+-- 'stale': the number is too old. 'lost': the runner is not registered.
 open(KEYS[1])
-local reply = finish_all(ARGV[1], ARGV[9], ARGV[10], 11)
-reply[#reply + 1] = claim(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6],
-  tonumber(ARGV[7]), ARGV[8])
+local runner, number, node, wanted, others, queues = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6]
+local prefetch, brief, retention, boost = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10]
+
+-- Ends one run if the runner still holds it. The fencing number decides, together with the runner, because fencing
+-- numbers start again when Valkey has lost its data. A repeat does nothing. If someone has cancelled the job, a
+-- retry becomes its cancellation.
+local function finish(id, fence, outcome, result, ttl, delay, crashed)
+  local key = P .. 'job:' .. id
+  local job = redis.call('HMGET', key, 'name', 'queue', 'attempt', 'unique', 'group', 'fence', 'state', 'node',
+    'limited', 'runner')
+  if job[6] ~= fence or job[7] ~= 'running' or job[10] ~= runner then return 'gone' end
+  stop_holding(runner, id, job[2], job[1], job[8], job[9])
+  if outcome == 'retry' and redis.call('HEXISTS', key, 'cancelled') == 1 then outcome = 'cancelled' end
+  if outcome ~= 'retry' then
+    end_job(outcome, id, job, result, ttl, retention)
+    return outcome
+  end
+  local now, us = clock()
+  local priority = redis.call('HGET', key, 'priority')
+  local meta = redis.call('HMGET', META, 'sequence', 'boost:' .. job[2])
+  local score = sequence(us, meta[1]) + delay * 1000 - priority * (meta[2] or boost) * 1000
+  redis.call('HSET', key, 'score', score, 'due', now + delay, 'failure', result)
+  redis.call('HINCRBY', key, 'crashes', crashed)
+  publish_event('retry', id, job[1], job[2], job[3])
+  enter_queue(id, now)
+  return 'retry'
+end
+
+-- Few calls, because each costs about 3 us: one call reads all settings of a subqueue.
+local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 4, 5, 6, 7
+-- Jobs that one claim may put off for their rate: more would hold up the server.
+local MAX_PUT_OFF = 200
+
+local function claim()
+  local entry = P .. 'runner:' .. runner
+  local seen = redis.call('HMGET', entry, 'number', 'name')
+  if not seen[1] then return {'lost', -1} end
+  if tonumber(seen[1]) >= tonumber(number) then return {'stale', -1} end
+  local now = clock()
+  local due = promote(now)
+  local put_off = 0
+  local suspended = false
+
+  local served = {}
+  for queue in string.gmatch(queues, '[^,]+') do served[queue] = true end
+  local is_brief = {}
+  for name in string.gmatch(brief, '[^,]+') do is_brief[name] = true end
+  local all_plain = true -- of the jobs that were claimed, or considered for prefetching
+
+  local function read_settings(queue, name)
+    return redis.call('HMGET', META, 'halt', 'halt_runner:' .. seen[2], 'halt_queue:' .. queue,
+      'weight:' .. queue, 'limit:' .. name, 'node_limit:' .. name, 'rate:' .. name)
+  end
+
+  local function has_room(name, set)
+    if not set[LIMIT] and not set[NODE_LIMIT] then return true end
+    write_counts()
+    if set[LIMIT] then
+      local running = 0
+      for _, jobs in ipairs(redis.call('HVALS', P .. 'running:' .. name)) do running = running + jobs end
+      if running >= tonumber(set[LIMIT]) then return false end
+    end
+    if not set[NODE_LIMIT] then return true end
+    return tonumber(redis.call('HGET', P .. 'running:' .. name, node) or 0) < tonumber(set[NODE_LIMIT])
+  end
+
+  -- True if the job comes too early for its rate. It is delayed until the time that it is given.
+  local function too_early(id, key, name, set)
+    local job = redis.call('HMGET', key, 'rate', 'granted')
+    if not job[1] or job[2] then return false end
+    local bucket = P .. 'rate:' .. name .. ':' .. job[1]
+    local interval = tonumber(set[RATE])
+    local burst = tonumber(redis.call('HGET', META, 'rate_burst:' .. name) or 1)
+    local free, written = string.match(redis.call('GET', bucket) or '0 0', '^(%S+) ?(%S*)')
+    local back = math.max(0, (tonumber(written) or 0) - now) -- how far Valkey's clock has stepped back since
+    free = math.max(now, free - back)
+    local at = free - interval * (burst - 1)
+    -- With the fraction of an interval: a whole number would lose it at rates beyond 1,000 a second.
+    redis.call('SET', bucket, string.format('%.3f %.0f', free + interval, now), 'PX',
+      math.ceil(free + interval - now) + 1000)
+    if at <= now then return false end
+    redis.call('HSET', key, 'due', math.ceil(at), 'granted', 1)
+    enter_queue(id, now)
+    put_off = put_off + 1
+    return true
+  end
+
+  -- Claims the first job of a subqueue. Returns nil if it was put off, or must not be prefetched.
+  local function take(queue, name, set, prefetching)
+    local subqueue = P .. 'subqueue:' .. queue .. ':' .. name
+    local first = redis.call('ZPOPMIN', subqueue)
+    local id = first[1]
+    local key = P .. 'job:' .. id
+    local job = redis.call('HMGET', key, 'body', 'attempt', 'crashes', 'due', 'idempotent', 'group', 'unique')
+    local limited = set[LIMIT] or set[NODE_LIMIT]
+    local plain = is_brief[name] and not limited and not set[RATE] and job[3] == '0' and job[5] == '1'
+      and not job[6] and not job[7]
+    if not plain then
+      all_plain = false
+      if prefetching then
+        redis.call('ZADD', subqueue, first[2], id)
+        return nil
+      end
+    end
+    update_subqueue(queue, name, redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue))
+    if not job[1] then return nil end -- somebody deleted it by hand
+    if set[RATE] then
+      if too_early(id, key, name, set) then return nil end
+      redis.call('HDEL', key, 'granted') -- another attempt needs another grant
+    end
+    local fence = redis.call('HINCRBY', META, 'fence', 1)
+    redis.call('HSET', key, 'state', 'running', 'runner', runner, 'node', node, 'fence', fence,
+      'attempt', job[2] + 1, 'started_at', now)
+    -- The field stays for later claims: if the limit is gone by then, it costs one ring in vain.
+    if limited then redis.call('HSET', key, 'limited', 1) end
+    redis.call('SADD', P .. 'held:' .. runner, id)
+    count(name, node, 1)
+    return {id, job[1], fence, job[2] + 1, tonumber(job[3]), math.max(0, now - tonumber(job[4])), plain and 1 or 0}
+  end
+
+  -- Claims one job of the queue whose turn it is. Returns nil if none can run now, or none may be prefetched.
+  local function claim_next(prefetching)
+    for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
+      if served['*'] or served[queue] then
+        for _, name in ipairs(redis.call('ZRANGE', P .. 'subqueues:' .. queue, 0, -1)) do
+          local set = read_settings(queue, name)
+          suspended = (set[HALT] or set[HALT_RUNNER]) and true
+          if suspended then return nil end
+          if set[HALT_QUEUE] then break end
+          if has_room(name, set) then
+            local job = take(queue, name, set, prefetching)
+            if job or (prefetching and not all_plain) or put_off >= MAX_PUT_OFF then return job end
+            return claim_next(prefetching)
+          end
+        end
+      end
+    end
+    return nil
+  end
+
+  local reply = {'empty', due}
+  while #reply - 2 < wanted + prefetch do
+    local prefetching = #reply - 2 >= wanted
+    if prefetching and not all_plain then break end
+    local job = claim_next(prefetching)
+    if not job then break end
+    reply[1] = 'jobs'
+    reply[#reply + 1] = job
+  end
+  if suspended then reply[1] = 'suspended' end
+  if put_off > 0 then reply[2] = put_off >= MAX_PUT_OFF and 0 or promote(now) end
+  local busy = reply[1] == 'jobs' or redis.call('EXISTS', P .. 'held:' .. runner) == 1
+  local state = busy and 'busy' or suspended and 'suspended' or 'idle'
+  redis.call('HSET', entry, 'number', number, 'state', state)
+  -- A ring wakes one runner. It wakes the next one if work is left.
+  if reply[1] == 'jobs' and others then
+    for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end
+  end
+  return reply
+end
+
+local reply = {}
+for at = 11, #ARGV, 7 do reply[#reply + 1] = finish(unpack(ARGV, at, at + 6)) end
+reply[#reply + 1] = wanted + prefetch > 0 and claim()
 write_counts()
 return reply

@@ -94,7 +94,8 @@ def pop(config: WorkerConfig, user_id: str, epoch: int, number: int) -> Simulate
 
 def unmark(config: WorkerConfig, user_id: str, epoch: int) -> SimulatedCall:
     """Takes the mark away at the end."""
-    return SimulatedCall(REMOVE_MARK, [keys.mark(user_id), keys.metadata(user_id)], [epoch, config.worker_id])
+    names = [keys.mark(user_id), keys.metadata(user_id)]
+    return SimulatedCall(REMOVE_MARK, names, [f"{epoch}:{config.worker_id}"])
 
 
 #: Seconds of one blocking wait. Long, so that thousands of idle workers ask for little.

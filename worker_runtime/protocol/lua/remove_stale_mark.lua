@@ -1,9 +1,0 @@
--- Removes a user's mark and metadata, if the mark is still the one that the caller has seen.
---
--- KEYS[1] mark       worker:active:{user}
--- KEYS[2] metadata   worker:metadata:{user}
--- ARGV[1] what the mark said; '': it was missing
---
--- Returns 1 if something was removed, 0 if not.
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
-return math.min(redis.call('DEL', KEYS[1], KEYS[2]), 1)
