@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
-from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.config import BadConfig, read_config
 from worker_runtime.process.log import Log
 from worker_runtime.process.zygote import Zygote
@@ -22,10 +23,7 @@ def load_brokers(config: WorkerConfig) -> BrokerFactory:
     if config.paper_exchange:
         import worker_runtime.brokers.paper  # noqa: F401
 
-    def create(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-        return create_broker(config, key, client, on_order)
-
-    return create
+    return partial(create_broker, config)
 
 
 def main(load: Callable[[WorkerConfig], BrokerFactory] = load_brokers) -> ExitCode:

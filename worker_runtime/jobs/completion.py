@@ -38,13 +38,6 @@ class RunVerdict(msgspec.Struct, frozen=True):
     delay: float = 0.0
     crashed: bool = False
 
-    def finish(self, claimed: ClaimedJob, result_ttl: int = RESULT_TTL) -> FinishedRun:
-        status = self.result.status
-        result = encode(self.result)
-        return FinishedRun(
-            claimed.job_id, claimed.fence, status, result, result_ttl, self.delay, self.crashed
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class RunJudge:
@@ -130,7 +123,7 @@ class RunEnd:
 
     claimed: ClaimedJob
     job: Job | None
-    verdict: RunVerdict
+    result: JobResult
     finish: FinishedRun
     #: False if the job has not started.
     ran: bool
@@ -154,7 +147,11 @@ class PendingRunEnds:
 
     def add(self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict, *, ran: bool = True) -> None:
         ttl = RESULT_TTL if job is None else job.result_ttl
-        self._open.append(RunEnd(claimed, job, verdict, verdict.finish(claimed, ttl), ran))
+        status, result = verdict.result.status, encode(verdict.result)
+        finish = FinishedRun(
+            claimed.job_id, claimed.fence, status, result, ttl, verdict.delay, verdict.crashed
+        )
+        self._open.append(RunEnd(claimed, job, verdict.result, finish, ran))
 
     def to_write(self) -> list[FinishedRun]:
         """All ends to send now, with those whose reply was lost."""
@@ -178,7 +175,7 @@ class PendingRunEnds:
     def log_written(self) -> None:
         """Logs and counts written ends. It is called late, so that the next job starts first."""
         for end in self._written:
-            result = end.verdict.result
+            result = end.result
             repeated = end.outcome == "gone" and end.sent > 1
             if end.outcome == result.status or (repeated and self._registration.has_written(end.claimed)):
                 self._registration.events.log_end(end.claimed, end.job, result)

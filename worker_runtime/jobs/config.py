@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,9 +11,6 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
-
-#: Bytes.
-_MAX_SIZE = 64 * 1024
 
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
 _Timeout = Annotated[float, msgspec.Meta(gt=0, le=60)]
@@ -104,13 +100,3 @@ def parse_config(data: bytes) -> RunnerConfig:
     except BadValkeyAddress as error:
         raise BadConfig(f"valkey_url: {error.detail}") from None
     return config
-
-
-def read_config(descriptor: int = 0) -> RunnerConfig:
-    """Reads the configuration to its end; raises `BadConfig`."""
-    data = b""
-    while chunk := os.read(descriptor, _MAX_SIZE):
-        data += chunk
-        if len(data) > _MAX_SIZE:
-            raise BadConfig(f"standard input is longer than {_MAX_SIZE} bytes")
-    return parse_config(data)

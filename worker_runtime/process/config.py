@@ -46,15 +46,21 @@ def read_config(descriptor: int = 0) -> WorkerConfig:
     """Reads the configuration to its end and leaves /dev/null in the descriptor's place."""
     if container_launch.has_launch_document(os.environ):
         return _read_container_config()
+    data = read_document(descriptor)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+    return parse_config(data)
+
+
+def read_document(descriptor: int = 0) -> bytes:
+    """Reads a configuration to its end; raises `BadConfig` if it is too long."""
     data = b""
     while chunk := os.read(descriptor, _MAX_SIZE):
         data += chunk
         if len(data) > _MAX_SIZE:
             raise BadConfig(f"standard input is longer than {_MAX_SIZE} bytes")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
-    return parse_config(data)
+    return data
 
 
 def _read_container_config() -> WorkerConfig:

@@ -29,7 +29,6 @@ from worker_runtime.protocol.messages import (
     Failure,
     InboxMessage,
     ReleaseClaim,
-    SealedAccount,
     WorkerEventKind,
     decode,
 )
@@ -37,7 +36,7 @@ from worker_runtime.protocol.scripts import SETTLE_CLAIM
 from worker_runtime.protocol.sealing import verify
 from worker_runtime.session.request_loop import RequestLoop
 from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
+from worker_runtime.trading.account_session import CredentialOpener
 
 #: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than the
 #: orchestrator's longest backoff between attempts.
@@ -220,7 +219,9 @@ class ClaimHandler(InboxHandler):
         self._shared_state.state = WorkerActivity.Connecting
         failure: BerthError | None = None
         try:
-            accounts = self._open_accounts(claim.accounts, claim.claim_id)
+            if not claim.accounts:
+                raise UnknownAccount("the user has no broker account")
+            accounts = self._opener.open(claim.accounts, claim_id=claim.claim_id)
             request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
         except BerthError as error:
             failure = error
@@ -235,11 +236,6 @@ class ClaimHandler(InboxHandler):
             request_loop.broker_sessions.close_all()
             self._give_up_at = time.monotonic() + CONNECT_WAIT
         self._answer(claim, attempt, failure)
-
-    def _open_accounts(self, sealed: list[SealedAccount], claim_id: str) -> list[OpenedAccount]:
-        if not sealed:
-            raise UnknownAccount("the user has no broker account")
-        return self._opener.open(sealed, claim_id=claim_id)
 
     def _answer(self, claim: Claim, attempt: int, failure: BerthError | None) -> None:
         self._last_reply = self._reply(claim.claim_id, claim.epoch, attempt, failure)

@@ -56,7 +56,7 @@ class RequestHandler:
             request = self._read(frame)
         except MalformedMessage as error:
             self._log.error("request_malformed", request_id=frame.request_id, code=error.code)
-            answer = Answer(request_id=frame.request_id, failure=Failure.of(error))
+            answer = _refusal(frame.request_id, error)
             self._send_buffer.add_answer(frame.raw, answer, _find_reply_channel(frame.payload))
             return
         self._shared_state.state = WorkerActivity.Processing
@@ -65,11 +65,10 @@ class RequestHandler:
         except OrderPostponed:
             raise
         except BerthError as error:
-            done = Answer(request_id=request.request_id, failure=Failure.of(error))
+            done = _refusal(request.request_id, error)
         except Exception as error:  # the boundary of one request: it is answered whatever happens
             self._log.crash("request_crashed", error)
-            failure = Failure.of(BerthError("the worker failed"))
-            done = Answer(request_id=request.request_id, failure=failure)
+            done = _refusal(request.request_id, BerthError("the worker failed"))
         finally:
             self._shared_state.state = self._broker_sessions.state()
         self._send_buffer.add_answer(frame.raw, done, request.reply_to)
@@ -98,7 +97,7 @@ class RequestHandler:
             self._log.warning("request_left_behind", request_id=request.request_id)
             queries = isinstance(request, QueryAccount)
             error = WorkerLost() if queries else OutcomeUnknown("the worker that had the request was lost")
-            answer = Answer(request_id=request.request_id, failure=Failure.of(error))
+            answer = _refusal(request.request_id, error)
         self._send_buffer.add_answer(item, answer, request.reply_to)
 
     def _read(self, frame: Frame) -> Request:
@@ -127,6 +126,10 @@ class RequestHandler:
         event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
         state = answer.outcome.state.value if answer.outcome else ""
         self._log.info(event, order_id=request.order_id, state=state, code=code)
+
+
+def _refusal(request_id: str, error: BerthError) -> Answer:
+    return Answer(request_id=request_id, failure=Failure.of(error))
 
 
 class _ReplyTo(msgspec.Struct):

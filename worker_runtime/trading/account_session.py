@@ -30,14 +30,6 @@ from worker_runtime.protocol.sealing import unseal
 
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
-#: Longest wait between two tries (s): about 100 an hour, of the 1,000 logins that a person has in a day.
-_LONGEST_WAIT = 60.0
-#: Seconds between two tries to list the orders of a live session.
-_FIRST_LISTING_WAIT = 0.2
-_LONGEST_LISTING_WAIT = 5.0
-#: Seconds between two tries to get room for a ping.
-_FIRST_PING_WAIT = 0.5
-_LONGEST_PING_WAIT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +70,13 @@ class AccountSession:
         self.listed = False
         #: Code of the error with which the last listing failed.
         self.listing_error = ""
+        #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a day.
+        self.login_backoff = Backoff(login_pause, 60.0)
+        #: Tries to list the orders of a live session.
+        self.listing_backoff = Backoff(0.2, 5.0)
+        #: Tries to get room for a ping.
+        self.ping_backoff = Backoff(0.5, 5.0)
         self._failing_since: float | None = None
-        self._backoff = Backoff(login_pause, _LONGEST_WAIT)
-        self._listing = Backoff(_FIRST_LISTING_WAIT, _LONGEST_LISTING_WAIT)
-        self._pinging = Backoff(_FIRST_PING_WAIT, _LONGEST_PING_WAIT)
 
     @property
     def name(self) -> str:
@@ -95,33 +90,11 @@ class AccountSession:
     @property
     def limited(self) -> bool:
         """Whether another login now would only count against the limit again."""
-        return isinstance(self.error, LoginLimited) and not self._backoff.due()
-
-    def wait(self) -> float:
-        """Seconds until the next try to log in."""
-        return self._backoff.left()
-
-    def ping_wait(self) -> float:
-        """Seconds until the next ping, after a try for which there was no room."""
-        return self._pinging.left()
-
-    def pinged(self) -> None:
-        self._pinging.reset()
-
-    def ping_postponed(self) -> None:
-        self._pinging.failed()
-
-    def listing_wait(self) -> float:
-        """Seconds until the next try to list the orders."""
-        return self._listing.left()
-
-    def listing_succeeded(self) -> None:
-        self.listed = True
-        self._listing.reset()
+        return isinstance(self.error, LoginLimited) and not self.login_backoff.due()
 
     def listing_failed(self, code: str) -> None:
         self.listing_error = code
-        self._listing.failed()
+        self.listing_backoff.failed()
 
     def failing_for(self) -> float:
         """Seconds since the first of the logins in a row that the broker did not answer, or not sensibly."""
@@ -141,13 +114,13 @@ class AccountSession:
         """Records a successful login."""
         self.broker = broker
         self.listed = False
-        self._listing.reset()
+        self.listing_backoff.reset()
         self.error = None
         self.failures = 0
         self._failing_since = None
         self.was_open = True
         self.used_at = time.monotonic()
-        self._backoff.reset()
+        self.login_backoff.reset()
 
     def failed(self, error: BerthError) -> None:
         """Records a failed login."""
@@ -155,7 +128,7 @@ class AccountSession:
         if isinstance(error, LoginRejected):
             self.refused = error
             return
-        self._backoff.failed()
+        self.login_backoff.failed()
         if not self.away:
             self.failures += 1
         unreachable = isinstance(error, BrokerUnreachable) and not isinstance(error, BrokerMaintenance)

@@ -187,7 +187,7 @@ class BrokerSessions:
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
-            raise LoginLimited(session.error.detail, retry_after=session.wait())
+            raise LoginLimited(session.error.detail, retry_after=session.login_backoff.left())
         until = time.monotonic() + timeout
         try:
             session.opened(self._login(session.account, timeout, at_most))
@@ -316,7 +316,7 @@ class BrokerSessions:
                 raise BrokerUnreachable(
                     f"the orders at the broker are not known yet: {session.listing_error}"
                 )
-            wait = min(left, session.listing_wait())
+            wait = min(left, session.listing_backoff.left())
             if wait > 0:
                 with self._shared_state.busy(wait):
                     time.sleep(wait)
@@ -350,7 +350,8 @@ class BrokerSessions:
             session.listing_failed(code)
             session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
             return error if isinstance(error, BerthError) else None
-        session.listing_succeeded()
+        session.listed = True
+        session.listing_backoff.reset()
         return None
 
     def _drop(self, session: AccountSession, reason: str) -> None:

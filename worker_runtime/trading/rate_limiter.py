@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -133,10 +132,13 @@ _WINDOWS = {
 
 
 class _BudgetQuery(NamedTuple):
-    """The keys and numbers of one run of `spend_budget.lua` that do not change from call to call."""
+    """One question for Valkey: a script, and who asks for what. `words` and `numbers` are its arguments."""
 
+    script: Script
     owner: str
+    what: str
     names: list[str]
+    words: list[Argument]
     numbers: list[int]
 
 
@@ -168,13 +170,15 @@ class SharedRateLimiter:
         error = LoginLimited if what is CallKind.LOGIN else RateLimited
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
-        for owner, names, numbers in self._questions(account, what, cost):
-            self._await(
-                partial(self._ask, SPEND_BUDGET, names, [call], owner, what, numbers),
-                wait_limit,
-                error,
-                f"the budget of {what.value} is used up",
-            )
+        for owner, persons in self._owners(account):
+            windows = [
+                _BudgetWindow.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
+                for each, weight in _WINDOWS[what].items()
+            ]
+            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
+            numbers = [number for each in windows for number in each[1:]]
+            query = _BudgetQuery(SPEND_BUDGET, owner, what, names, [call], numbers)
+            self._await(query, wait_limit, error, f"the budget of {what.value} is used up")
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
@@ -182,12 +186,8 @@ class SharedRateLimiter:
         names = [keys.budget(owner, name) for name in ("since", "connections", "holders")]
         words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
-        self._await(
-            partial(self._ask, TAKE_CONNECTION, names, words, owner, "connections", []),
-            wait_limit,
-            LoginLimited,
-            "no connection of the person is known to be free",
-        )
+        query = _BudgetQuery(TAKE_CONNECTION, owner, "connections", names, words, [])
+        self._await(query, wait_limit, LoginLimited, "no connection of the person is known to be free")
         try:
             self.spend(account, CallKind.LOGIN, wait_limit)
         except BerthError:
@@ -205,20 +205,16 @@ class SharedRateLimiter:
         self._renewed_at = time.monotonic()
         self._renew_leases(open_accounts, CONNECTION_LEASE)
 
-    def _await(
-        self,
-        ask: Callable[[], int],
-        wait_limit: WaitLimit,
-        error: type[BerthError],
-        lack: str,
-    ) -> None:
+    def _await(self, query: _BudgetQuery, wait_limit: WaitLimit, error: type[BerthError], lack: str) -> None:
+        """Asks until there is room. Raises `error` if there is none in time."""
+
         def refusal(ms: int, why: str = lack, away: bool = False) -> BerthError:
             kind = CountUnavailable if away and error is RateLimited else error
             return kind(f"{why}; ask again in {ms} ms. Nothing was sent", retry_after=ms / 1000)
 
         while True:
             try:
-                wait_ms = ask()
+                wait_ms = self._ask(query)
             except ValkeyFailed as failed:
                 self._log.warning("budget_unknown", code=failed.code, reason=failed.detail)
                 raise refusal(
@@ -236,47 +232,25 @@ class SharedRateLimiter:
                 with self._shared_state.busy(left):
                     time.sleep(left)
 
-    def _ask(
-        self,
-        script: Script,
-        names: list[str],
-        words: list[Argument],
-        owner: str,
-        what: str,
-        numbers: list[int],
-    ) -> int:
+    def _ask(self, query: _BudgetQuery) -> int:
         """Asks once; returns the milliseconds to wait, 0 if granted. Raises `ValkeyFailed`."""
-        fresh, known = self._count(owner, what)
-        arguments: list[Argument] = [*words, known, int(fresh), *numbers]
+        owner = query.owner
+        # Whether the owner never had a count, and the id of the known one, or ''.
+        fresh = self._never_served and owner not in self._first
+        known = self._known.get((owner, query.what)) or self._first.get(owner, "")
+        arguments: list[Argument] = [*query.words, known, int(fresh), *query.numbers]
         self._asked_at = time.monotonic()
         try:
-            reply = self._client.run(script, names, arguments)
+            reply = self._client.run(query.script, query.names, arguments)
         except ValkeyUnreachable:  # a broken connection; a repeat is recognised, and counted once
-            reply = self._client.run(script, names, arguments)
+            reply = self._client.run(query.script, query.names, arguments)
         granted, wait_ms, count = reply
         if not granted:
             return max(1, int(wait_ms))
         if fresh:
             self._first[owner] = count.decode()
-        self._known[owner, what] = count.decode()
+        self._known[owner, query.what] = count.decode()
         return 0
-
-    def _questions(self, account: OpenedAccount, what: CallKind, cost: int) -> list[_BudgetQuery]:
-        """What to ask for one call: a question for each owner, one after the other."""
-        questions = []
-        for owner, persons in self._owners(account):
-            windows = [
-                _BudgetWindow.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
-                for each, weight in _WINDOWS[what].items()
-            ]
-            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
-            questions.append(_BudgetQuery(owner, names, [number for each in windows for number in each[1:]]))
-        return questions
-
-    def _count(self, owner: str, what: str) -> tuple[bool, str]:
-        """Whether the owner never had a count, and the id of the known one, or ''."""
-        fresh = self._never_served and owner not in self._first
-        return fresh, self._known.get((owner, what)) or self._first.get(owner, "")
 
     @property
     def _never_served(self) -> bool:

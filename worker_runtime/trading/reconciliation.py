@@ -119,8 +119,12 @@ class AccountReader:
         broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
         taken_at = wall_ms()
         query_broker = self._broker_calls.query
-        listing = self._listing(query, broker, item) if query.orders else None
-        orders = [one for one in listing.orders if _is_wanted(query, one)] if listing else []
+        listing: Listing | None = None
+        orders: list[ExchangeOrder] = []
+        if query.orders:
+            listing = query_broker(query.account_id, item, broker.orders)
+            self._tracker.reconcile_list(self._broker_calls.key_of(query.account_id), listing.orders)
+            orders = [one for one in listing.orders if not query.tags or one.tag in query.tags]
         kept = newest_within(orders)
         return build_report(
             query.account_id,
@@ -131,12 +135,3 @@ class AccountReader:
             positions=query_broker(query.account_id, item, broker.positions) if query.positions else [],
             balance=query_broker(query.account_id, item, broker.balance) if query.balance else None,
         )
-
-    def _listing(self, query: QueryAccount, broker: Broker, item: QueueItem) -> Listing:
-        listing = self._broker_calls.query(query.account_id, item, broker.orders)
-        self._tracker.reconcile_list(self._broker_calls.key_of(query.account_id), listing.orders)
-        return listing
-
-
-def _is_wanted(query: QueryAccount, order: ExchangeOrder) -> bool:
-    return not query.tags or order.tag in query.tags

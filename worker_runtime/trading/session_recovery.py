@@ -53,23 +53,22 @@ class SessionRecovery:
         call, so that an order waits for one ping at most. Raises `WorkerExit` when there is no hope."""
         self.raise_if_hopeless()
         now = time.monotonic()
+        # All first, so that sessions that ended together make one event.
         for session in self._broker_sessions.account_sessions():
-            self._broker_sessions.drop_if_ended(
-                session
-            )  # all first, so that sessions that ended together make one event
+            self._broker_sessions.drop_if_ended(session)
         for session in self._broker_sessions.account_sessions():
             if session.broker is None:
-                if session.refused is None and session.wait() <= 0:
+                if session.refused is None and session.login_backoff.due():
                     self._recover(session)
                     return
-            elif (session.suspect or now - session.used_at >= period) and session.ping_wait() <= 0:
+            elif (session.suspect or now - session.used_at >= period) and session.ping_backoff.due():
                 self._shared_state.state = WorkerActivity.HealthCheck
                 self._ping(session)
                 if session.broker is None:
                     self._recover(session)
                 self._shared_state.state = self._broker_sessions.state()
                 return
-            elif not session.listed and session.listing_wait() <= 0:
+            elif not session.listed and session.listing_backoff.due():
                 self._broker_sessions.relist(session, LISTING_TIMEOUT)
                 return
 
@@ -80,13 +79,13 @@ class SessionRecovery:
         for session in self._broker_sessions.account_sessions():
             if session.broker is None:
                 if session.refused is None:
-                    waits.append(session.wait())
+                    waits.append(session.login_backoff.left())
             elif session.suspect:
-                waits.append(session.ping_wait())
+                waits.append(session.ping_backoff.left())
             elif not session.listed:
-                waits.append(session.listing_wait())
+                waits.append(session.listing_backoff.left())
             else:
-                waits.append(max(session.ping_wait(), session.used_at + period - now))
+                waits.append(max(session.ping_backoff.left(), session.used_at + period - now))
         return min(waits, default=None)
 
     def raise_if_hopeless(self) -> None:
@@ -121,9 +120,9 @@ class SessionRecovery:
         try:
             self._broker_sessions.ping(session, PING_TIMEOUT)
         except RateLimited:
-            session.ping_postponed()
+            session.ping_backoff.failed()
         else:
-            session.pinged()
+            session.ping_backoff.reset()
 
     def _recover(self, session: AccountSession) -> None:
         """Rebuilds a session while nobody waits for it. A failure is logged and tried again."""

@@ -138,14 +138,7 @@ class ShioajiBroker:
                 api.place_order(contract, native, timeout=to_milliseconds(left))
             )
 
-        try:
-            return call_within(timeout, submit, self._report_late)
-        except CallTimedOut as error:
-            raise OutcomeUnknown(str(error)) from None
-        except BerthError:
-            raise
-        except Exception as error:
-            raise mapping.place_error(error, self._blank) from None
+        return self._call_once(timeout, submit)
 
     def queries_before_change(self, broker_order_id: str) -> bool:
         api, _ = self._session()
@@ -252,8 +245,12 @@ class ShioajiBroker:
                 raise OrderRejected("no time was left for the change; it was not sent")
             return self._reported.merge_trade(call(api, trade, to_milliseconds(left)))
 
+        return self._call_once(timeout, run)
+
+    def _call_once(self, timeout: float, call: Callable[[], ExchangeOrder]) -> ExchangeOrder:
+        """Makes a call that places or changes an order; says what its failure means."""
         try:
-            return call_within(timeout, run, self._report_late)
+            return call_within(timeout, call, self._report_late)
         except CallTimedOut as error:
             raise OutcomeUnknown(str(error)) from None
         except BerthError:
