@@ -1,20 +1,37 @@
-"""Reads the worker's configuration: one JSON `WorkerConfig`, from standard input or `container_launch`."""
+"""Reads the worker's configuration: one JSON `WorkerConfig`, from standard input or the environment.
+
+A container without standard input, as on ECS, has it encrypted in the environment; the launch key is a file
+that the host mounts (ADR 0012). ECS tells the container its task's id, which is known only when the task
+exists.
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/task-metadata-endpoint-v4.html
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
-from worker_runtime.process import container_launch
 from worker_runtime.process.shared_state import LEASE_MARGIN
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
+from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunchKey
 
 #: Bytes. A configuration has about 600.
 _MAX_SIZE = 64 * 1024
+#: The base of ECS's metadata for this container.
+METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
+#: Path of the key unless the task definition names another.
+DEFAULT_KEY_FILE = "/run/berth/launch.key"
+#: Seconds for the task's id in all, for one try, and between two: the endpoint may start late.
+PATIENCE, TRY, PAUSE = 10.0, 2.0, 0.2
 
 
 class BadConfig(BerthError):
@@ -44,7 +61,7 @@ def parse_config(data: bytes) -> WorkerConfig:
 
 def read_config(descriptor: int = 0) -> WorkerConfig:
     """Reads the configuration to its end and leaves /dev/null in the descriptor's place."""
-    if container_launch.has_launch_document(os.environ):
+    if launch_document.DOCUMENT in os.environ:
         return _read_container_config()
     data = read_document(descriptor)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -65,8 +82,49 @@ def read_document(descriptor: int = 0) -> bytes:
 
 def _read_container_config() -> WorkerConfig:
     try:
-        config = parse_config(container_launch.read_launch_document(os.environ))
-        task_id = container_launch.read_task_id(os.environ)
+        config = parse_config(read_launch_document(os.environ))
+        task_id = read_task_id(os.environ)
     except (BadLaunchDocument, BadLaunchKey) as error:
         raise BadConfig(error.detail) from None
     return msgspec.structs.replace(config, task_id=task_id or config.task_id)
+
+
+def read_launch_document(environment: Mapping[str, str]) -> bytes:
+    """The decrypted document. Raises `BadLaunchDocument` or `BadLaunchKey`, never with a value."""
+    path = Path(environment.get(launch_document.KEY_FILE, DEFAULT_KEY_FILE))
+    try:
+        key = launch_document.key_from(path.read_bytes())
+    except OSError as error:
+        raise BadLaunchKey(f"no launch key at {path}: {error.strerror}") from None
+    return launch_document.unseal(
+        environment[launch_document.DOCUMENT], key, worker_id=environment.get(launch_document.WORKER, "")
+    )
+
+
+def read_task_id(environment: Mapping[str, str], patience: float = PATIENCE) -> str:
+    """This task's id, as its launcher knows it; '' outside of ECS. Raises `BadLaunchDocument`."""
+    base = environment.get(METADATA_VARIABLE, "")
+    if not base:
+        return ""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return _fetch_task_metadata(base)
+        except (OSError, ValueError, KeyError) as error:
+            if time.monotonic() > deadline:
+                raise BadLaunchDocument(f"ECS does not tell the task's id: {type(error).__name__}") from None
+            time.sleep(PAUSE)
+
+
+def _fetch_task_metadata(base: str) -> str:
+    """One plain request over a socket: `http.client` would cost each worker 6.5 MB (measured)."""
+    url = urlsplit(base)
+    with socket.create_connection((url.hostname or "", url.port or 80), timeout=TRY) as link:
+        link.sendall(f"GET {url.path}/task HTTP/1.0\r\nHost: {url.hostname}\r\n\r\n".encode())
+        answer = b""
+        while chunk := link.recv(65536):
+            answer += chunk
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if head.split(b" ", 2)[1:2] != [b"200"]:
+        raise OSError("refused")
+    return str(msgspec.json.decode(body)["TaskARN"]).rpartition("/")[2]

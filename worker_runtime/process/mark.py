@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from worker_runtime.process.clock import boot_ns, wall_ms
 from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text, lease_end_of
-from worker_runtime.process.valkey import Valkey
+from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -71,34 +71,30 @@ class WorkerMark:
         if shared_state.jobs_pid:  # jobs count as activity; without jobs the runner ends
             shared_state.last_activity_ms = wall_ms()
         user_id = shared_state.user_id
-        session = (
-            shared_state.session_number
-        )  # read before the key, so that the key is not an older session's
+        session = shared_state.session_number  # before the key, so that the key is not an older session's
         public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         sent = boot_ns()
-        outcome: bytes = client.run(
-            RENEW_MARK,
-            [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
-            [
-                shared_state.epoch,
-                config.worker_id,
-                int(config.mark_ttl * 1000),
-                *("task", config.task_id, "worker", config.worker_id, "epoch", shared_state.epoch),
-                *("version", config.version, "state", WorkerActivity(shared_state.state).name),
-                *(
-                    "launched_at",
-                    shared_state.launched_at_ms,
-                    "last_activity_ms",
-                    shared_state.last_activity_ms,
-                ),
-                *("session", session),
-                *("public_key", public_key.hex(), "proof", proof.hex()),
-                *("pid", shared_state.session_pid, "claim", shared_state.claim_id),
-                *("health", health_text(shared_state)),
-                *("connected", f"{shared_state.accounts_connected}/{shared_state.accounts}"),
-            ],
-        )
+        metadata: dict[str, Argument] = {
+            "task": config.task_id,
+            "worker": config.worker_id,
+            "epoch": shared_state.epoch,
+            "version": config.version,
+            "state": WorkerActivity(shared_state.state).name,
+            "launched_at": shared_state.launched_at_ms,
+            "last_activity_ms": shared_state.last_activity_ms,
+            "session": session,
+            "public_key": public_key.hex(),
+            "proof": proof.hex(),
+            "pid": shared_state.session_pid,
+            "claim": shared_state.claim_id,
+            "health": health_text(shared_state),
+            "connected": f"{shared_state.accounts_connected}/{shared_state.accounts}",
+        }
+        names = [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)]
+        words = [word for field in metadata.items() for word in field]
+        caller = (shared_state.epoch, config.worker_id, int(config.mark_ttl * 1000))
+        outcome: bytes = client.run(RENEW_MARK, names, [*caller, *words])
         if outcome != b"ok":
             return outcome.decode(), 0
         return "ok", lease_end_of(sent, config.mark_ttl)

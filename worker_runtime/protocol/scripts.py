@@ -15,13 +15,18 @@ class Script:
     source: str
     sha: str
 
+    @classmethod
+    def of(cls, name: str, *files: Path) -> Script:
+        """The script of these files, one after the other."""
+        source = "".join(file.read_text(encoding="utf-8") for file in files)
+        return cls(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
 
 _FOLDER = Path(__file__).parent / "lua"
 
 
 def _load(name: str) -> Script:
-    source = (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
-    return Script(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return Script.of(name, _FOLDER / f"{name}.lua")
 
 
 ENQUEUE = _load("enqueue")

@@ -199,9 +199,7 @@ class PostponedOrder:
         if self._deadline_ns is None:
             return 0.0
         account_id = self._account_id
-        if broker_sessions.is_ready(account_id) or broker_sessions.is_refused(account_id):
-            return 0.0
-        if broker_sessions.has_other_session(account_id):
+        if broker_sessions.is_settled(account_id) or broker_sessions.has_other_session(account_id):
             return 0.0
         return max(0.0, seconds_until(self._deadline_ns))
 

@@ -40,11 +40,6 @@ class OpenedAccount:
     version: int
     credentials: Credentials = field(repr=False)
 
-    @classmethod
-    def of(cls, sealed: SealedAccount, credentials: Credentials) -> OpenedAccount:
-        key = ConnectionKey(sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id)
-        return cls(key, sealed.version, credentials)
-
 
 class AccountSession:
     """An account with a live broker session, or without one and the reason for that."""
@@ -165,4 +160,5 @@ class CredentialOpener:
         except MalformedMessage:
             # Without the cause: its text comes from what was sealed.
             raise InvalidSeal("what was sealed is no set of credentials") from None
-        return OpenedAccount.of(sealed, credentials)
+        key = ConnectionKey(sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id)
+        return OpenedAccount(key, sealed.version, credentials)

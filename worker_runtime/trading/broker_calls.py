@@ -74,7 +74,7 @@ class BrokerCalls:
         return self._broker_sessions.has_other_session(account_id)
 
     def key_of(self, account_id: str) -> ConnectionKey:
-        return self._broker_sessions.key_of(account_id)
+        return self._broker_sessions.session(account_id).account.key
 
     def call_timeout(self, item: QueueItem) -> float:
         """Seconds that a broker call may take now. Raises `Fenced`, `LeaseLost` or `DeadlineExceeded`."""
@@ -107,7 +107,7 @@ class BrokerCalls:
             self.call_timeout(item)
             return item.seconds_left()
 
-        self._rate_limiter.spend(self._broker_sessions.account_of(account_id), what, wait_limit)
+        self._rate_limiter.spend(self._broker_sessions.session(account_id).account, what, wait_limit)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes something at the broker, once; `call` takes its timeout in seconds.
@@ -120,10 +120,10 @@ class BrokerCalls:
                 return call(timeout)
         except _NOT_DONE as error:
             if not isinstance(error, _KEEP_SESSION):
-                self._broker_sessions.invalidate(account_id, error.code)
+                self._broker_sessions.drop(self._broker_sessions.session(account_id), error.code)
             raise
         except Exception as error:  # a timeout, a lost connection, a fault in the adapter
-            self._broker_sessions.mark_suspect(account_id)
+            self._broker_sessions.session(account_id).suspect = True
             if isinstance(error, OutcomeUnknown):
                 raise
             if not isinstance(error, BerthError):
@@ -139,9 +139,9 @@ class BrokerCalls:
                 return call(timeout)
         except BerthError as error:
             if not isinstance(error, RateLimited):  # a ping would be one call more
-                self._broker_sessions.mark_suspect(account_id)
+                self._broker_sessions.session(account_id).suspect = True
             raise
         except Exception as error:  # a fault in the adapter
-            self._broker_sessions.mark_suspect(account_id)
+            self._broker_sessions.session(account_id).suspect = True
             self._log.crash("broker_call_crashed", error)
             raise BrokerUnreachable(f"the call ended with {type(error).__name__}") from None

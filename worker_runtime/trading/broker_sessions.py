@@ -69,21 +69,18 @@ class BrokerSessions:
         """Whether there are credentials. A fresh session has none until the orchestrator sends them."""
         return bool(self._account_sessions)
 
-    def is_ready(self, account_id: str) -> bool:
-        """Whether this account has a session, with its orders listed."""
+    def is_settled(self, account_id: str) -> bool:
+        """Whether this account has a session with its orders listed, or its login was refused, for good."""
         session = self._account_sessions.get(account_id)
-        return session is not None and session.broker is not None and session.listed
+        if session is None:
+            return False
+        return session.refused is not None or (session.broker is not None and session.listed)
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account has a session."""
         return any(
             session.broker is not None for session in self.account_sessions() if session.name != account_id
         )
-
-    def is_refused(self, account_id: str) -> bool:
-        """Whether the broker refused this account's login, which is then not tried again."""
-        session = self._account_sessions.get(account_id)
-        return session is not None and session.refused is not None
 
     def account_sessions(self) -> Collection[AccountSession]:
         """One for each account, connected or not."""
@@ -138,11 +135,9 @@ class BrokerSessions:
         self._health.update(self.account_sessions(), session.name)
         return error
 
-    def account_of(self, account_id: str) -> OpenedAccount:
-        return self._account_sessions[account_id].account
-
-    def key_of(self, account_id: str) -> ConnectionKey:
-        return self._account_sessions[account_id].account.key
+    def session(self, account_id: str) -> AccountSession:
+        """Call it only for an account that has had a session."""
+        return self._account_sessions[account_id]
 
     def renew_leases(self) -> None:
         """Renews the leases of the person's broker connections when due."""
@@ -150,18 +145,10 @@ class BrokerSessions:
             [session.account for session in self.account_sessions() if session.broker is not None]
         )
 
-    def mark_suspect(self, account_id: str) -> None:
-        """Marks a session whose last call had no clear answer. It is pinged before its next use."""
-        self._account_sessions[account_id].suspect = True
-
-    def invalidate(self, account_id: str, reason: str) -> None:
-        """Closes a session that the broker has ended. The next call that needs it rebuilds it."""
-        self._drop(self._account_sessions[account_id], reason)
-
     def drop_if_ended(self, session: AccountSession) -> None:
         """Drops a session that has ended, as its adapter knows."""
         if session.broker is not None and not session.broker.alive():
-            self._drop(session, "the broker ended the session")
+            self.drop(session, "the broker ended the session")
 
     def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
@@ -176,7 +163,7 @@ class BrokerSessions:
             with self._shared_state.busy(limit):
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
-            self._drop(session, type(error).__name__)
+            self.drop(session, type(error).__name__)
             return
         session.suspect = False
         session.used_at = time.monotonic()
@@ -354,7 +341,8 @@ class BrokerSessions:
         session.listing_backoff.reset()
         return None
 
-    def _drop(self, session: AccountSession, reason: str) -> None:
+    def drop(self, session: AccountSession, reason: str) -> None:
+        """Closes a session that has ended. The next call that needs it rebuilds it."""
         broker = session.lost(reason)
         if broker is not None:
             self._end(broker, session.account)

@@ -1,6 +1,4 @@
-"""Calls the SDK within a time limit, and builds and finds its objects.
-
-Orders in the SDK's own objects: what is made before a submission, and found before a change.
+"""Calls the SDK within a time limit, builds its objects before a submission, and finds them before a change.
 
 Nothing here sends anything that changes an order. The SDK comes in as an argument.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha1
 from pathlib import Path
 
 from worker_runtime.protocol.scripts import Script
@@ -13,8 +12,7 @@ _LOADED: list[Script] = []
 
 
 def _load(name: str) -> Script:
-    source = "".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in ("queue_lib", name))
-    script = Script(f"jobs/{name}", source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    script = Script.of(f"jobs/{name}", _FOLDER / "queue_lib.lua", _FOLDER / f"{name}.lua")
     _LOADED.append(script)
     return script
 

@@ -18,7 +18,7 @@ from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 from worker_runtime.process.valkey import Valkey, ValkeyUnreachable
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Answer, Failure, decode, encode
 from worker_runtime.protocol.requests import QueryAccount, decode_report, parse_frame
 
@@ -38,7 +38,8 @@ def position_snapshot_job(valkey_url: str) -> JobType:
     def snapshot(arguments: SnapshotPositions, _context: JobContext) -> PositionSnapshot:
         answer = _ask_session(valkey_url, arguments)
         if answer.failure is not None:
-            raise _job_error(answer.failure)
+            text = f"{answer.failure.code}: {answer.failure.detail}"
+            raise RetryLater(text) if answer.failure.retryable else JobFailed(text)
         try:
             report = decode_report(answer.report or {})
         except msgspec.ValidationError:
@@ -52,11 +53,6 @@ def position_snapshot_job(valkey_url: str) -> JobType:
         )
 
     return JobType(name=catalog.SNAPSHOT.name, arguments=SnapshotPositions, run=snapshot)
-
-
-def _job_error(failure: Failure) -> BerthError:
-    text = f"{failure.code}: {failure.detail}"
-    return RetryLater(text) if failure.retryable else JobFailed(text)
 
 
 def _ask_session(valkey_url: str, arguments: SnapshotPositions) -> Answer:

@@ -17,7 +17,7 @@ from infra.settings import EcsSettings
 from tests.contract.launchers.ecs.ecs_ground import KEY
 from tests.contract.launchers.ecs.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
 from tests.contract.launchers.specs import spec
-from worker_runtime.process import container_launch
+from worker_runtime.process import config
 from worker_runtime.protocol import launch_document
 
 TASK = Path(__file__).resolve().parents[4] / "infra/images/fargate_task.json"
@@ -57,7 +57,7 @@ def test_the_worker_opens_its_document_with_the_key_that_was_handed_over(tmp_pat
     # As `openssl rand -base64 64` writes it: in two lines.
     key_file = hand_over(tmp_path, base64.encodebytes(KEY).decode())
     assert key_file.stat().st_mode & 0o777 == 0o600
-    document = container_launch.read_launch_document({**given, launch_document.KEY_FILE: str(key_file)})
+    document = config.read_launch_document({**given, launch_document.KEY_FILE: str(key_file)})
     assert json.loads(document)["worker_id"] == "w-1"
 
 
@@ -68,7 +68,7 @@ def test_the_worker_waits_for_the_key_and_cannot_change_it() -> None:
     assert worker["essential"]
     assert "secrets" not in worker
     mounts = {one["containerPath"]: one for one in worker["mountPoints"]}
-    folder = str(Path(container_launch.DEFAULT_KEY_FILE).parent)
+    folder = str(Path(config.DEFAULT_KEY_FILE).parent)
     assert mounts[folder]["readOnly"]
     written = {one["containerPath"]: one["sourceVolume"] for one in key["mountPoints"]}
     assert written[folder] == mounts[folder]["sourceVolume"]

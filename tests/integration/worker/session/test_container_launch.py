@@ -18,7 +18,7 @@ from infra.local.servers import ValkeyServer
 from infra.settings import EcsSettings
 from infra.valkey.client import reply_of
 from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
-from worker_runtime.process.container_launch import METADATA_VARIABLE
+from worker_runtime.process.config import METADATA_VARIABLE
 from worker_runtime.protocol import keys, launch_document
 from worker_runtime.protocol.launch import WorkerConfig
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
 from tests.unit.worker_runtime.process.test_config import CONFIG
-from worker_runtime.process import config, container_launch
+from worker_runtime.process import config
 from worker_runtime.process.config import BadConfig
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunchKey
@@ -27,7 +27,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_document.DOCUMENT, document)
     monkeypatch.setenv(launch_document.WORKER, CONFIG.worker_id)
     monkeypatch.setenv(launch_document.KEY_FILE, str(path))
-    monkeypatch.delenv(container_launch.METADATA_VARIABLE, raising=False)
+    monkeypatch.delenv(config.METADATA_VARIABLE, raising=False)
 
 
 def test_the_document_is_read_without_standard_input(environment: None) -> None:
@@ -37,14 +37,14 @@ def test_the_document_is_read_without_standard_input(environment: None) -> None:
 @pytest.mark.parametrize("refusals", [0, 2])
 def test_ecs_tells_the_task_s_id(environment: None, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
     with metadata_server(refusals) as base:
-        monkeypatch.setenv(container_launch.METADATA_VARIABLE, base)
+        monkeypatch.setenv(config.METADATA_VARIABLE, base)
         assert config.read_config(-1) == msgspec.structs.replace(CONFIG, task_id=TASK_ID)
 
 
 def test_a_worker_that_cannot_learn_its_task_does_not_start() -> None:
-    nobody = {container_launch.METADATA_VARIABLE: "http://127.0.0.1:1/v4/0f3c"}
+    nobody = {config.METADATA_VARIABLE: "http://127.0.0.1:1/v4/0f3c"}
     with pytest.raises(BadLaunchDocument, match="task's id"):
-        container_launch.read_task_id(nobody, patience=0.1)
+        config.read_task_id(nobody, patience=0.1)
 
 
 @pytest.mark.parametrize(

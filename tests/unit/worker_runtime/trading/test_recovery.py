@@ -324,7 +324,7 @@ def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_takes_no_
 
 def test_where_there_is_no_room_in_time_the_caller_hears_when_there_will_be() -> None:
     setting = MarketConnections("a1").connected()
-    setting.broker_sessions.mark_suspect("a1")
+    setting.broker_sessions.session("a1").suspect = True
     setting.budget.full = True
     with pytest.raises(RateLimited) as refused:
         setting.broker_sessions.ensure_session("a1", 5.0)
@@ -335,7 +335,7 @@ def test_where_there_is_no_room_in_time_the_caller_hears_when_there_will_be() ->
 
 def test_without_the_lease_nobody_waits_for_a_budget() -> None:
     setting = MarketConnections("a1").connected()
-    setting.broker_sessions.mark_suspect("a1")
+    setting.broker_sessions.session("a1").suspect = True
     setting.broker_sessions.ensure_session("a1", 90.0)
     patience = setting.budget.asked[-1]
     assert patience() > 80
