@@ -7,24 +7,26 @@ delays it.
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
-from worker_runtime.jobs.listener import QueueListener
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.queue import ClaimBatch, ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
-from worker_runtime.jobs.types.job_registry import JobRegistry
+from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
 from worker_runtime.process import kernel
-from worker_runtime.process.doorbell import WakePipe
+from worker_runtime.process.doorbell import Doorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
-from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 #: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a quota of a
@@ -34,6 +36,59 @@ _MAX_CLAIM = 4
 _SHUTDOWN_LIMIT = 10.0
 #: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
+#: Seconds. No other runner waits to take over from a user's, so a long lease will do: one write in five seconds.
+_USERS_LEASE = 15.0
+#: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
+_USERS_NICE = 10
+
+
+class QueueListener(Doorbell):
+    """A doorbell that is heard once for each `listen`: a busy runner must not take the rings of idle ones.
+
+    Calls `on_element` with the element that arrives. Calls `on_connect` after each new connection: an element
+    may have been lost before it.
+    """
+
+    def __init__(
+        self,
+        client: Valkey,
+        selector: selectors.BaseSelector,
+        log: Log,
+        on_element: Callable[[bytes], None],
+        on_connect: Callable[[], None],
+    ) -> None:
+        """`client` is used by this listener alone."""
+        super().__init__(client, (), selector, log)
+        self._on_element = on_element
+        self._on_connect = on_connect
+
+    def __call__(self) -> None:
+        """Reads what has arrived; the runner's loop calls this when the connection is readable."""
+        for element in self.read_rings():
+            self._keys = ()
+            self._on_element(element)
+
+    def seconds_until_due(self) -> float:
+        """Seconds until `run_due` has something to do."""
+        return self.left() if self._keys else 3600.0
+
+    def listen(self, keys: Sequence[str]) -> None:
+        """Waits for one element of these lists, unless it waits already."""
+        if not self._keys:
+            self._keys = tuple(keys)
+            self.run_due()
+
+    def run_due(self) -> bool:
+        """Connects, if it should wait and has no live connection; true if it has connected."""
+        connected = bool(self._keys) and super().run_due()
+        if connected:
+            self._on_connect()
+        return connected
+
+    def stop(self) -> None:
+        """Stops waiting and closes the connection."""
+        self._keys = ()
+        self.close()
 
 
 class JobRunner:
@@ -270,3 +325,24 @@ class JobRunner:
                 self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
                 self._executor.stopping = True
                 self._doorbell.stop()
+
+
+def run_for_user(config: WorkerConfig, user_id: str, log: Log) -> ExitCode:
+    """Runs a user's own jobs beside the session, one at a time, until there was none for a while or a signal
+    comes."""
+    os.nice(_USERS_NICE)
+    try:
+        kernel.die_first()  # when memory runs out; by size alone the session would die first
+    except OSError as error:
+        log.warning("oom_score_not_raised", reason=errno.errorcode.get(error.errno or 0, ""))
+    runner = RunnerConfig(
+        name=config.worker_id,
+        node=config.worker_id,
+        valkey_url=config.valkey_url,
+        tag=job_keys.user_tag(user_id),
+        lease=_USERS_LEASE,
+        idle_exit=config.jobs_idle,
+        version=config.version,
+        log_level=config.log_level,
+    )
+    return JobRunner(runner, build_registry(runner), log).run()

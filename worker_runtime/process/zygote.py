@@ -103,7 +103,7 @@ class Zygote:
     def jobs_main(self) -> ExitCode:
         """Runs in the process of the user's job runner."""
         # Here, not above: workers whose users have no jobs do not pay for it.
-        from worker_runtime.jobs.user_runner import run_for_user
+        from worker_runtime.jobs.runner import run_for_user
 
         return run_for_user(self._config, self._shared_state.user_id, self._log.bind(process="jobs"))
 

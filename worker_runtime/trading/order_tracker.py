@@ -129,7 +129,7 @@ class OrderTracker:
         entry.learn(placed)
         self._by_broker_id[order.account_id, placed.broker_order_id] = order.order_id
         if placed.state not in (OrderState.REJECTED, OrderState.UNKNOWN):
-            self._emit(entry, "submitted", state=OrderState.SUBMITTED)
+            self._emit(entry, placed, "submitted", OrderState.SUBMITTED, [])
         self._advance(entry, placed)
         self._apply_unmatched()
         return entry.outcome
@@ -194,57 +194,39 @@ class OrderTracker:
         # Our tags never repeat, but an order that is not ours may have the same one. (The symbol may differ:
         # a rolling code stands for a real one.)
         same = entry.order.side is reported.side and reported.quantity <= entry.order.quantity
-        return (
-            order_id if same and entry.outcome.broker_order_id in (None, reported.broker_order_id) else None
-        )
+        other = entry.outcome.broker_order_id not in (None, reported.broker_order_id)
+        return None if other or not same else order_id
 
     def _advance(self, entry: _TrackedOrder, reported: ExchangeOrder, fill: Fill | None = None) -> None:
         """Sends an event for each fill, with the quantity filled until then, and one for the state."""
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)
-        filled = 0
+        final = reported.state in FINAL_ORDER_STATES
         for number, known in enumerate(fills, 1):
-            filled += known.quantity
-            last = number == len(fills)
-            whole = filled >= reported.quantity
+            until = fills[:number]
+            whole = sum(one.quantity for one in until) >= reported.quantity
             state = OrderState.FILLED if whole else OrderState.PART_FILLED
-            self._emit(
-                entry,
-                f"fill:{known.fill_id}",
-                state=reported.state if last and reported.state in FINAL_ORDER_STATES else state,
-                fill=known,
-                filled=filled,
-                price=average_fill_price(fills[:number]),
-                broker_order_id=reported.broker_order_id,
-            )
+            if final and number == len(fills):
+                state = reported.state
+            self._emit(entry, reported, f"fill:{known.fill_id}", state, until, fill=known)
         # An order that was reduced to its filled quantity is filled without a further fill.
         already_sent = reported.state is OrderState.FILLED and entry.reported_filled
-        if (
-            reported.state is OrderState.SUBMITTED or reported.state in FINAL_ORDER_STATES
-        ) and not already_sent:
-            self._emit(
-                entry,
-                reported.state.value,
-                state=reported.state,
-                filled=filled,
-                price=average_fill_price(fills),
-                broker_order_id=reported.broker_order_id,
-                reason=reported.reason,
-            )
+        if (final or reported.state is OrderState.SUBMITTED) and not already_sent:
+            self._emit(entry, reported, reported.state.value, reported.state, fills, reason=reported.reason)
 
     def _emit(
         self,
         entry: _TrackedOrder,
+        reported: ExchangeOrder,
         what: str,
-        *,
         state: OrderState,
+        fills: list[Fill],
+        *,
         fill: Fill | None = None,
-        filled: int = 0,
-        price: Decimal | None = None,
-        broker_order_id: str | None = None,
         reason: str | None = None,
     ) -> None:
+        """Sends one event, once. `fills` are those until then."""
         event_id = f"{entry.order.order_id}:{what}"
         if event_id in self._sent_ids:
             return
@@ -260,10 +242,10 @@ class OrderTracker:
                 epoch=self._epoch,
                 state=state,
                 at_ms=wall_ms(),
-                broker_order_id=broker_order_id or entry.outcome.broker_order_id,
+                broker_order_id=reported.broker_order_id,
                 fill=fill,
-                filled_quantity=filled,
-                average_price=price,
+                filled_quantity=sum(one.quantity for one in fills),
+                average_price=average_fill_price(fills),
                 reason=reason,
             )
         )
