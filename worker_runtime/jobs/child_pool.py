@@ -167,7 +167,6 @@ class ChildPool:
         return len(self._all)
 
     def has_spare(self) -> bool:
-        """Whether a child is ready for a job."""
         return bool(self._free)
 
     def fork_spare(self) -> None:

@@ -199,7 +199,6 @@ class JobExecutor:
         self.prefetched.clear()
 
     def close(self) -> None:
-        """Kills all children."""
         self._pool.close()
 
     def reap_children(self) -> None:

@@ -36,7 +36,7 @@ _MAX_CLAIM = 4
 _SHUTDOWN_LIMIT = 10.0
 #: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
-#: Seconds. No other runner waits to take over from a user's, so a long lease will do: one write in five seconds.
+#: Seconds. No other runner waits to take over from a user's, so a long lease will do: a write every 5 s.
 _USERS_LEASE = 15.0
 #: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
 _USERS_NICE = 10

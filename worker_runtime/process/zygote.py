@@ -91,17 +91,14 @@ class Zygote:
         return end
 
     def session_main(self) -> ExitCode:
-        """Runs in the session process."""
         log = self._log.bind(process="session")
         return Session(self._config, self._shared_state, self._load_factory, log).run()
 
     def supervisor_main(self) -> ExitCode:
-        """Runs in the supervisor process."""
         log = self._log.bind(process="supervisor")
         return Supervisor(self._config, self._shared_state, log).run()
 
     def jobs_main(self) -> ExitCode:
-        """Runs in the process of the user's job runner."""
         # Here, not above: workers whose users have no jobs do not pay for it.
         from worker_runtime.jobs.runner import run_for_user
 

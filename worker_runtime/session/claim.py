@@ -149,6 +149,10 @@ class InboxHandler(ABC):
         self._send_buffer.send_claim_reply(reply)
         return reply
 
+    def _refuse(self, message: Claim | Connect, epoch: int, failure: BerthError) -> None:
+        self._log.warning("claim_refused", claim_id=message.claim_id, reason=failure.detail)
+        self._reply(message.claim_id, epoch, message.attempt, failure)
+
 
 class ClaimHandler(InboxHandler):
     """Takes a worker from the pool to its user."""
@@ -168,7 +172,7 @@ class ClaimHandler(InboxHandler):
     def _on_claim(self, claim: Claim) -> None:
         if self._claim is not None:
             if claim.claim_id != self._claim.claim_id:
-                self._refuse(claim, ClaimRefused(), "already claimed")
+                self._refuse(claim, claim.epoch, ClaimRefused())
             elif self._last_reply is not None:
                 self._send_buffer.send_claim_reply(self._last_reply)
             return
@@ -177,7 +181,7 @@ class ClaimHandler(InboxHandler):
         state.state = WorkerActivity.Claimed
         settled = self._settle(claim)
         if settled != "confirmed":
-            self._refuse(claim, ClaimRefused(f"the claim is {settled}"), settled)
+            self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
             raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
         self._claim = claim
         self._claimed_at_ms = state.last_activity_ms = wall_ms()
@@ -240,10 +244,6 @@ class ClaimHandler(InboxHandler):
     def _answer(self, claim: Claim, attempt: int, failure: BerthError | None) -> None:
         self._last_reply = self._reply(claim.claim_id, claim.epoch, attempt, failure)
 
-    def _refuse(self, claim: Claim, failure: ClaimRefused, reason: str) -> None:
-        self._log.warning("claim_refused", claim_id=claim.claim_id, reason=reason)
-        self._reply(claim.claim_id, claim.epoch, claim.attempt, failure)
-
 
 class ResumeHandler(InboxHandler):
     """Brings a fresh session into the place of one that died, for the same user.
@@ -278,19 +278,19 @@ class ResumeHandler(InboxHandler):
         return wait if self._needs_credentials() else math.inf
 
     def _on_claim(self, claim: Claim) -> None:
-        self._refuse(claim, claim.epoch)
+        self._refuse_as_replaced(claim, claim.epoch)
 
     def _on_connect(self, message: Connect) -> None:
         if message.claim_id == self._shared_state.claim_id:
-            self._refuse(message, self._shared_state.epoch)
+            self._refuse_as_replaced(message, self._shared_state.epoch)
         else:
             self._log.warning("connect_dropped", claim_id=message.claim_id)
 
-    def _refuse(self, message: Claim | Connect, epoch: int) -> None:
+    def _refuse_as_replaced(self, message: Claim | Connect, epoch: int) -> None:
         ours = message.claim_id == self._shared_state.claim_id
-        failure = WorkerUnavailable("the session was replaced") if ours else ClaimRefused()
-        self._log.warning("claim_refused", claim_id=message.claim_id, reason=failure.detail)
-        self._reply(message.claim_id, epoch, message.attempt, failure)
+        self._refuse(
+            message, epoch, WorkerUnavailable("the session was replaced") if ours else ClaimRefused()
+        )
 
     def _needs_credentials(self) -> bool:
         return self.request_loop is not None and not self.request_loop.broker_sessions.loaded

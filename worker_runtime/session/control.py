@@ -33,8 +33,6 @@ RELOAD_TIMEOUT = 15.0
 
 
 class ControlHandler:
-    """Carries out control messages for one user."""
-
     def __init__(
         self,
         broker_sessions: BrokerSessions,

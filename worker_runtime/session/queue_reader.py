@@ -46,8 +46,6 @@ class QueueItem:
 
 
 class RequestQueueReader:
-    """One session's pops for one user."""
-
     def __init__(self, client: Valkey, shared_state: SharedState, worker_id: str) -> None:
         self._client = client
         self._shared_state = shared_state

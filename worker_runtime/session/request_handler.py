@@ -18,8 +18,6 @@ from worker_runtime.trading.reconciliation import AccountReader
 
 
 class RequestHandler:
-    """Handles the requests of one user."""
-
     def __init__(
         self,
         submitter: OrderSubmitter,

@@ -106,7 +106,6 @@ class AccountSession:
         return broker
 
     def opened(self, broker: Broker) -> None:
-        """Records a successful login."""
         self.broker = broker
         self.listed = False
         self.listing_backoff.reset()
@@ -118,7 +117,6 @@ class AccountSession:
         self.login_backoff.reset()
 
     def failed(self, error: BerthError) -> None:
-        """Records a failed login."""
         self.error = error
         if isinstance(error, LoginRejected):
             self.refused = error

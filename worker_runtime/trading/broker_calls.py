@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 
 class BrokerCalls:
-    """Calls the brokers of one user."""
-
     def __init__(
         self,
         broker_sessions: BrokerSessions,

@@ -1,7 +1,8 @@
 """Opens, checks, rebuilds and closes the user's broker sessions.
 
 Everything here runs in the session's main thread, so that the lease is checked in the thread that calls. No
-call may outlast the lease less its margin, and the shared state says how long each may take.
+call may outlast the lease less its margin, and the shared state says how long each may take. Timeouts are
+seconds.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ LISTING_TIMEOUT = 5.0
 
 
 class BrokerSessions:
-    """Opens, checks, rebuilds and closes the broker sessions of one user. Timeouts in seconds."""
-
     def __init__(
         self,
         load_factory: Callable[[], BrokerFactory],

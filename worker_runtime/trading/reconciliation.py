@@ -29,8 +29,6 @@ MAX_ORDER_BYTES = 128 * 1024
 
 
 class AccountReconciler:
-    """Lists an account's orders and positions for one user's worker."""
-
     def __init__(
         self,
         tracker: OrderTracker,

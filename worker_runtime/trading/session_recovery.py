@@ -31,8 +31,6 @@ _REBUILD_TIMEOUT = 8.0
 
 
 class SessionRecovery:
-    """Checks and rebuilds one user's broker sessions."""
-
     def __init__(
         self,
         broker_sessions: BrokerSessions,
@@ -101,7 +99,9 @@ class SessionRecovery:
                 raise WorkerExit(ExitCode.SESSION_REPLACE, reason)
         lost = [session for session in missing if session.refused is not None or session in spent]
         if len(lost) == len(sessions):
-            self._fail(_reason(lost[0]))
+            reason = _reason(lost[0])
+            self._add_event(WorkerEventKind.FAILED, reason)
+            raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
     def _spent(self, session: AccountSession) -> bool:
         """Whether further tries of this process make no sense. A fresh process, which never had a session,
@@ -111,10 +111,6 @@ class SessionRecovery:
         if not session.was_open:
             return session.failures > 0
         return session.failures >= MAX_LOGIN_FAILURES or session.failing_for() > self._away_limit
-
-    def _fail(self, reason: str) -> None:
-        self._add_event(WorkerEventKind.FAILED, reason)
-        raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
     def _ping(self, session: AccountSession) -> None:
         try:

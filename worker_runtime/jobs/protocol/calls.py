@@ -97,11 +97,6 @@ def weight_field(queue: str) -> str:
     return f"weight:{queue}"
 
 
-def boost_field(queue: str) -> str:
-    """Field of the settings: ms of waiting that one step of priority is worth on this queue."""
-    return f"boost:{queue}"
-
-
 def limit_field(name: str) -> str:
     """Field of the settings: jobs of this type that may run at once, everywhere."""
     return f"limit:{name}"

@@ -28,8 +28,6 @@ from worker_runtime.protocol.errors import MalformedMessage
 
 
 class JobRegistry:
-    """All types of one runner."""
-
     def __init__(self, *types: JobType) -> None:
         self._types = {kind.name: kind for kind in types}
         # Built in the parent: each fresh child would have to build its own.

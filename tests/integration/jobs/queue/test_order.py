@@ -33,7 +33,7 @@ def test_types_of_one_queue_share_one_order(stage: QueueStage) -> None:
 
 
 def test_a_job_that_waited_long_overtakes_a_higher_priority(stage: QueueStage) -> None:
-    stage.setting(job_calls.boost_field("default"), 0.001)  # one microsecond a step
+    stage.setting("boost:default", 0.001)  # one microsecond a step
     runner = stage.runner()
     stage.enqueue("low", priority=0)
     stage.enqueue("high", priority=9)
