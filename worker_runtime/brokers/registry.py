@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.protocol.errors import BrokerError
 from worker_runtime.protocol.launch import WorkerConfig
-
-
-def _paper(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-    from worker_runtime.brokers.paper import PaperBroker
-
-    if not config.paper_exchange:
-        raise BrokerError("this worker does not know where the paper exchange is")
-    return PaperBroker(config.paper_exchange, key.account_id, client, on_order)
-
-
-def _shioaji(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-    from worker_runtime.brokers.shioaji.broker import ShioajiBroker
-    from worker_runtime.process.log import silence_libraries
-
-    silence_libraries()
-    return ShioajiBroker(key, on_order)
-
-
-_BROKERS: dict[str, Callable[[WorkerConfig, ConnectionKey, str, OnOrderChanged], Broker]] = {
-    "paper": _paper,
-    "shioaji": _shioaji,
-}
 
 
 def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
@@ -37,8 +13,16 @@ def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_orde
     `client` names this worker in the exchange's ledger; `on_order` is called from any thread. Raises
     `BrokerError` for a broker that this release does not know.
     """
-    try:
-        make = _BROKERS[key.broker]
-    except KeyError:
-        raise BrokerError(f"unknown broker {key.broker!r}; known: {', '.join(sorted(_BROKERS))}") from None
-    return make(config, key, client, on_order)
+    if key.broker == "paper":
+        from worker_runtime.brokers.paper import PaperBroker
+
+        if not config.paper_exchange:
+            raise BrokerError("this worker does not know where the paper exchange is")
+        return PaperBroker(config.paper_exchange, key.account_id, client, on_order)
+    if key.broker == "shioaji":
+        from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+        from worker_runtime.process.log import silence_libraries
+
+        silence_libraries()
+        return ShioajiBroker(key, on_order)
+    raise BrokerError(f"unknown broker {key.broker!r}; known: paper, shioaji")
