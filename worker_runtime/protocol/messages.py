@@ -92,13 +92,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 # --- API → worker -----------------------------------------------------------------------------------
 
 
-class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
-    """Submits one order, at most once."""
+class RequestMessage(Message, frozen=True, kw_only=True):
+    """What each request in a user's queue carries."""
 
     request_id: str
-    order_id: str
     user_id: str
     account_id: str
+    #: Channel of the API process that waits.
+    reply_to: str
+    #: Generation of Valkey under which this was enqueued.
+    generation: str
+
+
+class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
+    """Submits one order, at most once."""
+
+    order_id: str
     symbol: str
     side: Side
     quantity: int
@@ -107,10 +116,6 @@ class PlaceOrder(Message, frozen=True, kw_only=True, tag="place_order"):
     time_in_force: TimeInForce
     #: At most 6 characters: all that Shioaji's `custom_field` holds.
     tag: str
-    #: Channel of the API process that waits.
-    reply_to: str
-    #: Generation of Valkey under which this was enqueued.
-    generation: str
     #: Whether it can only make a position smaller, and so passes a switch that says REDUCING.
     reduce_only: bool = False
     #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole `account`, or

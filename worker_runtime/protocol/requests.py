@@ -18,7 +18,7 @@ import msgspec
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.exchange import Balance as Balance
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
-from worker_runtime.protocol.messages import Message, PlaceOrder
+from worker_runtime.protocol.messages import PlaceOrder, RequestMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +40,35 @@ def parse_frame(raw: bytes) -> Frame:
     return Frame(raw, int(parts[0]), parts[1].decode("ascii"), parts[2])
 
 
-class CancelOrder(Message, frozen=True, kw_only=True, tag="cancel_order"):
+class ChangeMessage(RequestMessage, frozen=True, kw_only=True):
+    """What a request carries that changes a working order."""
+
+    order_id: str
+    symbol: str
+    tag: str
+    broker_order_id: str | None
+
+
+class CancelOrder(ChangeMessage, frozen=True, kw_only=True, tag="cancel_order"):
     """Cancels a working order. Passes every switch."""
 
-    request_id: str
-    order_id: str
-    user_id: str
-    account_id: str
-    symbol: str
-    tag: str
-    broker_order_id: str | None
-    reply_to: str
-    generation: str
 
-
-class ReplaceOrder(Message, frozen=True, kw_only=True, tag="replace_order"):
+class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"):
     """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
 
-    request_id: str
-    order_id: str
-    user_id: str
-    account_id: str
-    symbol: str
-    tag: str
-    broker_order_id: str | None
     #: New total quantity, at least the filled one; None: unchanged. It can only fall (Shioaji, TAIFEX).
     quantity: int | None
     price: Decimal | None
-    reply_to: str
-    generation: str
 
 
-class QueryAccount(Message, frozen=True, kw_only=True, tag="query_account"):
+class QueryAccount(RequestMessage, frozen=True, kw_only=True, tag="query_account"):
     """Asks what the broker knows of one account now. The answer carries an `AccountReport`."""
 
-    request_id: str
-    user_id: str
-    account_id: str
     orders: bool = True
     #: Only the orders with these tags; empty: all. A report has room for some hundreds.
     tags: tuple[str, ...] = ()
     positions: bool = False
     balance: bool = False
-    reply_to: str
-    generation: str
 
 
 Request = PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount

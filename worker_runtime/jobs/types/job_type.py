@@ -13,6 +13,7 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Bytes of address space that a job may take beyond what its process has at the start.
 DEFAULT_MEMORY = 512 * 1024 * 1024
+_PASSING_ERRORS = (ConnectionError, TimeoutError)
 
 
 class JobContext(msgspec.Struct, frozen=True):
@@ -47,11 +48,8 @@ class JobType:
     name: str
     arguments: type[msgspec.Struct]
     run: Callable[[Any, JobContext], object]
-    #: Errors after which another attempt makes sense; a `BerthError` says so itself.
-    retry_on: tuple[type[Exception], ...] = (ConnectionError, TimeoutError)
     memory: int = DEFAULT_MEMORY
 
     def retryable(self, error: BaseException) -> bool:
-        if isinstance(error, BerthError):
-            return error.retryable
-        return isinstance(error, self.retry_on)
+        """Whether another attempt makes sense after this error."""
+        return error.retryable if isinstance(error, BerthError) else isinstance(error, _PASSING_ERRORS)
