@@ -59,7 +59,7 @@ class FakeMarket:
         self._accounts[account] = Credentials(api_key=api_key, secret_key=secret_key)
 
     def set_price(self, symbol: str, price: Decimal) -> None:
-        """Moves the market; resting orders that it crosses are filled and told."""
+        """Moves the market; resting orders that it crosses are filled and reported."""
         with self._lock:
             self._prices[symbol] = price
             for index, (account, note, order) in enumerate(self.taken):
@@ -67,7 +67,7 @@ class FakeMarket:
                     settled = self._match(order)
                     if settled is not order:
                         self.taken[index] = (account, note, settled)
-                        self._tell(account, settled)
+                        self._report(account, settled)
 
     def orders(self, account: str) -> list[ExchangeOrder]:
         return [order for owner, _, order in self.taken if owner == account]
@@ -97,7 +97,7 @@ class FakeMarket:
                 new = self._match(new)
             self.taken.append((account, order.order_id, new))
             if new.fills:
-                self._tell(account, new)
+                self._report(account, new)
             return new
 
     def change(
@@ -118,7 +118,7 @@ class FakeMarket:
             else:
                 settled = self._match(_changed(order, quantity, price))
             self.taken[own[0]] = (account, note, settled)
-            self._tell(account, settled)
+            self._report(account, settled)
             return settled
 
     def _match(self, order: ExchangeOrder) -> ExchangeOrder:
@@ -139,7 +139,7 @@ class FakeMarket:
             return replace(order, state=OrderState.CANCELLED, reason="nobody on the other side")
         return order
 
-    def _tell(self, account: str, order: ExchangeOrder) -> None:
+    def _report(self, account: str, order: ExchangeOrder) -> None:
         self._numbers += 1
         fill = order.fills[-1] if order.fills else None
         change = OrderChanged(event_id=f"E{self._numbers}", order=order, fill=fill)

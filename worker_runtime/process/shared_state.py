@@ -166,8 +166,8 @@ class SharedState:
     connected = _Word(19)  # session; 1 from the first time that all accounts were connected
     session_end = _Word(20)  # zygote; how the last session ended: exit code, or minus the signal
     killed_for = _Word(21)  # supervisor; session number * 16 + `KillReason`
-    condition = _Word(22)  # session; a `Condition` of `health.py`
-    trouble = _Word(23)  # session; number of an error code in `health.py`
+    condition = _Word(22)  # session; a `HealthCondition`
+    trouble = _Word(23)  # session; number of an error code in `ERROR_CODES`
     accounts = _Word(24)  # session; how many there are
     accounts_connected = _Word(25)  # session; how many of them have a broker session
     claimed_session = _Word(27)  # session; number of the session that was claimed

@@ -29,7 +29,7 @@ from worker_runtime.protocol.messages import WorkerEventKind, encode
 _RETRY = 1.0
 #: Seconds after which the event of a missing owner key is repeated: the first may have been lost with the
 #: key.
-_TELL_AGAIN = 30.0
+_EVENT_REPEAT = 30.0
 _CONNECT_TIMEOUT = 0.5
 _TIMEOUT = 1.0
 #: Seconds that the last commands may take. The zygote waits a little longer.
@@ -56,13 +56,13 @@ class PulseWatch:
         self._timeout = timeout
         self._clock = clock
         self._seen = (0, 0, 0)
-        self._looked_at = clock()
+        self._checked_at = clock()
         self._still = 0.0
 
     def is_frozen(self) -> bool:
         """Checks once. True once for each time that `timeout` seconds have passed without a sign of life."""
         shared_state, now = self._shared_state, self._clock()
-        passed, self._looked_at = min((now - self._looked_at) / SECOND, 2 * _PULSE_TICK), now
+        passed, self._checked_at = min((now - self._checked_at) / SECOND, 2 * _PULSE_TICK), now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
         if seen != self._seen:
             self._seen, self._still = seen, 0.0
@@ -97,7 +97,7 @@ class Supervisor:
         self._stopping = False
         self._next_renewal = 0.0
         #: When the event of a missing owner key is due again; 0 while the key is there.
-        self._owner_told = 0.0
+        self._owner_event_at = 0.0
         self._failing = False
         self._unconfirmed_since: float | None = None
         self._pulse = PulseWatch(shared_state, config.pulse_timeout)
@@ -199,7 +199,7 @@ class Supervisor:
         outcome, lease_end = self._mark.renew(self._client)
         if outcome == "ok":
             self._shared_state.lease_supervisor = lease_end
-            self._owner_told = 0.0
+            self._owner_event_at = 0.0
             return ExitCode.OK
         if outcome == "fenced":
             self._shared_state.fenced = 1  # first, so that the session sees it even before it is killed
@@ -208,11 +208,11 @@ class Supervisor:
             self._add_event(WorkerEventKind.FENCED, "at renewal")
             return ExitCode.FENCED
         self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
-        if time.monotonic() >= self._owner_told:
+        if time.monotonic() >= self._owner_event_at:
             self._shared_state.owner_missing += 1
             self._log.error("owner_missing", user_id=self._shared_state.user_id)
             self._add_event(WorkerEventKind.OWNER_MISSING, "")
-            self._owner_told = time.monotonic() + _TELL_AGAIN
+            self._owner_event_at = time.monotonic() + _EVENT_REPEAT
         return ExitCode.OK
 
     def _add_event(self, kind: WorkerEventKind, detail: str) -> None:

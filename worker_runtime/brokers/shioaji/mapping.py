@@ -158,16 +158,16 @@ def positions_of(found: Iterable[Any]) -> list[Position]:
     ]
 
 
-def balance_of(told: Any) -> Balance:
+def balance_of(found: Any) -> Balance:
     """`account_balance` of a stock account: settled money, all of it available as far as the SDK says."""
-    money = price_of(told.acc_balance)
+    money = price_of(found.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
 
-def margin_of(told: Any) -> Balance:
+def margin_of(found: Any) -> Balance:
     """`margin` of a futures account."""
     return Balance(
-        currency="TWD", cash=price_of(told.today_balance), available=price_of(told.available_margin)
+        currency="TWD", cash=price_of(found.today_balance), available=price_of(found.available_margin)
     )
 
 

@@ -90,10 +90,8 @@ class ReportedOrders:
         fills = list(known.fills) if known else self._early.setdefault(order_id, [])
         if any(other.fill_id == done.fill_id for other in fills):
             return None
-        if (
-            _find_duplicate(done, [other for other in fills if other.fill_id not in self._from_events])
-            is not None
-        ):
+        listed = [other for other in fills if other.fill_id not in self._from_events]
+        if _find_duplicate(done, listed) is not None:
             return None
         self._from_events.add(done.fill_id)
         if known is None:
@@ -154,11 +152,5 @@ class ReportedOrders:
 
 def _find_duplicate(done: Fill, others: list[Fill]) -> Fill | None:
     """The same deal under another id: with the same price, quantity and second."""
-    for other in others:
-        if (other.price, other.quantity, other.at_ms // 1000) == (
-            done.price,
-            done.quantity,
-            done.at_ms // 1000,
-        ):
-            return other
-    return None
+    same = done.price, done.quantity, done.at_ms // 1000
+    return next((one for one in others if (one.price, one.quantity, one.at_ms // 1000) == same), None)

@@ -124,8 +124,7 @@ def queries_first(api: Any, broker_type: str, broker_order_id: str) -> bool:
 
 
 def _find_cached(api: Any, broker_order_id: str) -> Any:
-    found = [trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id]
-    return found[0] if found else None
+    return next((trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id), None)
 
 
 def _contract(api: Any, broker_type: str, symbol: str) -> Any:
