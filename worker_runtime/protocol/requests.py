@@ -108,7 +108,7 @@ def encode_report(report: AccountReport) -> dict[str, Any]:
 
 # --- the switch -------------------------------------------------------------------------------------
 
-#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was told.
+#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was written.
 #: The others are account ids, which begin with a letter or digit.
 EVERY_ACCOUNT = "*"
 SWITCH_VERSION = "*version"
@@ -141,8 +141,8 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
     every: SwitchState = SwitchState.OPEN
     #: Accounts that have a state of their own which is not open.
     accounts: Mapping[str, SwitchState] = {}
-    #: Run id of the Valkey server to which it was told; '' if none. Another server, promoted or restarted,
-    #: may hold an older copy and has to be told anew.
+    #: Run id of the Valkey server to which it was written; '' if none. Another server, promoted or restarted,
+    #: may hold an older copy, so it is written anew.
     server: str = ""
 
     def of(self, account_id: str) -> SwitchState:
@@ -168,17 +168,17 @@ HALTED_SWITCH = UserSwitch(every=SwitchState.HALTED)
 def switch_of(words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
     """The switch that HGETALL returned at the server with this run id, and whether it is stale.
 
-    What is missing or makes no sense is halted. A stale switch was told to another server: it may be an older
-    copy of the last one, so it is halted, too, until this server is told.
+    What is missing or makes no sense is halted. A stale switch was written to another server: it may be an
+    older copy of the last one, so it is halted, too, until it is written to this server.
     """
     fields = {name.decode(): value for name, value in zip(words[::2], words[1::2], strict=True)}
     version, every = fields.pop(SWITCH_VERSION, b""), _state(fields.pop(EVERY_ACCOUNT, b""))
-    told_to = fields.pop(SWITCH_SERVER, b"").decode("utf-8", "replace")
-    if told_to not in ("", server):
+    written_to = fields.pop(SWITCH_SERVER, b"").decode("utf-8", "replace")
+    if written_to not in ("", server):
         return HALTED_SWITCH, True
     accounts = {account_id: _state(value) for account_id, value in fields.items()}
     known = int(version) if version.isdigit() else 0
-    return UserSwitch(version=known, every=every, accounts=accounts, server=told_to), False
+    return UserSwitch(version=known, every=every, accounts=accounts, server=written_to), False
 
 
 _STATES = {state.value.encode(): state for state in SwitchState}

@@ -34,7 +34,7 @@ class QueueItem:
     generation: str
     #: Who may trade, at the time of the pop; halted if the switch is missing.
     switch: UserSwitch = HALTED_SWITCH
-    #: The switch is a copy that was told to another server: it says nothing, and the request has to wait.
+    #: The switch is a copy that was written to another server: it says nothing, and the request has to wait.
     switch_is_stale: bool = False
     #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was queued
     #: before may be a copy of another server's data.
@@ -52,17 +52,17 @@ class RequestQueueReader:
         self._worker_id = worker_id
         self._session = f"{worker_id}:{shared_state.session_number}"
         self._answered = True
-        #: Run id of the server to which the switch is known to have been told.
+        #: Run id of the server to which the switch is known to have been written.
         self._current_server = ""
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Whether the switch was told to the server that answers now. If not, it may be an older one, and
-        requests stay in their queue until the watcher has told it again. Raises `ValkeyFailed`."""
+        """Whether the switch was written to the server that answers now. If not, it may be an older one, and
+        requests stay in their queue until the watcher has written it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
-            told_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SWITCH_SERVER)
-            if told_to and told_to.decode("utf-8", "replace") != server:
+            written_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SWITCH_SERVER)
+            if written_to and written_to.decode("utf-8", "replace") != server:
                 return False
             self._since_ns = self._known_since(server)
             self._current_server = server

@@ -121,7 +121,7 @@ class RequestLoop:
         )
         self._retry = Backoff(0.05, 2.0)
         self._may_have_work = True
-        #: Until the next check whether the switch was told to this server of Valkey.
+        #: Until the next check whether the switch was written to this server of Valkey.
         self._switch_check = Backoff(0.05, 1.0)
         self._switch_is_current = True
         self._leftovers_due = True

@@ -52,7 +52,7 @@ class SendBuffer:
         self.journaled = False
         #: Whether there may be more to pop. If the last answer said no, the doorbell rings for what comes.
         self.more_to_pop = True
-        #: What `read_switch` last read, and whether that was told to another server.
+        #: What `read_switch` last read, and whether that was written to another server.
         self.switch = HALTED_SWITCH
         self.switch_is_stale = False
 

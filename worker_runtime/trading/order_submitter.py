@@ -40,8 +40,8 @@ from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
 _PASSING_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
 #: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other reads it.
 _CLOCK_DIFFERENCE = SECOND
-#: Seconds that an order in hand waits until a new Valkey server knows who may trade. The watcher tells it
-#: within two seconds.
+#: Seconds that an order in hand waits until a new Valkey server knows who may trade. The watcher writes
+#: the switch within two seconds.
 SWITCH_WAIT = 10.0
 #: Deadlines are whole milliseconds.
 _ROUNDING = SECOND // 100

@@ -1,11 +1,11 @@
--- Changes settings that a claim reads: limits, rates, weights, suspensions. They hold from the next claim on. Running jobs
--- go on, and jobs that were given a time by a rate keep it.
+-- Changes settings that a claim reads: limits, rates, weights, suspensions. They hold from the next claim on.
+-- Running jobs go on, and jobs that were given a time by a rate keep it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV    field, value, field, value, …; an empty value removes the setting
 --
--- All runners are told: one that waits for a limit may go on now, one that is suspended stops claiming. Safe to repeat. Returns the number of
--- settings that have changed.
+-- All runners get a message: one that waits for a limit may go on now, one that is suspended stops claiming.
+-- Safe to repeat. Returns the number of settings that have changed.
 open(KEYS[1])
 local changed = 0
 for i = 1, #ARGV, 2 do
