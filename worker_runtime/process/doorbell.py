@@ -13,13 +13,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-import hiredis
-
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.process.clock import Backoff
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
-from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyFailed
+from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyFailed, raise_if_error
 
 #: Seconds that one BLPOP blocks.
 BLOCK_SECONDS = 20
@@ -113,14 +111,11 @@ class Doorbell:
     def read_rings(self) -> list[bytes]:
         """The elements that have arrived. Call it when the descriptor is readable, and `run_due` after it."""
         try:
-            reply = self._client.ready()
-            if reply is NOTHING:
-                return []
-            if isinstance(reply, hiredis.ReplyError):
-                self._drop(str(reply).split(" ", 1)[0])
-                return []
+            reply = raise_if_error(self._client.ready())
         except ValkeyFailed as error:
             self._drop(error.detail)
+            return []
+        if reply is NOTHING:
             return []
         self._listening = False
         return [reply[1]] if reply else []

@@ -74,9 +74,16 @@ class RequestHandler:
 
     def log_answer(self) -> None:
         """Logs the last answer. Call it after the answer was sent, so that nobody waits for the log."""
-        if self._answered is not None:
-            self._log_request(*self._answered)
-            self._answered = None
+        if self._answered is None:
+            return
+        (request, answer), self._answered = self._answered, None
+        code = answer.failure.code if answer.failure else ""
+        if isinstance(request, QueryAccount):
+            self._log.info("query_answered", account=request.account_id, code=code)
+            return
+        event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
+        state = answer.outcome.state.value if answer.outcome else ""
+        self._log.info(event, order_id=request.order_id, state=state, code=code)
 
     def answer_leftover(self, item: bytes) -> None:
         """Answers an item that a former worker popped and left. It is never executed again."""
@@ -115,15 +122,6 @@ class RequestHandler:
             return Answer(request_id=request.request_id, outcome=placed.outcome, failure=placed.failure)
         outcome, failure = self._changer.change_order(request, item)
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
-
-    def _log_request(self, request: Request, answer: Answer) -> None:
-        code = answer.failure.code if answer.failure else ""
-        if isinstance(request, QueryAccount):
-            self._log.info("query_answered", account=request.account_id, code=code)
-            return
-        event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
-        state = answer.outcome.state.value if answer.outcome else ""
-        self._log.info(event, order_id=request.order_id, state=state, code=code)
 
 
 def _refusal(request_id: str, error: BerthError) -> Answer:

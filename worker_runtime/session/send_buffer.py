@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import hiredis
-
 from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import new_worker_event
@@ -23,6 +21,7 @@ from worker_runtime.process.valkey import (
     ValkeyUnreachable,
     evalsha,
     is_unknown_script,
+    raise_if_error,
 )
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
@@ -142,8 +141,7 @@ class SendBuffer:
         for command, reply in zip(batch, self._client.pipeline(batch), strict=True):
             if is_unknown_script(reply):
                 reply = self._client.execute("EVAL", ANSWER.source, *command[2:])
-            if isinstance(reply, hiredis.ReplyError):
-                raise ValkeyRefused(str(reply).split(" ", 1)[0])
+            raise_if_error(reply)
             if command[0] == "EVALSHA":
                 self.more_to_pop = bool(reply[1])
             elif command[0] == "SET":  # the reply is the earlier entry: our own, if the first reply was lost

@@ -10,6 +10,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.clock import Backoff, wall_ms
@@ -44,8 +45,7 @@ class Session:
     ) -> None:
         self._config = config
         self._shared_state = shared_state
-        self._load_factory = load_factory
-        self._factory: BrokerFactory | None = None
+        self._load_brokers = cache(load_factory)
         self._log = log
         self._stopping = False
         #: Whether the pool knows of this worker. An assigned worker is not announced again.
@@ -150,11 +150,6 @@ class Session:
             wake=self._wake.set,
             log=self._log,
         )
-
-    def _load_brokers(self) -> BrokerFactory:
-        if self._factory is None:
-            self._factory = self._load_factory()
-        return self._factory
 
     def _new_doorbell(self, key: str) -> Doorbell:
         return Doorbell(self._new_client(), (key,), self._selector, self._log)

@@ -6,6 +6,7 @@ They are made from the orders that the job carries.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from decimal import Decimal
 
 import msgspec
@@ -48,9 +49,6 @@ def make_statement(arguments: MakeStatement, _context: JobContext) -> Statement:
 
 
 def _line(account_id: str, symbol: str, rows: list[OrderRow]) -> StatementLine:
-    states: dict[str, int] = {}
-    for row in rows:
-        states[row.state] = states.get(row.state, 0) + 1
     bought, bought_average = _filled(rows, "buy")
     sold, sold_average = _filled(rows, "sell")
     return StatementLine(
@@ -60,7 +58,7 @@ def _line(account_id: str, symbol: str, rows: list[OrderRow]) -> StatementLine:
         bought_average=bought_average,
         sold=sold,
         sold_average=sold_average,
-        orders=states,
+        orders=dict(Counter(row.state for row in rows)),
     )
 
 
