@@ -89,7 +89,5 @@ class Broker(Protocol):
         ...
 
 
-class BrokerFactory(Protocol):
-    """Makes an unconnected `Broker`."""
-
-    def __call__(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker: ...
+#: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).
+BrokerFactory = Callable[[ConnectionKey, str, OnOrderChanged], Broker]

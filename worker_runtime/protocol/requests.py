@@ -124,6 +124,7 @@ class SwitchState(StrEnum):
     HALTED = "halted"
 
 
+_STATES = {state.value.encode(): state for state in SwitchState}
 _STRICTNESS = (SwitchState.OPEN, SwitchState.REDUCING, SwitchState.HALTED)
 
 
@@ -172,17 +173,13 @@ def switch_of(words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
     older copy of the last one, so it is halted, too, until it is written to this server.
     """
     fields = {name.decode(): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    version, every = fields.pop(SWITCH_VERSION, b""), _state(fields.pop(EVERY_ACCOUNT, b""))
+    version, every = fields.pop(SWITCH_VERSION, b""), fields.pop(EVERY_ACCOUNT, b"")
     written_to = fields.pop(SWITCH_SERVER, b"").decode("utf-8", "replace")
     if written_to not in ("", server):
         return HALTED_SWITCH, True
-    accounts = {account_id: _state(value) for account_id, value in fields.items()}
-    known = int(version) if version.isdigit() else 0
-    return UserSwitch(version=known, every=every, accounts=accounts, server=written_to), False
-
-
-_STATES = {state.value.encode(): state for state in SwitchState}
-
-
-def _state(value: bytes) -> SwitchState:
-    return _STATES.get(value, SwitchState.HALTED)
+    return UserSwitch(
+        version=int(version) if version.isdigit() else 0,
+        every=_STATES.get(every, SwitchState.HALTED),
+        accounts={name: _STATES.get(value, SwitchState.HALTED) for name, value in fields.items()},
+        server=written_to,
+    ), False
