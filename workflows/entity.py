@@ -1,4 +1,4 @@
-"""What several workflows share: reading signals, carried state, continue-as-new, and a run named by its day.
+"""What several workflows share: reading signals, carried state, continue-as-new, and the work of a day.
 
 Anybody who reaches Temporal can send anything. A handler that raises fails its workflow's task again and
 again, until somebody resets the workflow. So handlers take every payload, and drop with a log line what does
@@ -7,8 +7,9 @@ not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from temporalio import workflow
 from temporalio.common import WorkflowIDReusePolicy
@@ -43,9 +44,10 @@ def _log_dropped(signal: str, why: str) -> None:
     workflow.logger.warning("signal_dropped", extra={"signal": signal, "reason": why})
 
 
-def known_fields(kind: type[Any], carried: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields of dataclass `kind` in a carried state; those of another release are dropped."""
-    return {name: value for name, value in (carried or {}).items() if name in kind.__dataclass_fields__}
+def carried_state(kind: type[T], carried: Mapping[str, Any] | None) -> T:
+    """The state of the run before, from its plain dict; fields of another release are dropped."""
+    state: T = value_to_type(kind, carried or {})
+    return state
 
 
 def copied_fields(source: object, kind: type[Any]) -> dict[str, Any]:
@@ -60,22 +62,43 @@ def continue_as_new(given: object) -> NoReturn:
     )
 
 
-async def run_named_by_day(run: Any, given: object, *, id: str, begun: T, summary: str) -> T:
-    """Does the work in a child named by its day; returns `begun` if that one runs or ran already."""
+class DayPlan(Protocol):
+    @property
+    def day(self) -> str: ...
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to do on this day; empty: there is."""
+
+
+async def day_elsewhere(
+    run: Any, given: Any, plan: DayPlan, result: Callable[..., T], *, id: str, begun: str, summary: str
+) -> T | None:
+    """The `result` of a run that has no work of its own; None: it has.
+
+    There is nothing to do, or the run was not given the day: then a child named by the day does the work, so
+    that a second start on the same day does nothing (and has `begun` as its reason).
+    """
+    if plan.reason:
+        workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")
+        return result(day=plan.day, reason=plan.reason, ended_at=workflow.time())
+    if given.day:
+        return None
+    again = result(day=plan.day, reason=begun, ended_at=workflow.time())
     try:
-        result: T = await workflow.execute_child_workflow(
+        done: T = await workflow.execute_child_workflow(
             run,
-            given,
+            replace(given, day=plan.day),
             id=id,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
             # Whoever ends the parent, which the Schedule started, does not end the day's work.
             parent_close_policy=workflow.ParentClosePolicy.ABANDON,
             static_summary=summary,
         )
-        return result
     except WorkflowAlreadyStartedError:
-        return begun
+        return again
     except ChildWorkflowError as error:
         if not isinstance(error.cause, WorkflowAlreadyStartedError):
             raise
-        return begun
+        return again
+    return done

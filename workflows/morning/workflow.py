@@ -16,7 +16,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, known_fields, run_named_by_day
+    from workflows.entity import carried_state, continue_as_new, day_elsewhere
     from workflows.morning import messages as mo
 
 from workflows import calls
@@ -79,23 +79,18 @@ class MorningWorkflow:
     @workflow.run
     async def run(self, given: mo.MorningInput) -> mo.MorningResult:
         if given.carried is not None:
-            progress = MorningProgress(**known_fields(MorningProgress, given.carried))
-            return await self._connect(given, progress)
+            return await self._connect(given, carried_state(MorningProgress, given.carried))
         plan = await calls.plan_morning(mo.PlanMorning(day=given.day, days=given.days))
-        if plan.reason:
-            workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")
-            return mo.MorningResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
-        if not given.day:
-            return await run_named_by_day(
-                MorningWorkflow.run,
-                replace(given, day=plan.day),
-                id=names.morning_id(plan.day),
-                begun=mo.MorningResult(
-                    day=plan.day, reason="this day's morning has begun already", ended_at=workflow.time()
-                ),
-                summary=f"connects the users of recent days ahead of the bell of {plan.day}",
-            )
-        return await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
+        done = await day_elsewhere(
+            MorningWorkflow.run,
+            given,
+            plan,
+            mo.MorningResult,
+            id=names.morning_id(plan.day),
+            begun="this day's morning has begun already",
+            summary=f"connects the users of recent days ahead of the bell of {plan.day}",
+        )
+        return done or await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
 
     async def _connect(self, given: mo.MorningInput, progress: MorningProgress) -> mo.MorningResult:
         """One page of users, then the next in a new run."""

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-from workflows.entity import known_fields
 from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 
 #: Complete listings that have to lack an order.
@@ -56,11 +54,6 @@ class FollowedOrder:
     #: Why it is on the list for a person; empty: it is not.
     attention: str = ""
     story: tuple[str, ...] = ()
-
-    @classmethod
-    def carried(cls, known: dict[str, Any]) -> FollowedOrder:
-        given = known_fields(cls, known)
-        return cls(**given | {"story": tuple(given.get("story", ()))})
 
     def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
         """The state after a verification."""

@@ -17,7 +17,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, copied_fields
+    from workflows.entity import carried_state, continue_as_new, copied_fields
     from workflows.order import messages as om
     from workflows.order.state import FollowedOrder, OrderStep
 
@@ -33,7 +33,7 @@ class OrderWorkflow:
     @workflow.init
     def __init__(self, given: om.FollowOrder) -> None:
         self._given = given
-        self._order = FollowedOrder.carried(given.carried) if given.carried else FollowedOrder()
+        self._order = carried_state(FollowedOrder, given.carried)
         self._wake = False
         self._renew = False
         self._shown = ""

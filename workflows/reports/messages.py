@@ -51,11 +51,8 @@ class EnqueueStatements:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatementsPage:
-    #: 0: there are no more.
+class StatementCounts:
     users: int = 0
-    #: The last of them.
-    after: str = ""
     #: Jobs that were put on their queues, and those that were there before.
     enqueued: int = 0
     known: int = 0
@@ -66,14 +63,17 @@ class StatementsPage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatementsResult:
+class StatementsPage(StatementCounts):
+    """Without users: there are no more."""
+
+    #: The last user.
+    after: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementsResult(StatementCounts):
     day: str
     #: Why nothing was done; empty: it was.
     reason: str = ""
-    users: int = 0
-    enqueued: int = 0
-    known: int = 0
-    too_many: int = 0
-    refused: int = 0
     #: Unix seconds of the end.
     ended_at: float = 0.0

@@ -7,37 +7,30 @@ rate. A job's key is made of user and day, so a repeated page sends nothing twic
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, copied_fields, known_fields, run_named_by_day
+    from workflows.entity import carried_state, continue_as_new, copied_fields, day_elsewhere
     from workflows.reports import messages as sm
 
 from workflows import calls
 
-#: What pages count.
-_COUNTS = ("users", "enqueued", "known", "too_many", "refused")
-
 
 @dataclass(frozen=True, kw_only=True)
-class StatementsProgress:
-    """The progress of one day."""
+class StatementsProgress(sm.StatementsPage):
+    """The progress of one day: the counts of all its pages so far."""
 
     day: str
     #: Users with an address, when it began.
     of: int
-    users: int = 0
-    after: str = ""
-    enqueued: int = 0
-    known: int = 0
-    too_many: int = 0
-    refused: int = 0
 
     def with_page(self, page: sm.StatementsPage) -> StatementsProgress:
-        counts = {name: getattr(self, name) + getattr(page, name) for name in _COUNTS}
+        counts = {
+            one.name: getattr(self, one.name) + getattr(page, one.name) for one in fields(sm.StatementCounts)
+        }
         return replace(self, after=page.after or self.after, **counts)
 
     def result(self, now: float) -> sm.StatementsResult:
@@ -49,25 +42,18 @@ class StatementsWorkflow:
     @workflow.run
     async def run(self, given: sm.StatementsInput) -> sm.StatementsResult:
         if given.carried is not None:
-            progress = StatementsProgress(**known_fields(StatementsProgress, given.carried))
-            return await self._send(given, progress)
+            return await self._send(given, carried_state(StatementsProgress, given.carried))
         plan = await calls.plan_statements(sm.PlanStatements(day=given.day))
-        if plan.reason:
-            workflow.set_current_details(f"### Nothing to do for {plan.day}\n\n{plan.reason}")
-            return sm.StatementsResult(day=plan.day, reason=plan.reason, ended_at=workflow.time())
-        if not given.day:
-            return await run_named_by_day(
-                StatementsWorkflow.run,
-                replace(given, day=plan.day),
-                id=names.statements_id(plan.day),
-                begun=sm.StatementsResult(
-                    day=plan.day,
-                    reason="the statements of this day have begun already",
-                    ended_at=workflow.time(),
-                ),
-                summary=f"sends the statements of {plan.day}",
-            )
-        return await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
+        done = await day_elsewhere(
+            StatementsWorkflow.run,
+            given,
+            plan,
+            sm.StatementsResult,
+            id=names.statements_id(plan.day),
+            begun="the statements of this day have begun already",
+            summary=f"sends the statements of {plan.day}",
+        )
+        return done or await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
 
     async def _send(self, given: sm.StatementsInput, progress: StatementsProgress) -> sm.StatementsResult:
         """Some pages, then the next ones in a new run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -150,8 +150,9 @@ class RolloutView:
     pool: str
     phase: str
     release: Release
-    before: Release
-    #: Unix seconds.
+    #: What the pool had before.
+    before: Release = field(default_factory=Release)
+    #: Unix seconds; users may stay where they are until the deadline.
     began_at: float
     deadline: float
     #: Free workers of the wanted version and of others, and users on others, as of the last round.

@@ -7,11 +7,9 @@ Times are Unix seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from workflows.entity import copied_fields, known_fields
+from workflows.entity import copied_fields
 from workflows.rollout.messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
 
 P = RolloutPhase
@@ -32,27 +30,16 @@ class RolloutStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutState:
-    """Carried from run to run: a field may be added with a default."""
+class RolloutState(RolloutView):
+    """What is shown of a rollout, and what only its workflow needs.
 
-    pool: str
-    release: Release
-    began_at: float
-    #: Until when users may stay where they are.
-    deadline: float
+    Carried from run to run: a field may be added with a default.
+    """
+
     phase: RolloutPhase = RolloutPhase.REPLACING
-    #: What the pool had before; known after the first round.
-    before: Release = field(default_factory=Release)
+    #: The first round has found what the pool had before.
     known: bool = False
     surge: int = 0
-    retired: int = 0
-    asked: int = 0
-    new: int = 0
-    old: int = 0
-    users: int = 0
-    wanted: int = 0
-    reason: str = ""
-    held: str = ""
     #: The version on trial failed; False when an operator took it back.
     condemned: bool = False
     #: Since when all users have moved but none was served yet; 0: that is not so.
@@ -132,19 +119,8 @@ class RolloutState:
     def has_retired(self, count: int) -> RolloutState:
         return replace(self, retired=self.retired + count)
 
-    # --- showing and carrying -------------------------------------------------------------------------
-
     def view(self) -> RolloutView:
         return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
-
-    @classmethod
-    def from_carried(cls, carried: Mapping[str, Any]) -> RolloutState:
-        """From the plain dict of the run before."""
-        known = known_fields(cls, carried)
-        for name in ("release", "before"):
-            known[name] = Release(**known[name])
-        known["phase"] = RolloutPhase(known["phase"])
-        return cls(**known)
 
 
 def _held_reason(look: ReleaseLook) -> str:

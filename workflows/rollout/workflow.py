@@ -18,7 +18,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, read_payload
+    from workflows.entity import carried_state, continue_as_new, read_payload
     from workflows.rollout import messages as rm
     from workflows.rollout.state import RolloutState, RolloutStep
 
@@ -39,7 +39,7 @@ class RolloutWorkflow:
         if given.carried is None:
             self._state = RolloutState.begun(given, workflow.time())
         else:
-            self._state = RolloutState.from_carried(given.carried)
+            self._state = carried_state(RolloutState, given.carried)
         #: Why an operator aborts it; empty: nobody does.
         self._abort = ""
         self._renew = False

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -190,11 +191,9 @@ class WorkerLifecycle:
     async def pause(self, seconds: float, summary: str) -> None:
         """Waits; raises as `unless_interrupted` does."""
         workflow.set_current_details(details(self.state))
-        try:
+        with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(lambda: self.interrupted, timeout=seconds, timeout_summary=summary)
-        except TimeoutError:
-            return
-        self._raise_interruption()
+            self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:
         """A workflow that is cancelled while it awaits an activity learns it from the activity's failure."""

@@ -7,10 +7,10 @@ deadline (deadline-everywhere). Times are Unix seconds, durations are seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from workflows.entity import copied_fields, known_fields
+from workflows.entity import copied_fields
 from workflows.user_worker.messages import (
     CRASH_WINDOW,
     STOP_TIMEOUT,
@@ -351,24 +351,6 @@ class UserWorkerState:
             raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
         return self._to(S.TERMINATED, now)
 
-    # --- showing and carrying -------------------------------------------------------------------------
-
     def view(self) -> UserWorkerView:
         shown = copied_fields(self, UserWorkerView)
         return UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crashes)})
-
-    def carried(self) -> dict[str, Any]:
-        """As a plain dict for continue-as-new."""
-        return asdict(self)
-
-    @classmethod
-    def from_carried(cls, carried: dict[str, Any], settings: UserWorkerSettings) -> UserWorkerState:
-        """From the plain dict of the run before."""
-        known = known_fields(cls, carried)
-        worker = known.get("worker")
-        known["worker"] = WorkerRef(**worker) if worker else None
-        known["state"] = WorkerState(known["state"])
-        for name in ("crashes", "checks"):
-            known[name] = tuple(known.get(name, ()))
-        known["settings"] = settings
-        return cls(**known)

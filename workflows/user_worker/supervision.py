@@ -6,6 +6,7 @@ Each check returns a `WorkerDecision`, which the workflow carries out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -176,12 +177,10 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
 
     life.state = life.state.postponed(life.now() + seconds)
     life.show()
-    try:
+    with contextlib.suppress(TimeoutError):
         await workflow.wait_condition(
             urgent, timeout=seconds, timeout_summary="until the session is given its credentials again"
         )
-    except TimeoutError:
-        return
 
 
 async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResult]) -> None:

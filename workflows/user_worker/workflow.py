@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from temporalio import workflow
@@ -17,7 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import continue_as_new, is_empty_payload, read_payload
+    from workflows.entity import carried_state, continue_as_new, is_empty_payload, read_payload
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import UserWorkerState
 
@@ -49,7 +50,7 @@ class UserWorkerWorkflow:
             fresh = UserWorkerState(user_id=given.user_id, pool=given.pool, settings=given.settings)
             self._life = WorkerLifecycle(fresh.opened(workflow.time()), Timeline(given.user_id))
         else:
-            carried = UserWorkerState.from_carried(given.carried, given.settings)
+            carried = carried_state(UserWorkerState, given.carried)
             timeline = Timeline(given.user_id, given.carried.get("timeline"))
             self._life = WorkerLifecycle(carried, timeline)
         self._resume = False
@@ -330,7 +331,7 @@ class UserWorkerWorkflow:
 
     def _continue_as_new(self) -> NoReturn:
         state = self._life.state
-        carried = {**state.carried(), "timeline": self._life.timeline.carried()}
+        carried = {**asdict(state), "timeline": self._life.timeline.carried()}
         continue_as_new(
             m.UserWorkerInput(
                 user_id=state.user_id, pool=state.pool, settings=state.settings, carried=carried

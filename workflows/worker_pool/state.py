@@ -5,11 +5,8 @@ Plain data, without clock and I/O. Times are Unix seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from workflows.entity import known_fields
 from workflows.rollout.messages import Release
 from workflows.worker_pool.messages import PoolCount, PoolMode, PoolView, WindowNow
 from workflows.worker_pool.policy import PoolPolicy
@@ -131,16 +128,6 @@ class PoolState:
     good_release: tuple[str, str] | None = None
     #: Free workers beyond what is wanted, while a rollout replaces others.
     surge: int = 0
-
-    @classmethod
-    def from_carried(cls, carried: Mapping[str, Any] | None) -> PoolState:
-        """From the plain dict of the run before; JSON has made lists of its tuples."""
-        known = known_fields(cls, carried)
-        for name in ("reasons", "unsettled"):
-            known[name] = tuple(known.get(name, ()))
-        if known.get("good_release"):
-            known["good_release"] = tuple(known["good_release"])
-        return cls(**known)
 
     @property
     def release(self) -> Release:

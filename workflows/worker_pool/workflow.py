@@ -19,7 +19,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import continue_as_new, copied_fields
+    from workflows.entity import carried_state, continue_as_new, copied_fields
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import (
@@ -46,7 +46,7 @@ class WorkerPoolWorkflow:
     @workflow.init
     def __init__(self, given: pm.PoolInput) -> None:
         self._given = given
-        self._state = PoolState.from_carried(given.carried)
+        self._state = carried_state(PoolState, given.carried)
         self._policy = given.policy
         self._configured = given.configured
         self._revision = given.revision

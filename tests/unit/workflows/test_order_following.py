@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workflows.entity import carried_state
 from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 from workflows.order.state import FollowedOrder, OrderStep
 
@@ -145,7 +146,7 @@ def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(checks: list[tupl
     for gap, seen in checks:
         now += gap
         follow = follow.after_check(seen, now, SETTINGS)
-        assert FollowedOrder.carried(asdict(follow)) == follow
+        assert carried_state(FollowedOrder, asdict(follow)) == follow
         pause = follow.pause(now, DAY_END, SETTINGS)
         assert 0 < pause <= 300
         if follow.step(now, DAY_END) == OrderStep.SETTLE:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workflows.entity import carried_state
 from workflows.rollout.messages import Release, ReleaseLook, RolloutInput, RolloutPhase
 from workflows.rollout.state import RolloutState, RolloutStep
 
@@ -208,5 +209,5 @@ def test_what_is_carried_into_the_next_run_is_the_same_and_unknown_fields_are_dr
     state, _ = RolloutState.begun(GIVEN, 5.0).after_check(
         ReleaseLook(before=OLD, new=1, old=2, users=2, wanted=2, mode="paused"), GIVEN
     )
-    assert RolloutState.from_carried({**asdict(state), "of_a_later_release": 1}) == state
+    assert carried_state(RolloutState, {**asdict(state), "of_a_later_release": 1}) == state
     assert state.view().held == "the pool is paused: nothing is launched"

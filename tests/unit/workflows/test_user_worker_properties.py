@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from worker_runtime.protocol.messages import WorkerEventKind
+from workflows.entity import carried_state
 from workflows.user_worker import messages as m
 from workflows.user_worker.events import EventEffect, apply_event
 from workflows.user_worker.state import ALLOWED, CHECKS_MAX, IllegalTransition, UserWorkerState
@@ -180,7 +181,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     @rule()
     def a_new_run_begins(self) -> None:
-        assert UserWorkerState.from_carried(self.state.carried(), self.state.settings) == self.state
+        assert carried_state(UserWorkerState, asdict(self.state)) == self.state
 
     @invariant()
     def only_the_end_has_no_deadline(self) -> None:
