@@ -35,42 +35,30 @@ RETRY = 5.0
 log = structlog.get_logger()
 
 
-async def ensure_schedule(client: Client, schedule_id: str, schedule: Schedule | None) -> None:
-    """Creates the schedule or updates the present one, which stays paused if it is; None deletes it.
+async def _ensure(
+    client: Client,
+    schedule_id: str,
+    spec: ScheduleSpec | None,
+    workflow: str,
+    given: object,
+    *,
+    limit: timedelta,
+    late: timedelta,
+    summary: str,
+) -> None:
+    """Creates or updates the schedule, which stays paused if it is; without `spec` it is deleted.
 
-    Several orchestrators may do so at once. Raises `RPCError`.
+    It starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's. Several
+    orchestrators may do so at once. Raises `RPCError`.
     """
     present = client.get_schedule_handle(schedule_id)
-    if schedule is None:
+    if spec is None:
         try:
             await present.delete(rpc_timeout=CALL)
         except RPCError as error:
             if error.status != RPCStatusCode.NOT_FOUND:
                 raise
         return
-
-    def updated(given: ScheduleUpdateInput) -> ScheduleUpdate:
-        schedule.state = given.description.schedule.state
-        return ScheduleUpdate(schedule=schedule)
-
-    try:
-        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
-        log.info("schedule_made", schedule=schedule_id)
-    except ScheduleAlreadyRunningError:
-        await present.update(updated, rpc_timeout=CALL)
-
-
-def _schedule(
-    workflow: str,
-    given: object,
-    schedule_id: str,
-    spec: ScheduleSpec,
-    *,
-    limit: timedelta,
-    late: timedelta,
-    summary: str,
-) -> Schedule:
-    """Starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's."""
     action = ScheduleActionStartWorkflow(
         workflow,
         given,
@@ -80,7 +68,17 @@ def _schedule(
         static_summary=summary,
     )
     policy = SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=late)
-    return Schedule(action=action, spec=spec, policy=policy)
+    schedule = Schedule(action=action, spec=spec, policy=policy)
+
+    def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
+        schedule.state = known.description.schedule.state
+        return ScheduleUpdate(schedule=schedule)
+
+    try:
+        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
+        log.info("schedule_made", schedule=schedule_id)
+    except ScheduleAlreadyRunningError:
+        await present.update(updated, rpc_timeout=CALL)
 
 
 def _at(clock: str, zone: str, *, weekdays: bool = False) -> ScheduleSpec:
@@ -96,41 +94,37 @@ def _at(clock: str, zone: str, *, weekdays: bool = False) -> ScheduleSpec:
 
 async def ensure_maintenance(client: Client, settings: Settings) -> None:
     """A pass every `maintenance_period` seconds; 0: none."""
-    if not settings.maintenance_period:
-        return await ensure_schedule(client, names.MAINTENANCE_SCHEDULE, None)
     every = ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))
-    schedule = _schedule(
+    await _ensure(
+        client,
+        names.MAINTENANCE_SCHEDULE,
+        ScheduleSpec(intervals=[every]) if settings.maintenance_period else None,
         names.MAINTENANCE,
         mm.MaintenanceInput(),
-        names.MAINTENANCE_ID,
-        ScheduleSpec(intervals=[every]),
         limit=timedelta(minutes=10),  # a pass that nobody served so long is of no use
         late=timedelta(minutes=1),  # one pass is enough after an outage of Temporal
         summary="scans all workers, and cleans up what two scans have found",
     )
-    await ensure_schedule(client, names.MAINTENANCE_SCHEDULE, schedule)
 
 
 async def ensure_morning(client: Client, settings: Settings) -> None:
     """On weekdays at `morning_at` in Taiwan; empty: never. The workflow knows the holidays."""
-    if not settings.morning_at:
-        return await ensure_schedule(client, names.MORNING_SCHEDULE, None)
     given = mo.MorningInput(
         window=settings.morning_window,
         rate=settings.morning_rate,
         abreast=settings.morning_abreast,
         days=settings.morning_days,
     )
-    schedule = _schedule(
+    await _ensure(
+        client,
+        names.MORNING_SCHEDULE,
+        _at(settings.morning_at, "Asia/Taipei", weekdays=True) if settings.morning_at else None,
         names.MORNING,
         given,
-        names.MORNING_SCHEDULE,
-        _at(settings.morning_at, "Asia/Taipei", weekdays=True),
         limit=timedelta(hours=12),
         late=timedelta(minutes=30),  # then there are still users to connect
         summary="connects the users of recent days ahead of the bell",
     )
-    await ensure_schedule(client, names.MORNING_SCHEDULE, schedule)
 
 
 def sends_statements(settings: Settings) -> bool:
@@ -142,18 +136,17 @@ def sends_statements(settings: Settings) -> bool:
 
 async def ensure_statements(client: Client, settings: Settings) -> None:
     """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading."""
-    if not sends_statements(settings):
-        return await ensure_schedule(client, names.STATEMENTS_SCHEDULE, None)
-    schedule = _schedule(
+    at = _at(settings.statements_at, settings.statements_zone)
+    await _ensure(
+        client,
+        names.STATEMENTS_SCHEDULE,
+        at if sends_statements(settings) else None,
         names.STATEMENTS,
         sm.StatementsInput(rate=settings.statements_rate),
-        names.STATEMENTS_SCHEDULE,
-        _at(settings.statements_at, settings.statements_zone),
         limit=timedelta(hours=24),
         late=timedelta(hours=12),  # until the next day has ended, these are still the last statements
         summary="sends the statements of the last day that has ended",
     )
-    await ensure_schedule(client, names.STATEMENTS_SCHEDULE, schedule)
 
 
 class ScheduleMaker:
