@@ -8,7 +8,7 @@ looks like many dead workers (no-healthy-kill); what a guarded scan found does n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,7 +32,6 @@ class ReportedState:
     """The state in a worker's metadata."""
 
     state: str
-    task_id: str
     #: Unix seconds of its last order or control message; 0: unknown.
     last_activity: float
 
@@ -101,30 +100,17 @@ class FleetSnapshot:
         """Whether its worker has the user's mark."""
         return self.marks.get(one.user_id) == mark_of(one)
 
-    @property
-    def unmarked(self) -> int:
-        """Workers in service whose mark is missing."""
-        return sum(1 for one in self.open if one.present and one.connected and not self.serves(one))
-
-    @property
-    def in_service(self) -> int:
-        return sum(1 for one in self.open if one.present and one.connected)
-
-    @property
-    def unlisted(self) -> int:
-        """Workers in Valkey that the launcher does not list."""
-        assigned = sum(1 for one in self.open if self.serves(one) and one.worker_id not in self.running)
-        free = {worker for some in self.free.values() for worker in some}
-        return assigned + sum(1 for one in free if one in self.entries and one not in self.running)
-
     def summary(self, anomalies: int) -> ScanSummary:
+        in_service = [one for one in self.open if one.present and one.connected]
+        assigned = {one.worker_id for one in self.open if self.serves(one)}
+        free = {worker for some in self.free.values() for worker in some}
         return ScanSummary(
             place=self.place,
             size=self.size,
             anomalies=anomalies,
-            in_service=self.in_service,
-            unmarked=self.unmarked,
-            unlisted=self.unlisted,
+            in_service=len(in_service),
+            unmarked=sum(not self.serves(one) for one in in_service),
+            unlisted=sum(len(some - self.running.keys()) for some in (assigned, free & self.entries.keys())),
         )
 
 
@@ -159,6 +145,17 @@ def _suspect_of(kind: AnomalyKind, why: str, one: AssignmentRow, task_id: str = 
     )
 
 
+def _suspect_task(kind: AnomalyKind, why: str, task: Task, claim_id: str = "") -> Suspect:
+    return Suspect(
+        kind=kind,
+        why=why,
+        worker_id=task.worker_id,
+        task_id=task.task_id,
+        claim_id=claim_id,
+        pool=task.pool,
+    )
+
+
 def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     """Two workers of one user, or two tasks of one worker; the older one is to end."""
     for rows in snapshot.by_user.values():
@@ -174,13 +171,7 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
         kept = kept or max(tasks, key=lambda task: (task.launched_at, task.task_id))
         for task in tasks:
             if task is not kept:
-                yield Suspect(
-                    kind=AnomalyKind.DUPLICATE,
-                    why="the worker runs twice",
-                    worker_id=worker_id,
-                    task_id=task.task_id,
-                    pool=task.pool,
-                )
+                yield _suspect_task(AnomalyKind.DUPLICATE, "the worker runs twice", task)
 
 
 def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
@@ -193,25 +184,12 @@ def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
             continue
         if entry is not None and entry.state == "claimed":
             # Its claimer died before it wrote down the user, or while it shrank the pool.
-            yield Suspect(
-                kind=AnomalyKind.OVERDUE,
-                why="claimed for nobody",
-                worker_id=worker_id,
-                task_id=task.task_id,
-                claim_id=entry.claim,
-                pool=task.pool,
-            )
+            yield _suspect_task(AnomalyKind.OVERDUE, "claimed for nobody", task, entry.claim)
         elif last is not None:
             yield _suspect_of(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task.task_id)
         else:
             why = f"{entry.state} and assigned to nobody" if entry else "it announces nothing"
-            yield Suspect(
-                kind=AnomalyKind.ORPHAN_TASK,
-                why=why,
-                worker_id=worker_id,
-                task_id=task.task_id,
-                pool=task.pool,
-            )
+            yield _suspect_task(AnomalyKind.ORPHAN_TASK, why, task)
 
 
 def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
@@ -245,8 +223,8 @@ def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect
     for one in snapshot.open:
         why = _late(snapshot, limits, one)
         if why:
-            tasks: Iterable[Task] = snapshot.running.get(one.worker_id, ()) if one.worker_id else ()
-            yield _suspect_of(AnomalyKind.OVERDUE, why, one, next((task.task_id for task in tasks), ""))
+            tasks = snapshot.running.get(one.worker_id) if one.worker_id else None
+            yield _suspect_of(AnomalyKind.OVERDUE, why, one, tasks[0].task_id if tasks else "")
 
 
 def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
@@ -257,11 +235,8 @@ def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) ->
     reported = snapshot.reported.get(one.user_id) if marked else None
     if reported is not None and reported.state == "Draining":
         return "drains for too long"
-    if (
-        reported is not None
-        and reported.last_activity
-        and snapshot.now - reported.last_activity > limits.idle
-    ):
+    last = reported.last_activity if reported is not None else 0.0
+    if last and snapshot.now - last > limits.idle:
         return "idle for too long"
     if one.connected or marked:
         return "" if runs or marked else "its worker is gone"
@@ -283,7 +258,9 @@ class ScanSummary:
     size: int
     anomalies: int
     in_service: int
+    #: Workers in service whose mark is missing.
     unmarked: int
+    #: Workers in Valkey that the launcher does not list.
     unlisted: int
 
 

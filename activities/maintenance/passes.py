@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -12,7 +11,7 @@ from redis.exceptions import RedisError
 from temporalio import activity
 
 from activities.heartbeat import Heartbeat
-from activities.maintenance.anomalies import OLD, OverdueLimits, find_anomalies, guard_reason, is_many
+from activities.maintenance.anomalies import OverdueLimits, find_anomalies, guard_reason, is_many
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScanner
 from infra.database.engine import Database
@@ -51,56 +50,45 @@ class MaintenanceActivities:
         began = time.monotonic()
         async with self._database.session() as session:
             before = await passes.find_pass(session)
-        apart = self._apart(before)
-        if before is not None and apart < self._confirm:
+        if before is not None and self._seconds_since(before) < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
+        place, workers = PassBasis(), 0
+        suspects: list[Suspect] = []
+        confirmed: list[Suspect] = []
         try:
             seen = await self._scanner.scan_all()
         except (RedisError, OSError, LauncherUnreachable) as error:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
-            why = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
-            number = await self._write(PassBasis(), 0, began, f"{why} could not be read", [], [])
-            return mm.Scanned(number=number, guarded=f"{why} could not be read")
-        suspects = await asyncio.to_thread(find_anomalies, seen, self._limits)
-        why = guard_reason(seen.summary(len(suspects)), before)
-        confirmed: list[Suspect] = []
-        if not why and before is not None and not before.guarded:
-            known = set(before.suspects)
-            confirmed = [one for one in suspects if one in known]
-        number = await self._write(seen.place, seen.size, began, why, suspects, confirmed)
-        return mm.Scanned(
-            number=number, workers=seen.size, found=len(suspects), confirmed=len(confirmed), guarded=why
-        )
-
-    def _apart(self, before: PassRecord | None) -> float:
-        """Seconds since the last pass, by the monotonic clock if it was on this host."""
-        if before is None:
-            return OLD
-        if self._boot and before.boot == self._boot:
-            return _boottime() - before.boottime
-        return before.age
-
-    async def _write(
-        self,
-        place: PassBasis,
-        scanned: int,
-        began: float,
-        why: str,
-        suspects: Iterable[Suspect],
-        confirmed: list[Suspect],
-    ) -> int:
+            what = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
+            why = f"{what} could not be read"
+        else:
+            place, workers = seen.place, seen.size
+            suspects = await asyncio.to_thread(find_anomalies, seen, self._limits)
+            why = guard_reason(seen.summary(len(suspects)), before)
+            if not why and before is not None and not before.guarded:
+                known = set(before.suspects)
+                confirmed = [one for one in suspects if one in known]
         async with self._database.session() as session:
-            return await passes.begin_pass(
+            number = await passes.begin_pass(
                 session,
                 place=place,
                 boot=self._boot,
                 boottime=_boottime(),
-                scanned=scanned,
+                scanned=workers,
                 scan_seconds=time.monotonic() - began,
                 guarded=why,
                 suspects=suspects,
                 confirmed=confirmed,
             )
+        return mm.Scanned(
+            number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
+        )
+
+    def _seconds_since(self, before: PassRecord) -> float:
+        """By the monotonic clock if that pass was on this host."""
+        if self._boot and before.boot == self._boot:
+            return _boottime() - before.boottime
+        return before.age
 
     @activity.defn
     async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:

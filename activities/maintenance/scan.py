@@ -45,8 +45,7 @@ class FleetScanner:
         self._cursor = 0
 
     async def scan_all(self) -> FleetSnapshot:
-        place, now = await self._where()
-        tasks = await self._launcher.list()
+        place, now, tasks = await self._begin()
         async with self._database.session() as session:
             rows = await assignments.open_assignments(session)
         marked = await self._marked_users()
@@ -57,8 +56,7 @@ class FleetScanner:
 
     async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetSnapshot:
         """Scans only the users and workers of these suspects."""
-        place, now = await self._where()
-        listed = await self._launcher.list()
+        place, now, listed = await self._begin()
         users = {one.user_id for one in suspects if one.user_id}
         workers = {one.worker_id for one in suspects if one.worker_id}
         async with self._database.session() as session:
@@ -69,7 +67,6 @@ class FleetScanner:
         tasks = [task for task in listed if task.worker_id in workers]
         pools = {one.pool for one in suspects if one.pool}
         free = {pool: some & workers for pool, some in (await self._free(pools)).items()}
-        place = PassBasis(generation=place.generation, server=place.server, tasks=len(listed))
         return await self._seen(place, now, rows, tasks, sorted(users), free)
 
     async def _seen(
@@ -93,9 +90,8 @@ class FleetScanner:
         marks, reported = await self._marks(users)
         if text_of(await self._client.get(keys.GENERATION)) != place.generation:
             raise RedisError("the generation changed during a scan")
-        listed = place.tasks or len(tasks)
         return FleetSnapshot(
-            place=PassBasis(generation=place.generation, server=place.server, tasks=listed),
+            place=place,
             open=rows,
             tasks=tasks,
             marks=marks,
@@ -106,15 +102,16 @@ class FleetScanner:
             now=now,
         )
 
-    async def _where(self) -> tuple[PassBasis, float]:
-        """Which Valkey this is, and its clock."""
+    async def _begin(self) -> tuple[PassBasis, float, list[Task]]:
+        """The servers that are scanned, Valkey's clock, and the launcher's tasks."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.get(keys.GENERATION)
             pipe.info("server")
             pipe.time()
             generation, server, (seconds, _) = await pipe.execute()
-        place = PassBasis(generation=text_of(generation), server=str(server["run_id"]))
-        return place, float(seconds)
+        tasks = await self._launcher.list()
+        place = PassBasis(generation=text_of(generation), server=str(server["run_id"]), tasks=len(tasks))
+        return place, float(seconds), tasks
 
     async def _free(self, pools: Collection[str]) -> dict[str, set[str]]:
         names = sorted(pools)
@@ -151,9 +148,7 @@ class FleetScanner:
                 if mark:
                     marks[user] = text_of(mark)
                 if state or task:
-                    reported[user] = ReportedState(
-                        state=text_of(state), task_id=text_of(task), last_activity=_seconds(activity)
-                    )
+                    reported[user] = ReportedState(state=text_of(state), last_activity=_seconds(activity))
         return marks, reported
 
     async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:
