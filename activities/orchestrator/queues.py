@@ -25,7 +25,7 @@ from activities.orchestrator.resources import OrchestratorResources
 from activities.orders.account_query import AccountQueryClient
 from activities.orders.verification import OrderActivities
 from activities.pool.launch import LaunchActivities
-from activities.pool.sizing import PoolActivities, PoolDemand
+from activities.pool.sizing import PoolActivities
 from activities.pool.snapshot import PoolSnapshots
 from activities.reports.statements import StatementActivities
 from activities.rollout.replacement import RolloutActivities
@@ -141,9 +141,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     stopping = StopActivity(parts.client, parts.database, parts.launcher, parts.keys)
     checking = HealthActivity(parts.client, parts.database, parts.launcher)
     reloading = ReloadActivity(parts.client, parts.database, parts.unwrapper, parts.keys)
-    pool = PoolActivities(
-        parts.client, parts.database, parts.launcher, PoolDemand(parts.database, parts.calendar)
-    )
+    pool = PoolActivities(parts.client, parts.database, parts.launcher, parts.calendar)
     return [
         claiming.claim_worker,
         claiming.await_connected,

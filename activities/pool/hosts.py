@@ -39,14 +39,13 @@ class HostProvisioner:
         pool: str,
         warm: int,
         rate: float,
-        kind: HostKind | None = None,
     ) -> None:
         """`warm`: spare hosts to keep at least; `rate`: workers a second that must find room."""
         self._scaler = scaler
         self._launcher = launcher
         self._pools = pools
         self._pool = pool
-        self._kind = kind or HostKind()
+        self._kind = HostKind()
         self._warm = warm_hosts(self._kind, rate, least=warm, cold_start=COLD_START + PERIOD)
         self._logged = ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from hashlib import blake2b
 
 import structlog
@@ -109,25 +110,13 @@ class LaunchActivities:
         snapshot = await self._pool_snapshot(request.pool)
         worker_id = worker_id_of(COLD_PREFIX, request.claim_id)
         await self._check_limit(request, snapshot.limit, worker_id)
-        announced = keys.pool_born(request.pool, request.claim_id)
-
-        def is_announced(worker_id: str) -> Callable[[], Awaitable[bool]]:
-            async def announced_by_now() -> bool:
-                # Moves the list onto itself, so that a repeat finds it again.
-                found = await reply_of(self._client.blmove(announced, announced, 1, "LEFT", "RIGHT"))
-                if found is None or found.decode() == worker_id:
-                    return found is not None
-                await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
-                return False
-
-            return announced_by_now
-
+        is_announced = partial(self._is_announced, keys.pool_born(request.pool, request.claim_id))
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         release = avoid.before if avoid else snapshot.release
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
         try:
-            launched = await self._launch(spec, token, request.timeout, is_announced(worker_id))
+            launched = await self._launch(spec, token, request.timeout, partial(is_announced, worker_id))
         except ApplicationError as error:
             left = request.timeout - (time.monotonic() - began)
             known_bad = avoid is not None or snapshot.good in (None, release)
@@ -138,10 +127,19 @@ class LaunchActivities:
             token = f"{token}-before"
             worker_id = worker_id_of(COLD_PREFIX, token)
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
-            launched = await self._launch(spec, token, left, is_announced(worker_id))
+            launched = await self._launch(spec, token, left, partial(is_announced, worker_id))
         if snapshot.limit is not None:
             await entries.leave_line(self._client, request.pool, request.user_id)
         return launched
+
+    async def _is_announced(self, born: str, worker_id: str) -> bool:
+        """Waits up to `SLICE` seconds until the worker is on the list of those launched for its claim."""
+        # Moves the list onto itself, so that a repeat finds it again.
+        found = await reply_of(self._client.blmove(born, born, int(SLICE), "LEFT", "RIGHT"))
+        if found is None or found.decode() == worker_id:
+            return found is not None
+        await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
+        return False
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
         """From the pool's workflow, else from the settings."""

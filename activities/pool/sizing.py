@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import time as clock_time
 
 import structlog
@@ -48,48 +47,14 @@ def checked_policy(policy: PoolPolicy) -> PoolPolicy:
     return policy
 
 
-class PoolDemand:
-    """Time zones, calendar and PostgreSQL, read for `count_pool`."""
-
-    def __init__(self, database: Database, calendar: Calendar, now: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._calendar = calendar
-        self._now = now
-
-    async def read(self, pool: str, policy: PoolPolicy) -> tuple[int | None, WindowNow]:
-        """Claims within `demand_minutes` (None: not wanted or not known), and the window."""
-        return await self._claims(pool, policy.demand_minutes * 60), self._window(policy)
-
-    async def _claims(self, pool: str, seconds: float) -> int | None:
-        if seconds <= 0:
-            return None
-        try:
-            async with self._database.session(autocommit=True) as session:
-                return await worker_sessions.count_claims(session, pool, seconds)
-        except BerthError as error:  # the pool goes on with the number that it knows
-            log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
-            return None
-
-    def _window(self, policy: PoolPolicy) -> WindowNow:
-        if not policy.windows:
-            return WindowNow()
-        try:
-            hours = [window_of(one) for one in policy.windows]
-        except (BerthError, ValueError) as error:  # a time zone that this host does not know
-            log.error("pool_windows_not_understood", reason=str(error)[:200])
-            return WindowNow()
-        number, until = windows.current_window(hours, self._calendar, self._now())
-        return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
-
-
 class PoolActivities:
     """Activities `count_pool`, `shrink_pool`."""
 
-    def __init__(self, client: Redis, database: Database, launcher: Launcher, demand: PoolDemand) -> None:
+    def __init__(self, client: Redis, database: Database, launcher: Launcher, calendar: Calendar) -> None:
         self._client = client
         self._database = database
         self._launcher = launcher
-        self._demand = demand
+        self._calendar = calendar
         #: When each running worker without an entry was first seen so (monotonic seconds).
         self._silent_since: dict[str, float] = {}
 
@@ -103,8 +68,8 @@ class PoolActivities:
         stopped; it serves nobody yet.
         """
         launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
-        listed, (claims, window) = await asyncio.gather(
-            self._launcher.list(), self._demand.read(request.pool, request.policy)
+        listed, claims = await asyncio.gather(
+            self._launcher.list(), self._claims(request.pool, request.policy.demand_minutes * 60)
         )
         ours = {task.worker_id: task for task in listed if task.pool == request.pool}
         tasks = {worker: task for worker, task in ours.items() if worker.startswith(POOL_PREFIX)}
@@ -125,8 +90,30 @@ class PoolActivities:
             starting=len(silent - hanging),
             in_use=len(ours.keys() - free - launching - silent),
             claims=claims,
-            window=window,
+            window=self._window(request.policy),
         )
+
+    async def _claims(self, pool: str, seconds: float) -> int | None:
+        """Claims within the last `seconds`; None: not wanted or not known."""
+        if seconds <= 0:
+            return None
+        try:
+            async with self._database.session(autocommit=True) as session:
+                return await worker_sessions.count_claims(session, pool, seconds)
+        except BerthError as error:  # the pool goes on with the number that it knows
+            log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
+            return None
+
+    def _window(self, policy: PoolPolicy) -> WindowNow:
+        if not policy.windows:
+            return WindowNow()
+        try:
+            hours = [window_of(one) for one in policy.windows]
+        except (BerthError, ValueError) as error:  # a time zone that this host does not know
+            log.error("pool_windows_not_understood", reason=str(error)[:200])
+            return WindowNow()
+        number, until = windows.current_window(hours, self._calendar, time.time())
+        return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
         """The ready list, and the state of each listed or running worker that has an entry."""

@@ -17,7 +17,7 @@ from activities.claims.health import HealthActivity
 from activities.claims.reload import ReloadActivity
 from activities.claims.stop import StopActivity
 from activities.pool.launch import LaunchActivities
-from activities.pool.sizing import PoolActivities, PoolDemand
+from activities.pool.sizing import PoolActivities
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.launchers.fake import FakeLauncher
@@ -56,9 +56,7 @@ class Yard:
         self.stopping = StopActivity(self.client, self.database, self.launcher, self.keys)
         self.checking = HealthActivity(self.client, self.database, self.launcher)
         self.reloading = ReloadActivity(self.client, self.database, self.ring, self.keys)
-        self.pool = PoolActivities(
-            self.client, self.database, self.launcher, PoolDemand(self.database, calendar.load_calendar())
-        )
+        self.pool = PoolActivities(self.client, self.database, self.launcher, calendar.load_calendar())
 
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
         return await ActivityEnvironment().run(activity, request)

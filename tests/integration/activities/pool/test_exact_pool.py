@@ -14,7 +14,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
 from activities.pool.launch import LaunchActivities
-from activities.pool.sizing import PoolActivities, PoolDemand
+from activities.pool.sizing import PoolActivities
 from infra import tasks
 from infra.launchers.port import LaunchSpec
 from infra.local.servers import TemporalServer, ValkeyServer
@@ -77,9 +77,7 @@ async def orchestrator(
     """One that knows nothing of an earlier one, and lets go of what is in hand when it ends."""
     client = valkey.connect_valkey(valkey_url, max_connections=256)
     launching = LaunchActivities(client, yard.database, launcher, yard.settings, yard.keys)
-    pool = PoolActivities(
-        client, yard.database, launcher, PoolDemand(yard.database, calendar.load_calendar())
-    )
+    pool = PoolActivities(client, yard.database, launcher, calendar.load_calendar())
     async with (
         client,
         Worker(
