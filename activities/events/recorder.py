@@ -97,8 +97,11 @@ class Recorder:
 
 def _for_its_values(error: Exception) -> bool:
     """Whether the values are refused every time. Other faults, such as a missing right, can be mended."""
-    state = getattr(getattr(error, "orig", error), "sqlstate", None)
-    return str(state).startswith(_OF_THE_VALUES)
+    return _sqlstate(error).startswith(_OF_THE_VALUES)
+
+
+def _sqlstate(error: Exception) -> str:
+    return str(getattr(getattr(error, "orig", error), "sqlstate", None))
 
 
 def _log_unknown(recorded: recording.RecordedEvents) -> None:
@@ -135,7 +138,7 @@ class TimelineActivity:
                     session, user_id=request.user_id, chain=request.chain, transitions=rows
                 )
         except DBAPIError as error:
-            if str(getattr(error.orig, "sqlstate", "") or "")[:2] != _DATA_EXCEPTION:
+            if not _sqlstate(error).startswith(_DATA_EXCEPTION):
                 raise
             kind = type(error.orig).__name__
             raise ApplicationError("PostgreSQL refuses the rows", type=kind, non_retryable=True) from error

@@ -102,8 +102,12 @@ class EventStream:
     async def run(self) -> None:
         """Runs until cancelled; survives outages of Valkey and of what the handler writes to."""
         cursor = b"0"  # unacknowledged entries of this consumer first, then new ones
+        missing = False
         while True:
             try:
+                if missing:
+                    await self._create_group()
+                    missing = False
                 handled = await self.step(cursor)
                 if handled == 0:
                     cursor = b">"
@@ -113,9 +117,9 @@ class EventStream:
                     self._upkeep_at = time.monotonic() + UPKEEP
                     await self.upkeep()
             except ResponseError as error:
-                if not str(error).startswith("NOGROUP"):
+                missing = str(error).startswith("NOGROUP")
+                if not missing:
                     await self._wait("event_stream_failed", error)
-                await self._create_group()
             except (RedisError, OSError, BerthError) as error:
                 cursor = b"0"
                 await self._wait("event_stream_waits", error)
@@ -163,9 +167,7 @@ class EventStream:
             log.info("event_group_created", group=self._group)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
-                await self._wait("event_stream_failed", error)
-        except (RedisError, OSError) as error:
-            await self._wait("event_stream_waits", error)
+                raise
 
     async def _trim(self) -> None:
         groups = {

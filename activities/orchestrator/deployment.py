@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from temporalio.api.common.v1 import WorkflowExecution
@@ -28,13 +28,12 @@ from temporalio.common import SearchAttributeKey, VersioningBehavior, WorkerDepl
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import WorkerDeploymentConfig
 
+from infra.temporal.client import CALL, signal_workflow
 from workflows import names
 
 #: Workflows that live for long and know the signal `renew`.
 ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
 
-#: For one call; Temporal answers these within milliseconds.
-_RPC = timedelta(seconds=5)
 #: Seconds for a query: an orchestrator answers in 5 ms, but its host may stand still for 3 s. Without an
 #: orchestrator the server waits to the end.
 _ANSWER = 4.0
@@ -94,7 +93,7 @@ class Deployment:
             namespace=self._temporal.namespace, deployment_name=self.name
         )
         try:
-            answer = await self._temporal.workflow_service.describe_worker_deployment(request, timeout=_RPC)
+            answer = await self._temporal.workflow_service.describe_worker_deployment(request, timeout=CALL)
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
                 return None
@@ -117,7 +116,7 @@ class Deployment:
         )
         try:
             answer = await self._temporal.workflow_service.describe_worker_deployment_version(
-                request, timeout=_RPC
+                request, timeout=CALL
             )
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
@@ -137,7 +136,7 @@ class Deployment:
                 conflict_token=seen.token,
                 identity=self._temporal.identity,
             ),
-            timeout=_RPC,
+            timeout=CALL,
         )
 
     async def running(
@@ -175,11 +174,7 @@ class Deployment:
 
     async def renew(self, one: RunningWorkflow) -> None:
         """Asks an entity to continue as new, which brings it to the current version."""
-        try:
-            await self._temporal.get_workflow_handle(one.workflow_id).signal("renew", rpc_timeout=_RPC)
-        except RPCError as error:
-            if error.status != RPCStatusCode.NOT_FOUND:
-                raise
+        await signal_workflow(self._temporal, one.workflow_id, "renew")
 
     async def hand_over(self, one: RunningWorkflow) -> None:
         """Lets the current version take over this run, by a replay of its history."""
@@ -196,7 +191,7 @@ class Deployment:
                     update_mask=FieldMask(paths=["versioning_override"]),
                     identity=self._temporal.identity,
                 ),
-                timeout=_RPC,
+                timeout=CALL,
             )
         except RPCError as error:
             if error.status not in {RPCStatusCode.NOT_FOUND, RPCStatusCode.FAILED_PRECONDITION}:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import structlog
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
@@ -43,14 +45,9 @@ def policy_of(settings: Settings) -> PoolPolicy:
 
 def _window(given: dict[str, Any]) -> PoolWindow:
     try:
-        window = PoolWindow(**given)
-    except TypeError:
-        wanted = ", ".join(PoolWindow.__dataclass_fields__)
-        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given} has not the fields {wanted}") from None
-    texts = (window.name, window.begins, window.ends, window.days, window.zone, window.calendar)
-    if type(window.target) is not int or not all(isinstance(text, str) for text in texts):
-        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given} has a target that is no number, or no text")
-    return window
+        return msgspec.convert(asdict(PoolWindow(**given)), PoolWindow)  # the second checks the types
+    except (TypeError, msgspec.ValidationError) as error:
+        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
 
 
 async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta = ANSWERS) -> int:

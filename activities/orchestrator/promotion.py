@@ -108,15 +108,14 @@ class Promotion:
             return 0.0
         if not self._wanted:
             log.info("not_promoted", build=own, current=seen.current, reason="an operator promotes")
-        elif is_newer(seen, own) or not await self._current_is_served(seen):
+        elif is_newer(seen, own) or not await self._deployment.served(
+            await self._deployment.running(build=seen.current, limit=20)
+        ):
             await self._deployment.make_current(seen)
             log.info("promoted", build=own, before=seen.current)
         else:
             log.info("not_promoted", build=own, current=seen.current, reason="the current version is newer")
         return 0.0
-
-    async def _current_is_served(self, seen: DeploymentSnapshot) -> bool:
-        return await self._deployment.served(await self._deployment.running(build=seen.current, limit=20))
 
     def _warn(self, event: str, **fields: str) -> None:
         """Logs at intervals; not at first, because the first try usually comes before the first poll."""

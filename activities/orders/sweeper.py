@@ -28,7 +28,6 @@ from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.service import RPCError
 
-from infra import tasks
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.database.orders import watch as order_watch
@@ -82,20 +81,15 @@ class OrderSweeper:
         self._starter = starter
         self._settings = settings
         self._grace = grace
-        #: Workers that are being made active for orders that wait.
-        self._starting: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        try:
-            while True:
-                try:
-                    full = await self.round() == MOST
-                except BerthError as error:  # PostgreSQL is away: what is leased comes again
-                    log.warning("sweeper_waits", code=error.code, reason=error.detail[:200])
-                    full = False
-                await asyncio.sleep(0 if full else self._settings.sweep_period)
-        finally:
-            await tasks.cancel_tasks(*self._starting.values())
+        while True:
+            try:
+                full = await self.round() == MOST
+            except BerthError as error:  # PostgreSQL is away: what is leased comes again
+                log.warning("sweeper_waits", code=error.code, reason=error.detail[:200])
+                full = False
+            await asyncio.sleep(0 if full else self._settings.sweep_period)
 
     async def round(self) -> int:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
@@ -139,7 +133,7 @@ class OrderSweeper:
         if queued.new:
             log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))
         if not queued.marked:
-            self._start_worker(order.user_id)
+            self._starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
 
     async def _overdue(self, due: DueOrder) -> None:
         order = due.order
@@ -230,15 +224,3 @@ class OrderSweeper:
 
     async def _generation(self) -> str:
         return await valkey.ensure_generation(self._client, uuid4().hex)
-
-    def _start_worker(self, user_id: str) -> None:
-        """Starts the user's worker in the background, so that other orders do not wait."""
-        if user_id not in self._starting:
-            task = self._starting[user_id] = asyncio.create_task(self._ensure(user_id))
-            task.add_done_callback(lambda _: self._starting.pop(user_id, None))
-
-    async def _ensure(self, user_id: str) -> None:
-        try:
-            await self._starter.ensure_active(user_id)
-        except BerthError as error:
-            log.warning("no_worker_for_swept_order", user_id=user_id, code=error.code, reason=error.detail)

@@ -72,9 +72,9 @@ class OrderActivities:
             order = await session.scalar(
                 select(Order).where(Order.id == uuid.UUID(request.order_id)).with_for_update()
             )
-            if order is None or rank(order.state) > rank(OrderState.NEEDS_ATTENTION):
+            if order is None or order.broker_order_id is not None:
                 return False
-            if order.broker_order_id is not None:
+            if rank(order.state) > rank(OrderState.NEEDS_ATTENTION):
                 return False
             outcome = OrderOutcome(
                 order_id=request.order_id,

@@ -61,8 +61,7 @@ class CanaryRegistry:
 
     async def failed(self, pool: str, version: str, user_id: str) -> None:
         """A worker of this version did not serve the user. One user counts once."""
-        canary = await self.of(pool)
-        if canary is not None and canary.version == version:
+        if await self._tries(pool, version):
             faults = keys.pool_faults(pool)
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.sadd(faults, user_id)
@@ -71,13 +70,16 @@ class CanaryRegistry:
 
     async def served(self, pool: str, version: str) -> None:
         """A worker of this version connected its user."""
-        canary = await self.of(pool)
-        if canary is not None and canary.version == version:
+        if await self._tries(pool, version):
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.hincrby(keys.pool_canary(pool), "served", 1)
                 pipe.expire(keys.pool_canary(pool), KEPT)
                 pipe.delete(keys.pool_faults(pool))
                 await pipe.execute()
+
+    async def _tries(self, pool: str, version: str) -> bool:
+        canary = await self.of(pool)
+        return canary is not None and canary.version == version
 
 
 def _words(canary: CanaryRelease) -> dict[Any, Any]:

@@ -108,16 +108,16 @@ class RolloutActivities:
         )
 
     async def _canary_counts(self, request: rm.LookAtRelease) -> tuple[int, int]:
-        """Users served, and failed in a row, by workers of the version on trial."""
+        """Users served, and failed in a row, by workers of the canary."""
         if request.trial is None or request.before is None:
             return 0, 0
         version = self._version(request.trial.version)
         if version == self._version(request.before.version):  # claims could not distinguish them
             return 0, 0
-        trial = CanaryRelease(
+        canary = CanaryRelease(
             version=version, before=request.before, since=request.since, condemned=request.condemned
         )
-        return await self._canaries.begin(request.pool, trial)
+        return await self._canaries.begin(request.pool, canary)
 
     def _version(self, wanted: str) -> str:
         return wanted or self._settings.worker_version

@@ -56,10 +56,10 @@ async def connect_orchestrator(settings: Settings) -> Client:
             await asyncio.sleep(RETRY)
 
 
-async def signal_workflow(client: Client, workflow_id: str, signal: str, message: object) -> bool:
+async def signal_workflow(client: Client, workflow_id: str, signal: str, *message: object) -> bool:
     """Sends a signal; False if there is no such workflow. Raises `RPCError` when Temporal does not answer."""
     try:
-        await client.get_workflow_handle(workflow_id).signal(signal, message, rpc_timeout=CALL)
+        await client.get_workflow_handle(workflow_id).signal(signal, args=message, rpc_timeout=CALL)
     except RPCError as error:
         if error.status not in _REFUSED:
             raise
