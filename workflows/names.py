@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from temporalio.common import SearchAttributeKey
+
 USER_WORKER = "UserWorkerWorkflow"
 WORKER_POOL = "WorkerPoolWorkflow"
 ORDER = "OrderWorkflow"
 MAINTENANCE = "MaintenanceWorkflow"
 MAINTENANCE_BATCH = "MaintenanceBatchWorkflow"
-
 MORNING = "MorningWorkflow"
 ROLLOUT = "RolloutWorkflow"
-#: Of the schedule, and of what it starts (with the time behind it).
-MORNING_SCHEDULE = "morning"
-
 STATEMENTS = "StatementsWorkflow"
-#: Of the schedule, and of what it starts (with the time behind it).
-STATEMENTS_SCHEDULE = "statements"
 
-#: Of the schedule, and of the passes that it starts (with their time behind it).
+#: Schedules. What one starts has the same id, with the time behind it.
 MAINTENANCE_SCHEDULE = "maintenance"
-MAINTENANCE_ID = "maintenance"
+MORNING_SCHEDULE = "morning"
+STATEMENTS_SCHEDULE = "statements"
 
 #: Workflows and light activities.
 LIFECYCLE_QUEUE = "berth-lifecycle"
@@ -29,11 +26,8 @@ ORDERS_QUEUE = "berth-orders"
 BULK_QUEUE = "berth-bulk"
 
 #: Search attributes (all of type Keyword), registered before the first workflow starts.
-SA_USER = "UserId"
-SA_STATE = "State"
-SA_WORKER = "WorkerId"
-SA_POOL = "Pool"
-SEARCH_ATTRIBUTES = (SA_USER, SA_STATE, SA_WORKER, SA_POOL)
+SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
+SA_USER, SA_STATE, SA_WORKER, SA_POOL = (SearchAttributeKey.for_keyword(name) for name in SEARCH_ATTRIBUTES)
 
 
 def user_worker_id(user_id: str) -> str:

@@ -18,7 +18,6 @@ from temporalio.client import (
     WorkflowExecution,
     WorkflowFailureError,
 )
-from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError, RPCStatusCode
 
 from api.fleet.schemas import FleetPage, FleetRowView
@@ -29,9 +28,6 @@ from workflows.maintenance.messages import Maintained
 from workflows.names import MAINTENANCE_SCHEDULE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
 from workflows.user_worker.messages import WorkerState
 
-_USER, _STATE, _WORKER, _POOL = (
-    SearchAttributeKey.for_keyword(name) for name in (SA_USER, SA_STATE, SA_WORKER, SA_POOL)
-)
 #: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but pages.
 _CHECK = 6
 _PREFIX = re.compile(ID_PATTERN)
@@ -44,11 +40,11 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
     """
     parts = [f'WorkflowType = "{USER_WORKER}"', 'ExecutionStatus = "Running"']
     if state is not None:
-        parts.append(f'{SA_STATE} = "{WorkerState(state)}"')
+        parts.append(f'{SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
         if not _PREFIX.fullmatch(user_prefix):
             raise InvalidRequest("not valid: user_id: no user id begins like that")
-        parts.append(f'{SA_USER} STARTS_WITH "{user_prefix}"')
+        parts.append(f'{SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
 
 
@@ -88,10 +84,10 @@ class FleetList:
 def _row(found: WorkflowExecution) -> FleetRowView:
     known = found.typed_search_attributes
     return FleetRowView(
-        user_id=known.get(_USER) or found.id.removeprefix("user-worker-"),
-        state=known.get(_STATE),
-        worker_id=known.get(_WORKER),
-        pool=known.get(_POOL),
+        user_id=known.get(SA_USER) or found.id.removeprefix("user-worker-"),
+        state=known.get(SA_STATE),
+        worker_id=known.get(SA_WORKER),
+        pool=known.get(SA_POOL),
         started_at=found.start_time,
     )
 

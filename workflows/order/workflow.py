@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -23,9 +22,6 @@ with workflow.unsafe.imports_passed_through():
 
 from workflows import calls
 from workflows.calls import cause
-
-_USER = SearchAttributeKey.for_keyword(names.SA_USER)
-_STATE = SearchAttributeKey.for_keyword(names.SA_STATE)
 
 
 @workflow.defn(name=names.ORDER)
@@ -121,6 +117,8 @@ class OrderWorkflow:
             text += f"\n\n**A person has to look at it**: {follow.attention}"
         if text != self._shown:
             shown = "needs_attention" if follow.attention else follow.state
-            workflow.upsert_search_attributes([_USER.value_set(self._given.user_id), _STATE.value_set(shown)])
+            workflow.upsert_search_attributes(
+                [names.SA_USER.value_set(self._given.user_id), names.SA_STATE.value_set(shown)]
+            )
             workflow.set_current_details(text)
             self._shown = text

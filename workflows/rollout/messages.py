@@ -76,12 +76,12 @@ class LookAtRelease:
     surge: int
     #: Set both on the pool; else only count.
     change: bool
-    #: The release on trial, and what the pool had before; None: not known yet.
+    #: The canary, and what the pool had before; None: not known yet.
     trial: Release | None = None
     before: Release | None = None
     #: When the rollout began (Unix seconds).
     since: float = 0.0
-    #: The version on trial failed: nobody gets a worker of it any more.
+    #: The canary failed: nobody gets a worker of it any more.
     condemned: bool = False
 
 
@@ -102,7 +102,7 @@ class ReleaseLook:
     last_failure: str = ""
     #: The pool's mode: nothing is launched unless it runs.
     mode: str = "running"
-    #: Users served by workers of the version on trial, and users whom one failed since the last of them.
+    #: Users served by workers of the canary, and users whom one failed since the last of them.
     served: int = 0
     failed: int = 0
     #: Unix seconds.

@@ -21,7 +21,7 @@ _MOVING = {P.MOVING: P.DONE, P.MOVING_BACK: P.ROLLED_BACK}
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStep:
-    """What to do after one look at the pool."""
+    """What to do after one check of the pool."""
 
     #: Free workers of other versions to end now.
     retire: int = 0
@@ -40,7 +40,7 @@ class RolloutState(RolloutView):
     #: The first round has found what the pool had before.
     known: bool = False
     surge: int = 0
-    #: The version on trial failed; False when an operator took it back.
+    #: The canary failed; False when an operator took it back.
     condemned: bool = False
     #: Since when all users have moved but none was served yet; 0: that is not so.
     unproven_since: float = 0.0
@@ -72,62 +72,59 @@ class RolloutState(RolloutView):
             return self
         return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
-    def after_check(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
-        """The state after a look at the pool, and what to do. The first look comes before any change."""
+    def after_check(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+        """The state after a check of the pool, and what to do. The first check comes before any change."""
         state = replace(
-            self, new=look.new, old=look.old, users=look.users, wanted=look.wanted, held=_held_reason(look)
+            self, new=seen.new, old=seen.old, users=seen.users, wanted=seen.wanted, held=_held_reason(seen)
         )
-        if not self.known:  # the first look changes nothing, so that a repeat sees the same
-            return replace(state, before=look.before, known=True), RolloutStep()
-        if not state.going_back and look.never_ready >= given.failures:
-            why = f"{look.never_ready} times in a row no worker became ready: {look.last_failure}"
+        if not self.known:  # the first check changes nothing, so that a repeat sees the same
+            return replace(state, before=seen.before, known=True), RolloutStep()
+        if not state.going_back and seen.never_ready >= given.failures:
+            why = f"{seen.never_ready} times in a row no worker became ready: {seen.last_failure}"
             return state.rolled_back(why[:300], condemned=True), RolloutStep()
-        if not state.going_back and look.failed >= given.failures:
-            why = f"{look.failed} users in a row got a worker that did not serve them"
+        if not state.going_back and seen.failed >= given.failures:
+            why = f"{seen.failed} users in a row got a worker that did not serve them"
             return state.rolled_back(why, condemned=True), RolloutStep()
         if state.phase in _REPLACING:
-            return state._replacing(look, given)
+            return state._replacing(seen, given)
         if state.phase in _MOVING:
-            return state._moving(look, given)
+            return state._moving(seen, given)
         return state, RolloutStep()
 
-    def _replacing(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _replacing(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         # A pool whose old workers were all claimed proves nothing: a new one must be ready.
-        if not look.old and (look.new or not look.wanted):
-            return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(look.users))
-        spare = max(look.new + look.old - look.wanted, 0)
-        retire = min(look.old, spare, given.batch)
-        if look.wanted:  # as many new ones must be ready, or the next claims would find an empty pool
-            retire = min(retire, look.new)
-        left = look.old - retire
-        state = replace(self, surge=min(given.batch, left) or int(not look.new))
+        if not seen.old and (seen.new or not seen.wanted):
+            return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(seen.users))
+        spare = max(seen.new + seen.old - seen.wanted, 0)
+        retire = min(seen.old, spare, given.batch)
+        if seen.wanted:  # as many new ones must be ready, or the next claims would find an empty pool
+            retire = min(retire, seen.new)
+        left = seen.old - retire
+        state = replace(self, surge=min(given.batch, left) or int(not seen.new))
         return state, RolloutStep(retire=retire)
 
-    def _moving(self, look: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
-        if look.old:  # launched before the pool knew, and ready since
+    def _moving(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+        if seen.old:  # launched before the pool knew, and ready since
             back = P.ROLLING_BACK if self.going_back else P.REPLACING
-            return replace(self, phase=back)._replacing(look, given)
-        if look.users:
+            return replace(self, phase=back)._replacing(seen, given)
+        if seen.users:
             return self, RolloutStep(move=True)
-        since = self.unproven_since or look.at
-        unproven = look.at and look.wanted and not look.served and not self.going_back
-        if unproven and look.at - since < given.proof:
+        since = self.unproven_since or seen.at
+        unproven = seen.at and seen.wanted and not seen.served and not self.going_back
+        if unproven and seen.at - since < given.proof:
             held = self.held or "no user was served by the new version yet"
             return replace(self, unproven_since=since, asked=0, held=held), RolloutStep()
         return replace(self, phase=_MOVING[self.phase], asked=0), RolloutStep()
-
-    def has_retired(self, count: int) -> RolloutState:
-        return replace(self, retired=self.retired + count)
 
     def view(self) -> RolloutView:
         return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
 
 
-def _held_reason(look: ReleaseLook) -> str:
-    if look.failed:
-        return f"{look.failed} users in a row got a worker that did not serve them"
-    if look.mode != "running":
-        return f"the pool is {look.mode}: nothing is launched"
-    if look.last_failure and look.never_ready:
-        return look.last_failure
+def _held_reason(seen: ReleaseLook) -> str:
+    if seen.failed:
+        return f"{seen.failed} users in a row got a worker that did not serve them"
+    if seen.mode != "running":
+        return f"the pool is {seen.mode}: nothing is launched"
+    if seen.last_failure and seen.never_ready:
+        return seen.last_failure
     return ""

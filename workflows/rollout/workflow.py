@@ -1,6 +1,6 @@
 """One rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
 
-Every few seconds it looks at the pool and does what `state.py` says. It gives the pool the version and a
+Every few seconds it checks the pool and does what `state.py` says. It gives the pool the version and a
 surge; the pool launches, and this workflow ends free workers of other versions as new ones become ready.
 Users move when they are quiet, by their own workflow. A pool has one rollout at a time.
 """
@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -27,8 +26,6 @@ from workflows.calls import cause
 
 #: Characters of a reason that somebody gives.
 REASON_MAX = 200
-
-_POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
 
 
 @workflow.defn(name=names.ROLLOUT)
@@ -48,7 +45,7 @@ class RolloutWorkflow:
 
     @workflow.run
     async def run(self, given: rm.RolloutInput) -> rm.RolloutView:
-        workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
+        workflow.upsert_search_attributes([names.SA_POOL.value_set(given.pool)])
         if given.carried is None:
             await self._record("begins", given.reason)
         while not self._state.ended:
@@ -103,8 +100,8 @@ class RolloutWorkflow:
             condemned=state.condemned,
         )
         try:
-            look = await calls.look_at_release(request)
-            self._state, step = state.after_check(look, self._given)
+            seen = await calls.look_at_release(request)
+            self._state, step = state.after_check(seen, self._given)
             self._check_failed = ""
             await self._apply(step)
         except FailureError as error:  # nothing is known: nothing is changed
@@ -116,7 +113,7 @@ class RolloutWorkflow:
             count = await calls.retire_workers(
                 rm.RetireWorkers(pool=state.pool, version=state.target.version, count=step.retire)
             )
-            self._state = self._state.has_retired(count)
+            self._state = replace(self._state, retired=self._state.retired + count)
         if step.move:
             asked = await calls.ask_to_move(
                 rm.AskToMove(

@@ -34,17 +34,17 @@ PENDING_MAX = 500
 #: Characters of a reason.
 REASON_MAX = 500
 
-USER = SearchAttributeKey.for_keyword(names.SA_USER)
-STATE = SearchAttributeKey.for_keyword(names.SA_STATE)
-WORKER = SearchAttributeKey.for_keyword(names.SA_WORKER)
-POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
-
 
 def _values(state: UserWorkerState | None) -> dict[SearchAttributeKey[str], str | None]:
     if state is None:
         return {}
     worker = state.worker.worker_id if state.worker else None
-    return {USER: state.user_id, STATE: str(state.state), WORKER: worker, POOL: state.pool}
+    return {
+        names.SA_USER: state.user_id,
+        names.SA_STATE: str(state.state),
+        names.SA_WORKER: worker,
+        names.SA_POOL: state.pool,
+    }
 
 
 def attribute_changes(

@@ -139,36 +139,47 @@ class StopPoolWorkers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolView:
-    """Answer of the query `view` and of the updates."""
+class PoolFigures:
+    """What a pool knows of its workers and launches."""
+
+    #: By an operator: nothing is launched, and workers leave only by a claim.
+    paused: bool = False
+    ready: int = 0
+    starting: int = 0
+    in_use: int = 0
+    claims: int = 0
+    #: How many free workers there should be as of the last count, and why.
+    wanted: int = 0
+    reasons: tuple[str, ...] = ()
+    launches: int = 0
+    failures: int = 0
+    last_failure: str = ""
+    #: Rounds of failures since the last successful launch. Concurrent launches fail in one round: a restarted
+    #: orchestrator interrupts a hundred of them.
+    failing: int = 0
+    #: Those of them in which the worker never became ready.
+    never_ready: int = 0
+    #: Free workers beyond what is wanted, while a rollout replaces others.
+    surge: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolView(PoolFigures):
+    """Answer of the query `view` and of the updates. Launches under way count as starting."""
 
     pool: str
     target: int
-    ready: int
-    starting: int
-    launches: int
-    failures: int
-    last_failure: str
-    paused: bool = False
     mode: str = PoolMode.RUNNING
-    #: How many free workers there should be now, why, and when that changes by itself (Unix seconds).
-    wanted: int = 0
-    reasons: tuple[str, ...] = ()
+    #: Unix seconds at which the wanted number changes by itself.
     changes_at: float | None = None
-    in_use: int = 0
-    claims: int = 0
-    #: Rounds of launches that failed in a row; and whether refilling stopped because none became ready.
-    failing: int = 0
+    #: Refilling stopped, because no worker became ready.
     circuit_open: bool = False
     #: Unix seconds before which nothing is launched; None: at any time.
     next_launch: float | None = None
     policy: PoolPolicy = field(default_factory=PoolPolicy)
     configured: PoolPolicy | None = None
     revision: int = 0
-    #: Of new workers; and how many more than wanted are kept ready while a rollout runs.
+    #: Of new workers.
     release: Release = field(default_factory=Release)
-    surge: int = 0
-    #: Rounds in a row after which no worker became ready.
-    never_ready: int = 0
     #: The last release of which a worker became ready; None: none did yet.
     good: Release | None = None

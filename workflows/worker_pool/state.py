@@ -5,10 +5,10 @@ Plain data, without clock and I/O. Times are Unix seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from workflows.rollout.messages import Release
-from workflows.worker_pool.messages import PoolCount, PoolMode, PoolView, WindowNow
+from workflows.worker_pool.messages import PoolCount, PoolFigures, PoolMode, PoolView, WindowNow
 from workflows.worker_pool.policy import PoolPolicy
 
 #: Seconds between two launches while they fail: 1, 2, 4 … up to this.
@@ -26,38 +26,19 @@ PROBE_PERIOD = 600.0
 SOON = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizingInput:
-    """What the wanted size depends on besides the policy."""
-
-    #: Workers of the pool that belong to users, or are about to.
-    in_use: int = 0
-    #: Claims within the policy's last minutes.
-    claims: int = 0
-    window: WindowNow = field(default_factory=WindowNow)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSizing:
-    wanted: int
-    #: One for each step of the sum.
-    reasons: tuple[str, ...]
-    #: Unix seconds at which a window begins or ends; None: no window will.
-    until: float | None
-
-
-def size_pool(policy: PoolPolicy, now: SizingInput) -> PoolSizing:
-    """The wanted number of free workers.
+def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]:
+    """The wanted number of free workers, and a reason for each step of the sum.
 
     wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above the
     maximum, and never beyond the limit of all workers. Never fails: the policy was checked before.
     """
-    target, why = _target(policy, now.window)
-    wanted, reasons = target, [why]
+    wanted, why = _target(policy, now.window)
+    reasons = [why]
     if policy.demand_minutes > 0:
-        reasons.append(f"{now.claims} claims within the last {policy.demand_minutes:g} min")
-        if now.claims > wanted:
-            wanted = now.claims
+        claims = now.claims or 0
+        reasons.append(f"{claims} claims within the last {policy.demand_minutes:g} min")
+        if claims > wanted:
+            wanted = claims
             reasons.append(f"as many again are kept: {wanted}")
     buffer = policy.buffer_of(now.in_use)
     if buffer:
@@ -75,7 +56,7 @@ def size_pool(policy: PoolPolicy, now: SizingInput) -> PoolSizing:
         if wanted > room:
             wanted = room
             reasons.append(f"limit of {policy.limit} in all, {now.in_use} in use: {wanted}")
-    return PoolSizing(wanted=wanted, reasons=tuple(reasons), until=now.window.until)
+    return wanted, tuple(reasons)
 
 
 def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
@@ -87,37 +68,21 @@ def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolState:
+class PoolState(PoolFigures):
     """Carried from run to run: a field may be added with a default, and none may change its meaning."""
 
-    #: By an operator: nothing is launched, and workers leave only by a claim.
-    paused: bool = False
     #: By an operator: the pool is emptied.
     draining: bool = False
     #: Number of the next launch: with the first run's id it makes a token.
     number: int = 0
-    ready: int = 0
-    starting: int = 0
-    in_use: int = 0
-    claims: int = 0
-    #: As of the last count.
-    wanted: int = 0
-    reasons: tuple[str, ...] = ()
+    #: Unix seconds at which a window begins or ends; None: no window will.
     until: float | None = None
     #: Since when there are too many free workers; None: there are not.
     surplus_since: float | None = None
-    launches: int = 0
-    failures: int = 0
-    #: Rounds of failures since the last successful launch. Concurrent launches fail in one round: a restarted
-    #: orchestrator interrupts a hundred of them.
-    failing: int = 0
-    #: Those of them in which the worker never became ready.
-    never_ready: int = 0
     #: The episode of failures was logged.
     failures_reported: bool = False
     #: Nothing is launched before.
     not_before: float = 0.0
-    last_failure: str = ""
     #: Tokens of launches whose outcome is unknown: each is launched again before any new one, and counts
     #: as under way meanwhile (exact-pool).
     unsettled: tuple[str, ...] = ()
@@ -126,8 +91,6 @@ class PoolState:
     image: str = ""
     #: Version and image of the last release of which a worker became ready; None: not known.
     good_release: tuple[str, str] | None = None
-    #: Free workers beyond what is wanted, while a rollout replaces others.
-    surge: int = 0
 
     @property
     def release(self) -> Release:
@@ -152,16 +115,20 @@ class PoolState:
 
     # --- changes --------------------------------------------------------------------------------------
 
-    def counted(self, count: PoolCount, sizing: PoolSizing) -> PoolState:
+    def counted(self, count: PoolCount, policy: PoolPolicy) -> PoolState:
+        claims = self.claims if count.claims is None else count.claims
+        wanted, reasons = size_pool(policy, replace(count, claims=claims))
+        if self.draining:
+            wanted, reasons = 0, ("the pool is being drained",)
         return replace(
             self,
             ready=count.ready,
             starting=count.starting,
             in_use=count.in_use,
-            claims=self.claims if count.claims is None else count.claims,
-            wanted=0 if self.draining else sizing.wanted,
-            reasons=("the pool is being drained",) if self.draining else sizing.reasons,
-            until=sizing.until,
+            claims=claims,
+            wanted=wanted,
+            reasons=reasons,
+            until=count.window.until,
         )
 
     def launched(self, release: Release) -> PoolState:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -22,14 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.entity import carried_state, continue_as_new, copied_fields
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
-    from workflows.worker_pool.state import (
-        BACKOFF_MAX,
-        REPORT_AFTER,
-        PoolState,
-        SizingInput,
-        pool_details,
-        size_pool,
-    )
+    from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
 
 from workflows import calls
 from workflows.calls import cause
@@ -38,7 +30,6 @@ from workflows.calls import cause
 SHRINK_MAX = 50
 #: Events after which the run continues as new, when no launch is under way.
 LONG = 500
-_POOL = SearchAttributeKey.for_keyword(names.SA_POOL)
 
 
 @workflow.defn(name=names.WORKER_POOL)
@@ -47,9 +38,6 @@ class WorkerPoolWorkflow:
     def __init__(self, given: pm.PoolInput) -> None:
         self._given = given
         self._state = carried_state(PoolState, given.carried)
-        self._policy = given.policy
-        self._configured = given.configured
-        self._revision = given.revision
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._changed = True
         #: The policy changed since the last count: a surplus is stopped at once.
@@ -61,7 +49,7 @@ class WorkerPoolWorkflow:
 
     @workflow.run
     async def run(self, given: pm.PoolInput) -> None:
-        workflow.upsert_search_attributes([_POOL.value_set(given.pool)])
+        workflow.upsert_search_attributes([names.SA_POOL.value_set(given.pool)])
         while True:
             self._changed = False
             await self._count()
@@ -70,7 +58,7 @@ class WorkerPoolWorkflow:
                 await workflow.wait_condition(
                     lambda: not self._in_flight and workflow.all_handlers_finished()
                 )
-                self._continue_as_new()
+                continue_as_new(replace(self._given, carried=asdict(self._state)))
             with contextlib.suppress(TimeoutError):
                 await workflow.wait_condition(
                     lambda: self._changed,
@@ -96,31 +84,31 @@ class WorkerPoolWorkflow:
 
     @workflow.update(name="set_target")
     def set_target(self, wanted: pm.SetTarget) -> pm.PoolView:
-        return self._resize(replace(self._policy, target=wanted.target))
+        return self._resize(replace(self._given.policy, target=wanted.target))
 
     @set_target.validator
     def _check_target(self, wanted: pm.SetTarget) -> None:
-        _refuse_invalid(replace(self._policy, target=wanted.target))
+        _refuse_invalid(replace(self._given.policy, target=wanted.target))
 
     @workflow.update(name="set_policy")
     def set_policy(self, wanted: pm.SetPolicy) -> pm.PoolView:
         if wanted.from_settings:
-            self._configured = wanted.policy
+            self._given = replace(self._given, configured=wanted.policy)
         return self._resize(wanted.policy)
 
     @set_policy.validator
     def _check_policy(self, wanted: pm.SetPolicy) -> None:
         _refuse_invalid(wanted.policy)
-        if wanted.revision not in (None, self._revision):
+        revision = self._given.revision
+        if wanted.revision not in (None, revision):
             raise ApplicationError(
-                f"the policy was changed meanwhile: it is revision {self._revision}, not {wanted.revision}",
+                f"the policy was changed meanwhile: it is revision {revision}, not {wanted.revision}",
                 type=pm.POOL_CHANGED,
                 non_retryable=True,
             )
 
     def _resize(self, policy: PoolPolicy) -> pm.PoolView:
-        self._policy = policy
-        self._revision += 1
+        self._given = replace(self._given, policy=policy, revision=self._given.revision + 1)
         self._state = self._state.without_failures()
         self._resized = self._changed = True
         return self.view()
@@ -151,18 +139,17 @@ class WorkerPoolWorkflow:
 
     @workflow.query(name="view")
     def view(self) -> pm.PoolView:
-        state = self._state
-        shown = copied_fields(state, pm.PoolView) | {
-            "starting": state.starting + len(self._in_flight) + len(state.unsettled),
-            "changes_at": state.until,
-            "next_launch": state.not_before or None,
-            "pool": self._given.pool,
-            "target": self._policy.target,
-            "policy": self._policy,
-            "configured": self._configured,
-            "revision": self._revision,
-        }
-        return pm.PoolView(**shown)
+        state, given = self._state, self._given
+        shown = copied_fields(given, pm.PoolView) | copied_fields(state, pm.PoolView)
+        return pm.PoolView(
+            **shown
+            | {
+                "starting": state.starting + len(self._in_flight) + len(state.unsettled),
+                "changes_at": state.until,
+                "next_launch": state.not_before or None,
+                "target": given.policy.target,
+            }
+        )
 
     # --- counts and launches --------------------------------------------------------------------------
 
@@ -174,7 +161,7 @@ class WorkerPoolWorkflow:
             pool=self._given.pool,
             launching=under_way,
             launch_timeout=self._given.launch_timeout,
-            policy=self._policy,
+            policy=self._given.policy,
         )
         try:
             count = await calls.count_pool(request)
@@ -184,9 +171,7 @@ class WorkerPoolWorkflow:
             self._state = replace(self._state, last_failure=f"count: {cause(error)}")
             return
         self._uncounted = 0
-        claims = self._state.claims if count.claims is None else count.claims
-        now = SizingInput(in_use=count.in_use, claims=claims, window=count.window)
-        self._state = self._state.counted(count, size_pool(self._policy, now))
+        self._state = self._state.counted(count, self._given.policy)
         if self._state.paused:
             return
         gap = self._state.gap(len(under_way))
@@ -255,7 +240,7 @@ class WorkerPoolWorkflow:
             self._resized, self._changed = at_once, True
             return
         waited = workflow.time() - (state.surplus_since or 0.0)
-        if at_once or state.draining or waited >= self._policy.shrink_after:
+        if at_once or state.draining or waited >= self._given.policy.shrink_after:
             count = min(surplus, state.ready)
             await self._shrink(min(count, SHRINK_MAX))
             if count > SHRINK_MAX:
@@ -292,17 +277,6 @@ class WorkerPoolWorkflow:
         if text != self._shown:
             workflow.set_current_details(text)
             self._shown = text
-
-    def _continue_as_new(self) -> NoReturn:
-        continue_as_new(
-            replace(
-                self._given,
-                policy=self._policy,
-                configured=self._configured,
-                revision=self._revision,
-                carried=asdict(self._state),
-            )
-        )
 
 
 def _refuse_invalid(policy: PoolPolicy) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from temporalio import activity, workflow
 from temporalio.client import Client
-from temporalio.common import RetryPolicy, SearchAttributeKey
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
@@ -102,11 +102,10 @@ class ScriptedUserWorker:
         self.active = True
         workflow.upsert_search_attributes(
             [
-                SearchAttributeKey.for_keyword(name).value_set(value)
-                for name, value in (
-                    *((SA_USER, self.user_id), (SA_STATE, "Active")),
-                    *((SA_WORKER, "scripted"), (SA_POOL, "default")),
-                )
+                SA_USER.value_set(self.user_id),
+                SA_STATE.value_set("Active"),
+                SA_WORKER.value_set("scripted"),
+                SA_POOL.value_set("default"),
             ]
         )
         worker = WorkerRef(worker_id="scripted", task_id="t", epoch=1, claim_id="c", pool="default")

@@ -74,7 +74,7 @@ def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None)
     for _ in range(rounds):
         state, step = state.after_check(pool.look(state), GIVEN)
         pool.do(step, state)
-        state = state.has_retired(step.retire)
+        state = replace(state, retired=state.retired + step.retire)
         for _ in range(due.pop(0) if due else 0):
             pool.claim()
         pool.refill()
