@@ -55,6 +55,15 @@ def copied_fields(source: object, kind: type[Any]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in kind.__dataclass_fields__ if hasattr(source, name)}
 
 
+async def wait_until(condition: Callable[[], bool], seconds: float | None, summary: str) -> bool:
+    """Whether the condition came to hold within `seconds`; None: no limit."""
+    try:
+        await workflow.wait_condition(condition, timeout=seconds, timeout_summary=summary)
+    except TimeoutError:
+        return False
+    return True
+
+
 def continue_as_new(given: object) -> NoReturn:
     """Goes on in a new run on the current version; it would else be pinned to the old (docs/adr/0007)."""
     workflow.continue_as_new(

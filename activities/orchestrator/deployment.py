@@ -28,7 +28,7 @@ from temporalio.common import SearchAttributeKey, VersioningBehavior, WorkerDepl
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import WorkerDeploymentConfig
 
-from infra.temporal.client import CALL, signal_workflow
+from infra.temporal.client import CALL, signal_workflow, unless_missing
 from workflows import names
 
 #: Workflows that live for long and know the signal `renew`.
@@ -92,12 +92,10 @@ class Deployment:
         request = DescribeWorkerDeploymentRequest(
             namespace=self._temporal.namespace, deployment_name=self.name
         )
-        try:
-            answer = await self._temporal.workflow_service.describe_worker_deployment(request, timeout=CALL)
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                return None
-            raise
+        service = self._temporal.workflow_service
+        answer = await unless_missing(service.describe_worker_deployment(request, timeout=CALL))
+        if answer is None:
+            return None
         info = answer.worker_deployment_info
         return DeploymentSnapshot(
             current=info.routing_config.current_deployment_version.build_id,
@@ -114,14 +112,10 @@ class Deployment:
             namespace=self._temporal.namespace,
             deployment_version=VersionName(deployment_name=self.name, build_id=self.build),
         )
-        try:
-            answer = await self._temporal.workflow_service.describe_worker_deployment_version(
-                request, timeout=CALL
-            )
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                return False
-            raise
+        service = self._temporal.workflow_service
+        answer = await unless_missing(service.describe_worker_deployment_version(request, timeout=CALL))
+        if answer is None:
+            return False
         known = {(one.name, one.type) for one in answer.worker_deployment_version_info.task_queue_infos}
         return all((queue, kind) in known for queue in queues for kind in _KINDS)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import structlog
 from temporalio.client import Client
@@ -25,6 +26,8 @@ DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE
 _SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
 #: Answers that no repetition changes: there is no such workflow, or its id is not allowed.
 _REFUSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT}
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -65,6 +68,16 @@ async def signal_workflow(client: Client, workflow_id: str, signal: str, *messag
             raise
         return False
     return True
+
+
+async def unless_missing(call: Awaitable[T]) -> T | None:
+    """The answer of a call; None if what it asks about does not exist. Raises other `RPCError`s."""
+    try:
+        return await call
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        return None
 
 
 def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:

@@ -20,10 +20,10 @@ from temporalio.client import (
     ScheduleUpdate,
     ScheduleUpdateInput,
 )
-from temporalio.service import RPCError, RPCStatusCode
+from temporalio.service import RPCError
 
 from infra.settings import Settings
-from infra.temporal.client import CALL
+from infra.temporal.client import CALL, unless_missing
 from workflows import names
 from workflows.maintenance import messages as mm
 from workflows.morning import messages as mo
@@ -53,12 +53,7 @@ async def _ensure(
     """
     present = client.get_schedule_handle(schedule_id)
     if spec is None:
-        try:
-            await present.delete(rpc_timeout=CALL)
-        except RPCError as error:
-            if error.status != RPCStatusCode.NOT_FOUND:
-                raise
-        return
+        return await unless_missing(present.delete(rpc_timeout=CALL))
     action = ScheduleActionStartWorkflow(
         workflow,
         given,

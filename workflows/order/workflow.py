@@ -16,7 +16,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields
+    from workflows.entity import carried_state, continue_as_new, copied_fields, wait_until
     from workflows.order import messages as om
     from workflows.order.state import FollowedOrder, OrderStep
 
@@ -105,10 +105,7 @@ class OrderWorkflow:
 
     async def _wait(self) -> None:
         pause = self._order.pause(workflow.time(), self._given.day_end, self._given.settings)
-        with contextlib.suppress(TimeoutError):
-            await workflow.wait_condition(
-                lambda: self._wake, timeout=pause, timeout_summary="until the next verification of the order"
-            )
+        await wait_until(lambda: self._wake, pause, "until the next verification of the order")
 
     def _show(self) -> None:
         follow = self._order

@@ -7,7 +7,6 @@ Users move when they are quiet, by their own workflow. A pool has one rollout at
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,7 +16,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, read_payload
+    from workflows.entity import carried_state, continue_as_new, read_payload, wait_until
     from workflows.rollout import messages as rm
     from workflows.rollout.state import RolloutState, RolloutStep
 
@@ -128,12 +127,7 @@ class RolloutWorkflow:
     async def _wait(self) -> None:
         moving = self._state.phase in (rm.RolloutPhase.MOVING, rm.RolloutPhase.MOVING_BACK)
         pause = self._given.moving_pause if moving else self._given.pause
-        with contextlib.suppress(asyncio.TimeoutError):
-            await workflow.wait_condition(
-                lambda: bool(self._abort) or self._renew,
-                timeout=pause,
-                timeout_summary="until the next round",
-            )
+        await wait_until(lambda: bool(self._abort) or self._renew, pause, "until the next round")
 
     # --- audit trail and current details --------------------------------------------------------------
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -18,6 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.launch import ExitCode
     from worker_runtime.protocol.messages import Failure
     from workflows import names
+    from workflows.entity import wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.events import apply_event
     from workflows.user_worker.state import UserWorkerState
@@ -191,8 +191,7 @@ class WorkerLifecycle:
     async def pause(self, seconds: float, summary: str) -> None:
         """Waits; raises as `unless_interrupted` does."""
         workflow.set_current_details(details(self.state))
-        with contextlib.suppress(TimeoutError):
-            await workflow.wait_condition(lambda: self.interrupted, timeout=seconds, timeout_summary=summary)
+        if await wait_until(lambda: self.interrupted, seconds, summary):
             self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:

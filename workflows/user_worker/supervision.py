@@ -6,7 +6,6 @@ Each check returns a `WorkerDecision`, which the workflow carries out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
+    from workflows.entity import wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import CHECK_AGAIN, RELOAD_TRIES
 
@@ -177,10 +177,7 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
 
     life.state = life.state.postponed(life.now() + seconds)
     life.show()
-    with contextlib.suppress(TimeoutError):
-        await workflow.wait_condition(
-            urgent, timeout=seconds, timeout_summary="until the session is given its credentials again"
-        )
+    await wait_until(urgent, seconds, "until the session is given its credentials again")
 
 
 async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResult]) -> None:

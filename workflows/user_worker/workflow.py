@@ -18,7 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, is_empty_payload, read_payload
+    from workflows.entity import carried_state, continue_as_new, is_empty_payload, read_payload, wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import UserWorkerState
 
@@ -213,12 +213,11 @@ class UserWorkerWorkflow:
         if before.serving and before.move_at and until is not None:
             until = min(until, before.move_at)
         left = None if until is None else max(until - self._life.now(), 0.0)
-        with contextlib.suppress(TimeoutError):
-            await workflow.wait_condition(
-                lambda: self._something_to_do() or self._life.state is not before,
-                timeout=left,
-                timeout_summary=f"deadline of {before.state}",
-            )
+        await wait_until(
+            lambda: self._something_to_do() or self._life.state is not before,
+            left,
+            f"deadline of {before.state}",
+        )
 
     async def _step(self) -> None:
         life, state = self._life, self._life.state

@@ -9,7 +9,6 @@ stays under way until it is settled under its own token.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields
+    from workflows.entity import carried_state, continue_as_new, copied_fields, wait_until
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
@@ -59,12 +58,8 @@ class WorkerPoolWorkflow:
                     lambda: not self._in_flight and workflow.all_handlers_finished()
                 )
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
-            with contextlib.suppress(TimeoutError):
-                await workflow.wait_condition(
-                    lambda: self._changed,
-                    timeout=self._seconds_until_count(),
-                    timeout_summary="until the next count of the pool",
-                )
+            pause = self._seconds_until_count()
+            await wait_until(lambda: self._changed, pause, "until the next count of the pool")
 
     # --- signals, updates, query ----------------------------------------------------------------------
     # What a signal carries is ignored: the pool counts by itself.
