@@ -64,11 +64,8 @@ class Recorder:
 
     async def _record(self, events: Sequence[Event]) -> None:
         order_events = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
-        if (
-            order_events
-            and len(order_events) == len(events)
-            and all(event.quantity is None for event in order_events)
-        ):
+        unchanged = all(event.quantity is None for event in order_events)
+        if order_events and unchanged and len(order_events) == len(events):
             _log_unknown(await recording.record_events_alone(self._database, order_events))
             return
         async with self._database.session() as session:
