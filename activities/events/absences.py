@@ -81,7 +81,6 @@ class Absences:
         return min((at - now for at in times if now < at < now + period), default=period)
 
     def signalled(self, now: float, one: WorkerInService) -> None:
-        """Its workflow was signalled."""
         self._signalled_at[one] = now
 
     def without_workflow(self, one: WorkerInService) -> None:

@@ -18,8 +18,6 @@ from infra.worker_task import Task
 
 
 class AnomalyKind(StrEnum):
-    """Kinds of anomalies."""
-
     ORPHAN_MARK = "orphan_mark"
     ORPHAN_TASK = "orphan_task"
     STALE_MARK = "stale_mark"

@@ -57,8 +57,6 @@ Activities = list[Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class HostedQueue:
-    """One task queue."""
-
     name: str
     #: Made only where the queue is hosted.
     activities: Callable[[], Activities]
@@ -72,7 +70,6 @@ class HostedQueue:
 def hosted_queues(
     temporal: Client, starter: WorkerStarter, parts: OrchestratorResources
 ) -> list[HostedQueue]:
-    """The configured task queues."""
     known = (
         HostedQueue(
             name=names.LIFECYCLE_QUEUE,

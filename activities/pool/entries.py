@@ -34,7 +34,6 @@ async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
 
 
 async def leave_line(client: Redis, pool: str, user_id: str) -> None:
-    """Removes the user from the line."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_wait_queue(pool), user_id)
         pipe.zrem(keys.pool_last_asked(pool), user_id)

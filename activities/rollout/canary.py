@@ -32,8 +32,6 @@ class CanaryRelease:
 
 
 class CanaryRegistry:
-    """The canaries of all pools."""
-
     def __init__(self, client: Redis) -> None:
         self._client = client
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class MaintenanceInput:
-    """One pass over all workers."""
-
     #: Anomalies of one child workflow.
     batch: int = 100
     #: Children at the same time.

@@ -56,7 +56,6 @@ class FollowedOrder:
     story: tuple[str, ...] = ()
 
     def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
-        """The state after a verification."""
         after = replace(self, looks=self.looks + 1, state=seen.state or self.state, finding=seen.finding)
         if seen.finding == VerificationFinding.UNASKED:
             why = f"{seen.code}: {seen.detail}"

@@ -138,7 +138,6 @@ class UserWorkerState:
 
     @property
     def next_step(self) -> str:
-        """What happens next, in plain words."""
         if self.needs_credentials:
             return "gives the replaced session its credentials"
         if self.state == S.FAILED and self.worker is not None and self.health:  # it was in service
@@ -327,7 +326,6 @@ class UserWorkerState:
         return replace(self, checks=checks, deadline=max(wanted, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
-        """The present step takes until `until`."""
         return replace(self, deadline=until)
 
     def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:

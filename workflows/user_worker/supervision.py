@@ -148,7 +148,6 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> WorkerDecision:
-    """Decides by the fresh session's answer."""
     state, why = life.state, f"{result.failure_code}: {result.failure_detail}"
     error = errors.from_code(result.failure_code)
     if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
