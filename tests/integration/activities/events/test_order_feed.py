@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +81,7 @@ class Busy:
         self._id = workflow_id
         return self
 
-    async def signal(self, name: str, message: object, *, rpc_timeout: timedelta) -> None:
+    async def signal(self, name: str, *, args: Sequence[object], rpc_timeout: timedelta) -> None:
         self.signalled.append(self._id)
         if self._id == names.worker_pool_id(POOL):
             await self.free.wait()
