@@ -127,7 +127,6 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
     reported = st.builds(
         ReportedState,
         state=st.sampled_from(["Active", "Draining"]),
-        task_id=st.just(""),
         last_activity=st.sampled_from([0.0, 1.0, NOW]),
     )
     assigned = {one.worker_id for one in rows}
