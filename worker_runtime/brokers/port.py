@@ -11,8 +11,6 @@ from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
 
 class ConnectionKey(NamedTuple):
-    """Identifies a broker connection."""
-
     broker: str
     broker_type: str
     simulation: bool

@@ -41,14 +41,11 @@ class RunVerdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RunJudge:
-    """Decides how runs have ended, for one runner."""
-
     runner: str
 
     def reported(
         self, claimed: ClaimedJob, job: Job, outcome: RunOutcome, output: str, started_ms: int
     ) -> RunVerdict:
-        """The child has reported how the run ended."""
         failure, delay = outcome.failure, 0.0
         if failure is None:
             status = JobStatus.DONE
@@ -84,7 +81,6 @@ class RunJudge:
         return RunVerdict(self._result(claimed, status, Failure.of(error), "", wall_ms()), delay)
 
     def cancelled(self, claimed: ClaimedJob) -> RunVerdict:
-        """The job was cancelled before it started."""
         failure = Failure.of(JobCancelled("cancelled before it ran"))
         return RunVerdict(self._result(claimed, JobStatus.CANCELLED, failure, "", wall_ms()))
 

@@ -76,7 +76,6 @@ class JobExecutor:
         return self._pool.has_spare() or not self._cannot_fork
 
     def fences(self) -> set[int]:
-        """The fences of all claims that the runner holds."""
         return self._runs.fences() | self.pending_ends.fences() | self.prefetched.fences() | self._killed
 
     # --- starting jobs --------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ REPLACEMENT_WINDOW = 600.0
 
 
 class KillReason(IntEnum):
-    """Why the supervisor killed a session."""
-
     NO_PULSE = 1
     LEASE = 2
     FENCED = 3

@@ -281,7 +281,6 @@ class Valkey:
 
 
 def evalsha(script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Command:
-    """The command that runs a script by its hash."""
     return ("EVALSHA", script.sha, len(key_names), *key_names, *args)
 
 

@@ -132,8 +132,6 @@ class AccountSession:
 
 
 class CredentialOpener:
-    """Opens sealed credentials with the session's private key."""
-
     def __init__(self, private_key: X25519PrivateKey, shared_state: SharedState, worker_id: str) -> None:
         self._private_key = private_key
         self._shared_state = shared_state

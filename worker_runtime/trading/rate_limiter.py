@@ -113,8 +113,8 @@ class _BudgetWindow(NamedTuple):
     ) -> _BudgetWindow:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
-            CallKind.ORDER: (limits.orders_per_10s, _span(10.0)),
-            CallKind.QUERY: (limits.queries_per_5s, _span(5.0)),
+            CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
+            CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
         }[what]
         limit = max(min(1, number), int(number * share)) * persons
         # Half of the margin: a count that is lost twice in a day still stays below the broker's number.
@@ -307,10 +307,6 @@ def _is_outage(failed: ValkeyFailed) -> bool:
     """Whether Valkey serves nothing else either, so that an order put back now is not popped again at
     once."""
     return isinstance(failed, ValkeyUnreachable) or failed.detail == "LOADING"
-
-
-def _span(seconds: float) -> int:
-    return _ms(seconds + GRANT_LIFETIME)
 
 
 def _ms(seconds: float) -> int:

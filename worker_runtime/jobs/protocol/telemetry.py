@@ -52,8 +52,6 @@ class JobEvent(msgspec.Struct, frozen=True):
 
 
 class JobEventError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a job failed."""
-
     code: str
     message: str
     stack_trace: str | None
