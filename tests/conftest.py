@@ -40,6 +40,25 @@ _numbers = itertools.count(1)
 #: Seconds for what a failed test leaves to be ended.
 CLEAN_UP = 180.0
 
+#: A file system in memory, and the bytes that a run may put there: it needs a quarter of them.
+MEMORY, ROOM = Path("/dev/shm"), 2 << 30  # noqa: S108 - folders in it have names of their own
+
+
+def keep_data_in_memory() -> None:
+    """Puts temporary folders into memory where there is room for them, unless TMPDIR says otherwise.
+
+    Servers, the exchange and the node write their data to disk at every commit, which takes 4 ms and now and
+    then 30. Tests kill processes, and what these have written outlives them in memory, too.
+    """
+    if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
+        return
+    there = os.statvfs(MEMORY)
+    if there.f_bavail * there.f_frsize >= ROOM and not there.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+
+keep_data_in_memory()
+
 # An example that falls into a moment in which the machine stands still is no slow one: 200 ms by default, and
 # 1 s for all draws of the first ten. The time limit of the test holds.
 hypothesis.settings.register_profile("suite", deadline=None)

@@ -152,8 +152,8 @@ class DockerHouse:
 
 @contextmanager
 def open_docker_house() -> Iterator[DockerHouse]:
-    """Its folder has a short path: containerd's sockets lie in it."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-docker-"))
+    """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds of MB."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-docker-", dir="/tmp"))
     try:
         with DockerDaemon(folder) as daemon, pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", daemon.host)
