@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any
 from uuid import UUID
 
-from fastapi import APIRouter, Query, Response
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from api.container import InServices, Services
 from api.http import errors, problems
-from api.http.auth import Caller, Principal, require_user
-from api.http.fields import UserIdInPath, view_response
+from api.http.auth import HEADER, Caller, Principal, authenticate, require_user
+from api.http.fields import ID_PATTERN, UserIdInPath, view_response
 from api.http.problems import ProblemError
 from api.orders import export, schemas
 from api.orders.feed import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
-from api.orders.placement_route import PlacementRoute
 from api.workers.router import After, LastEventId
 from infra.database import models
 from infra.database.orders import listing as order_list
@@ -26,6 +29,46 @@ from infra.database.orders.attention import OrderSettled
 from infra.database.orders.states import OrderNotFound
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.messages import OrderState
+
+_USER_ID = re.compile(rf"(?=.{{1,64}}$){ID_PATTERN.strip('^$')}")
+_json = msgspec.json.Decoder()
+
+
+class PlacementRoute(APIRoute):
+    """The route of a new order: reads a plain request itself, which saves FastAPI's dependency solving.
+
+    A plain request has no query and a JSON body that is an order. Any other goes to FastAPI's own handler,
+    which alone says what is wrong with it. The endpoint takes `user_id`, `body`, `caller` and `services`.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        by_fastapi = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            order = await _plain_order(request)
+            if order is None:
+                return await by_fastapi(request)
+            caller = await authenticate(request, request.headers.get(HEADER))
+            response: Response = await self.endpoint(
+                request.path_params["user_id"], order, caller, request.app.state.services
+            )
+            return response
+
+        return handle
+
+
+async def _plain_order(request: Request) -> schemas.OrderRequest | None:
+    """Returns the order of a plain request, else None. Starlette keeps the body for the next reader."""
+    if request.scope["query_string"] or request.headers.get("content-type") != "application/json":
+        return None
+    if not _USER_ID.fullmatch(request.path_params["user_id"]):
+        return None
+    try:
+        # msgspec takes no more than FastAPI's reader does, and reads it the same.
+        return schemas.OrderRequest.model_validate(_json.decode(await request.body()))
+    except (ValueError, RecursionError, ClientDisconnect):  # no JSON, not an order, or only a part of it
+        return None
+
 
 placement_router = APIRouter(tags=["orders"], route_class=PlacementRoute)
 router = APIRouter(tags=["orders"])
