@@ -9,9 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-#: Lines of the product: what the architecture allows, and what may not be exceeded today.
-GOAL = 48_000
-LIMIT = 49_700
+#: Lines of the product. A new feature may raise it, up to 56,000 with everything that is planned.
+LIMIT = 48_000
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("worker_runtime", "workflows", "activities", "api", "infra")
@@ -40,7 +39,7 @@ def main() -> int:
     product = sum(count for room, count in lines.items() if room not in APART)
     for room, count in sorted(lines.items()):
         print(f"{count:7,}  {room}{'  (counted apart)' if room in APART else ''}")
-    print(f"{product:7,}  in all; at most {LIMIT:,}, the goal is {GOAL:,}")
+    print(f"{product:7,}  in all; at most {LIMIT:,}")
     if product > LIMIT:
         print(f"error: the product has {product - LIMIT:,} lines more than allowed", file=sys.stderr)
         return 1
