@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_no_file_is_longer_than_a_subject_needs() -> None:
     assert {name for name in LONGER if lengths.get(name, 0) <= MAX_LINES} == set(), "no longer needed"
 
 
+def test_no_folder_holds_more_than_a_feature() -> None:
+    folders = Counter(
+        str(path.parent.relative_to(ROOT))
+        for path in _files()
+        if path.relative_to(ROOT).parts[0] in ROOMS[:-1] and path.name != "__init__.py"
+    )
+    assert {folder: count for folder, count in folders.items() if count > 14} == {}
+
+
 def test_nothing_names_a_path_of_a_machine() -> None:
     words = [rf"/{home}/[a-z_][a-z0-9_-]*/" for home in ("home", "Users", "work")]
     pattern = re.compile("|".join([*words, "/" + "root/", re.escape(str(ROOT)) + r"\b"]))
@@ -103,12 +113,12 @@ def test_a_class_name_stands_once() -> None:
 
 
 def test_every_lua_script_is_loaded() -> None:
-    assert {script.name for script in scripts.ALL} == {path.stem for path in SCRIPTS.glob("*.lua")}
+    assert {script.name for script in scripts.ALL} == {path.stem for path in SCRIPTS.rglob("*.lua")}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.lua")))
-def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(name: str) -> None:
-    source = (SCRIPTS / f"{name}.lua").read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.lua")), ids=lambda path: path.stem)
+def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
     head = re.match(r"(?:--.*\n)+", source)
     assert head, "no comment at the top"
     code = source[head.end() :]

@@ -2,7 +2,7 @@
 
 The keys of one set of queues carry one hash tag, so that a script may touch them together on a cluster:
 `jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs. The scripts build the same names from
-the key of the settings (`lua/queue_lib.lua`).
+the key of the settings (`queue_lib.lua`).
 
 | key | type | lives | holds |
 |---|---|---|---|

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from worker_runtime.protocol.scripts import Script
 
-_FOLDER = Path(__file__).parent / "lua"
+_FOLDER = Path(__file__).parent
 
 _LOADED: list[Script] = []
 
 
 def _load(name: str) -> Script:
-    script = Script.of(f"jobs/{name}", _FOLDER / "queue_lib.lua", _FOLDER / f"{name}.lua")
+    script = Script.of(f"jobs/{name}", _FOLDER / "queue_lib.lua", _FOLDER / "lua" / f"{name}.lua")
     _LOADED.append(script)
     return script
 

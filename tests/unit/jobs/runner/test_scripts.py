@@ -11,9 +11,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 
 FOLDER = Path(job_scripts.__file__).parent / "lua"
-#: What is put before scripts.
-SHARED = {"queue_lib"}
-NAMES = sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem not in SHARED)
+NAMES = sorted(path.stem for path in FOLDER.glob("*.lua"))
 
 
 def test_every_script_of_the_queue_is_loaded() -> None:
@@ -36,7 +34,7 @@ def test_a_script_opens_with_its_table_of_keys_and_arguments(name: str) -> None:
 
 
 def test_what_the_scripts_build_is_in_the_table_of_keys() -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.lua"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.lua"))
     built = {f"jobs:{{tag}}:{kind}" for kind in re.findall(r"P \.\. '([a-z]+)", sources)}
     described = set(re.findall(r"^\| (jobs:\{tag\}:[a-z]+)", job_keys.__doc__ or "", re.M))
     assert built <= described
