@@ -19,9 +19,13 @@ _SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
 ]
-#: What Temporal's SDK says of a line besides its text: which workflow or activity it was.
-_EXTRAS = ("temporal_workflow", "temporal_activity")
 _encoder = json.JSONEncoder(default=str, separators=(",", ":"))  # `json.dumps` would make one for each line
+
+
+def _without_color(_logger: Any, _method: str, values: Any) -> Any:
+    """uvicorn adds its text a second time, with the codes of colours."""
+    values.pop("color_message", None)
+    return values
 
 
 def _as_json(values: dict[str, Any], **options: Any) -> str:
@@ -50,11 +54,11 @@ def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
         logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
-    add_name, add_extras = structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(_EXTRAS)
+    add_name, add_extras = structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*_SHARED, add_name, add_extras],
+            foreign_pre_chain=[*_SHARED, add_name, add_extras, _without_color],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
         )
     )

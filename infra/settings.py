@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     #: Calls of one webhook in a minute.
     webhook_rate: int = Field(default=60, ge=1)
     #: How long an alert's sender waits for its outcome before it gets 202. TradingView gives up after 3 s.
-    webhook_wait: float = 2.0
+    webhook_wait: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     #: Addresses or networks of proxies in front of the API, whose X-Forwarded-For is trusted.
     trusted_proxies: tuple[str, ...] = ()
 
@@ -243,7 +243,7 @@ class Settings(BaseSettings):
     connect_timeout: float = 20.0
     claim_timeout: float = 30.0
 
-    log_level: str = "INFO"
+    log_level: str = Field(default="INFO", pattern=r"(?i)^(debug|info|warning|error|critical)$")
 
     def allowance(self) -> Allowance:
         """The brokers' limits as workers get them."""

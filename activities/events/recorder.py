@@ -5,6 +5,7 @@ Events are hints: a repeat changes nothing, and a late one moves nothing back.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,6 +34,10 @@ _REFUSALS = (DBAPIError, asyncpg.PostgresError)
 #: Classes of SQLSTATE for faulty values: a data exception, a violated constraint.
 _OF_THE_VALUES = ("22", "23")
 
+#: Seconds before a batch without orders is written. Nobody waits for it, but a worker sends it right before
+#: it answers its claim, and what is done at once takes the CPU from whoever waits for that: 6 of 63 ms.
+ORDERLESS_PAUSE = 0.02
+
 log = structlog.get_logger()
 
 
@@ -47,6 +52,8 @@ class Recorder:
 
     async def handle(self, events: Sequence[Event]) -> None:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
+        if not any(isinstance(event, OrderEvent) for event in events):
+            await asyncio.sleep(ORDERLESS_PAUSE)
         try:
             await self._record(events)
         except _REFUSALS as refusal:

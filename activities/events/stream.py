@@ -53,8 +53,8 @@ GROUPS = (RECORDER_GROUP, RELAY_GROUP)
 
 #: Entries handled together: one transaction, one acknowledgement.
 BATCH = 64
-#: Seconds that entries gather: an order's three events arrive within a few milliseconds, and one transaction
-#: for them costs what one for a single event does.
+#: Seconds that entries gather before the next read: an order's three events arrive within a few
+#: milliseconds, and one transaction for them costs what one for a single event does.
 GATHER = 0.02
 #: The same after a batch of more than one order: each batch costs over 1 ms of CPU here and in PostgreSQL.
 GATHER_MORE = 0.06
@@ -70,9 +70,6 @@ UPKEEP = 10.0
 IDLE_CONSUMER_MS = 3_600_000
 #: Seconds between two tries while Valkey or the handler's server is away.
 RETRY = 1.0
-
-#: Ids and fields.
-_Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 log = structlog.get_logger()
 
@@ -94,19 +91,12 @@ class EventStream:
         *,
         consumer: str = "",
         abandoned_ms: int = ABANDONED_MS,
-        gather_first: bool = False,
     ) -> None:
-        """`gather_first`: entries gather before the first of them is handled, not between two batches.
-
-        For a handler that nobody waits for. Right after its events a worker sends an answer, and what is done
-        for them at once takes the CPU from whoever waits for that: 6 of the 63 ms of a claim.
-        """
         self._client = client
         self._group = group
         self._handler = handler
         self._consumer = consumer or f"{socket.gethostname()}-{os.getpid()}"
         self._abandoned_ms = abandoned_ms
-        self._gather_first = gather_first
         self._upkeep_at = 0.0
 
     async def run(self) -> None:
@@ -121,8 +111,8 @@ class EventStream:
                 handled = await self.step(cursor)
                 if handled == 0:
                     cursor = b">"
-                elif handled < BATCH and not self._gather_first:
-                    await self._gather(handled)
+                elif handled < BATCH:
+                    await asyncio.sleep(GATHER if handled <= ONE_ORDER else GATHER_MORE)
                 if time.monotonic() >= self._upkeep_at:
                     self._upkeep_at = time.monotonic() + UPKEEP
                     await self.upkeep()
@@ -136,25 +126,14 @@ class EventStream:
 
     async def step(self, cursor: bytes = b">") -> int:
         """Handles one batch; returns its size."""
-        entries = await self._read(cursor, BATCH, block=BLOCK_MS)
-        try:
-            if self._gather_first and 0 < len(entries) < BATCH:
-                await self._gather(len(entries))
-                entries += await self._read(b">", BATCH - len(entries))
-        finally:  # also when the process stops: another consumer would get them after `abandoned_ms` only
-            await self._handle(entries)
-        return len(entries)
-
-    async def _read(self, cursor: bytes, count: int, block: int | None = None) -> _Entries:
         found = await reply_of(
             self._client.xreadgroup(
-                self._group, self._consumer, {keys.EVENTS: cursor}, count=count, block=block
+                self._group, self._consumer, {keys.EVENTS: cursor}, count=BATCH, block=BLOCK_MS
             )
         )
-        return [entry for lists in (found or {}).values() for some in lists for entry in some]
-
-    async def _gather(self, entries: int) -> None:
-        await asyncio.sleep(GATHER if entries <= ONE_ORDER else GATHER_MORE)
+        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
+        await self._handle(entries)
+        return len(entries)
 
     async def upkeep(self) -> None:
         """Takes over abandoned entries, forgets idle consumers, trims."""
@@ -167,7 +146,7 @@ class EventStream:
                 await reply_of(self._client.xgroup_delconsumer(keys.EVENTS, self._group, consumer["name"]))
         await self._trim()
 
-    async def _handle(self, entries: _Entries) -> None:
+    async def _handle(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         if not entries:
             return
         events = []

@@ -121,7 +121,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     settings = parts.settings
     recorder = Recorder(parts.database, differences_block=settings.differences_block)
     loops = [
-        EventStream(parts.client, RECORDER_GROUP, recorder, gather_first=True).run,
+        EventStream(parts.client, RECORDER_GROUP, recorder).run,
         EventStream(parts.client, RELAY_GROUP, Relay(temporal)).run,
         ExitWatcher(parts.client, parts.database, parts.launcher, temporal, pool=settings.pool).run,
         MarkWatcher(parts.client, temporal, settings).run,

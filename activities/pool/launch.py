@@ -42,7 +42,7 @@ POLL = 0.05
 #: Seconds that must be left for a second launch: a worker takes 0.3 to 1 s on a running host.
 AGAIN = 3.0
 #: Seconds of one wait for a worker, and between two checks whether its task still runs.
-SLICE = 1.0
+SLICE = 1
 
 #: The SDK does not log these: the pool logs them once an episode, a user's workflow reports them to its
 #: caller.
@@ -135,7 +135,7 @@ class LaunchActivities:
     async def _is_announced(self, born: str, worker_id: str) -> bool:
         """Waits up to `SLICE` seconds until the worker is on the list of those launched for its claim."""
         # Moves the list onto itself, so that a repeat finds it again.
-        found = await reply_of(self._client.blmove(born, born, int(SLICE), "LEFT", "RIGHT"))
+        found = await reply_of(self._client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
         if found is None or found.decode() == worker_id:
             return found is not None
         await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched

@@ -156,7 +156,7 @@ class AlertProcessor:
             try:
                 self._require_schema()
                 await self.keep_alerts()
-            except BerthError as error:  # PostgreSQL is away
+            except BerthError as error:  # PostgreSQL is away, or has no tables yet
                 self._log.warning("alert_keeper_waits", code=error.code)
             except Exception:  # the boundary of a loop: one bad row must not stop it
                 self._log.exception("alert_keeper_failed")

@@ -78,7 +78,7 @@ class FinishedRun(msgspec.Struct, frozen=True):
     crashed: bool = False
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The values that `finish_all` of the scripts takes."""
+        """The seven values of one end, as `finish_and_claim.lua` takes them."""
         delay = round(self.delay * 1000)
         return self.job_id, self.fence, self.status, self.result, self.result_ttl, delay, int(self.crashed)
 

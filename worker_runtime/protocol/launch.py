@@ -7,6 +7,7 @@ environment nor in the arguments nor in `docker inspect`.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -98,7 +99,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds between two pings of an idle broker connection.
     health_period: float = 60.0
     #: Seconds between the first failed login to a broker and the next one; doubled each time up to a minute.
-    login_pause: float = 2.0
+    login_pause: Annotated[float, msgspec.Meta(gt=0)] = 2.0
     #: Longest time one broker call may take.
     broker_timeout: float = 10.0
     #: Seconds a graceful shutdown may take.

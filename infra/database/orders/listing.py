@@ -58,9 +58,9 @@ def position_of(order: Order) -> OrderPosition:
 
 
 def _select_matching(wanted: OrderSelection) -> Select[Order]:
-    names = ("user_id", "account_id", "symbol", "side", "client_order_id")
+    names = ("account_id", "symbol", "side", "client_order_id")
     equal = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-    found = select(Order).filter_by(**equal)
+    found = select(Order).filter_by(user_id=wanted.user_id, **equal)
     if wanted.since is not None:
         found = found.where(Order.created_at >= wanted.since)
     if wanted.until is not None:

@@ -91,9 +91,19 @@ class NodeProcess:
 
     @staticmethod
     def pid_of(task_id: str) -> int:
-        """The main process of a task: the leader of its session."""
-        (found,) = [one for one in processes.find_by_argument(task_id) if one.pid == one.session]
-        return found.pid
+        """The main process of a task: the leader of its session.
+
+        It is waited for: the kernel tells the parent that a program has begun shortly before it shows the
+        program's arguments.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            found = [one.pid for one in processes.find_by_argument(task_id) if one.pid == one.session]
+            if found or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        assert len(found) == 1, found
+        return found[0]
 
     def output_of(self, worker_id: str) -> str:
         path = self.state / "logs" / f"{worker_id}.log"

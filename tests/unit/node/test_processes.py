@@ -20,10 +20,13 @@ from infra.node.worker import clean_environment
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
-        [sys.executable, "-c", "input()", "a-word-like-no-other"],
+        [sys.executable, "-c", "print(flush=True); input()", "a-word-like-no-other"],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         start_new_session=True,
     ) as started:
+        assert started.stdout is not None
+        started.stdout.readline()  # before that its arguments may not be seen yet
         yield started
         started.kill()
 

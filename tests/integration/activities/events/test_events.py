@@ -96,23 +96,6 @@ async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
     assert len(heard.events) == 2
 
 
-async def test_entries_that_gather_are_handled_when_the_process_stops(yard: Yard) -> None:
-    heard = FailingHandler()
-    stream = EventStream(yard.client, RECORDER_GROUP, heard, gather_first=True)
-    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    step = asyncio.create_task(stream.step())
-    await add(yard, told(1))
-    while not heard.events and not await pending(yard):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    await tasks.cancel_tasks(step)
-    assert len(heard.events) == 1
-    assert not await pending(yard)
-
-
-async def pending(yard: Yard) -> int:
-    return int((await reply_of(yard.client.xpending(keys.EVENTS, RECORDER_GROUP)))["pending"])
-
-
 async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> None:
     heard = FailingHandler()
     await reply_of(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
