@@ -76,7 +76,7 @@ class ClaimActivities:
         if not found.proven(self._keys):
             log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
             return _gone(worker, "the worker's public key is not proven to be its own")
-        # Read after the commit of the assignment, so that no change of the switch is missed (`in_reach`).
+        # Read after the commit of the assignment, so that no change of the switch is missed.
         generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
         async with self._database.session(autocommit=True) as session:
             switch = await switches.switch_of_user(session, request.user_id)

@@ -42,7 +42,7 @@ async def leave_line(client: Redis, pool: str, user_id: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolEntry:
-    """What `claim_entry.lua` returned."""
+    """What `claim.lua` returned."""
 
     #: 'claimed', 'again', 'empty' or 'gone'; 'refused' when the pool was not asked.
     status: str

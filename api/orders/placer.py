@@ -277,7 +277,7 @@ class OrderPlacer:
         """Places an order and waits up to `wait` seconds for the worker's answer.
 
         `not_after`: an instant on `time.monotonic` after which the order must not be sent any more.
-        Raises `ClientOrderIdReused`, `CheckFailed`, what `orders.accept` refuses, and before anything is
+        Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before anything is
         written `ValkeyUnavailable` or `DatabaseUnavailable`.
         """
         generation = self._answers.generation

@@ -31,7 +31,7 @@ ROOT = HERE.parents[1]
 #: Rooms and features whose errors the REST API answers with.
 PUBLIC = (
     "api.", "infra.database.", "infra.jobs.", "infra.market.", "infra.temporal.",
-    "worker_runtime.protocol.errors", "workflows.",
+    "worker_runtime.jobs.protocol.catalog", "worker_runtime.protocol.errors", "workflows.",
 )  # fmt: skip
 NOTE = "<!-- written by docs/reference/generate.py; do not edit -->"
 
@@ -141,7 +141,9 @@ def rest_page() -> str:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             first = (operation.get("description") or "").split("\n\n")[0]
-            row = f"| `{method.upper()}` | `{path}` | {operation['summary']}. {_inline(first)} |"
+            title = operation["summary"]
+            title += "" if title.endswith("?") else "."
+            row = f"| `{method.upper()}` | `{path}` | {title} {_inline(first)} |"
             groups.setdefault(operation["tags"][0], []).append(row)
     lines = [
         NOTE,

@@ -258,7 +258,7 @@ class SharedState:
 
 
 def health_text(shared_state: SharedState) -> str:
-    """For the metadata: `well`, `connecting`, `reconnecting` or `degraded: CODE`."""
+    """For the metadata: `well`, `waiting for credentials`, `connecting`, `reconnecting`, `degraded: CODE`."""
     condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
     if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(ERROR_CODES):
         return f"degraded: {ERROR_CODES[trouble]}"

@@ -28,7 +28,7 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, running
 from infra.local.process import ServerFailed
 
-#: Warm workers: the issue's figure is for a pool that is not empty.
+#: Warm workers: the figure is for a pool that is not empty.
 _POOL = 3
 #: In one round of this many, only the worker's first process is killed.
 _ZYGOTE_EVERY = 4

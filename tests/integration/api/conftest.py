@@ -84,7 +84,7 @@ def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:
 def settings(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, migrated_database: str
 ) -> Settings:
-    """Temporal is at an address where nobody listens; `temporal_settings` has a real one."""
+    """Temporal is at an address where nobody listens."""
     create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
     return Settings(
         data_dir=tmp_path,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from infra.hosts.scaling import Host, HostKind, HostPlan, HostsUnreachable
 
-#: Seconds until a new host takes workers, from and to (issue 5).
+#: Seconds until a new host takes workers, from and to.
 COLD = (48.0, 63.0)
 
 

@@ -46,7 +46,8 @@ _REFUSES_ORDER = frozenset(
 )
 
 _STATES = {
-    # On its way to the exchange, not there yet. Yesterday's filled orders also come back as this (#216).
+    # On its way to the exchange, not there yet. Yesterday's filled orders also come back as this
+    # (Sinotrade/Shioaji #216).
     "PendingSubmit": OrderState.SUBMITTING,
     "PreSubmitted": OrderState.SUBMITTED,  # reserved before the opening
     "Submitted": OrderState.SUBMITTED,

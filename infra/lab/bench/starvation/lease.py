@@ -44,7 +44,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 #: CPUs as the figures name them (percent of one), the quota that is set, and the lease in seconds. A host of
 #: two cores throttles at 95 % of them, not at 100.
 QUOTAS = {"200": (min(200, 95 * (os.cpu_count() or 1)), 5.0), "100": (100, 5.0), "25": (25, 10.0)}
-#: Busy at the same time (facts of the issue).
+#: Busy at the same time.
 LOADS = {"processes": 64, "threads": 240}
 #: Renewals in one lease: the runner's own number.
 _BEATS = 3

@@ -84,7 +84,7 @@ def _now_ms() -> int:
 
 
 class SimulatedWorker:
-    """Driven by `run`; its marks are renewed by the node's `Renewals`."""
+    """Driven by `run`; its marks are renewed by `SimulatedMarkRenewer`."""
 
     def __init__(self, config: WorkerConfig, link: SimulatedConnections, habits: SimulatedBehaviour) -> None:
         self.config = config
