@@ -9,7 +9,7 @@ expires by itself, and every step may be repeated.
 | overdue, and no worker was about to submit it | expired; it cannot be queued any more |
 | overdue, answered | the answer is written |
 | overdue, a worker was about to submit it | unknown |
-| overdue, a worker took it and has not answered | followed by an `OrderWorkflow`; the next worker reports it |
+| overdue, a worker took it and has not answered | followed by a workflow; the next worker reports it |
 | overdue, and Valkey's server is another one: its data may be an older copy | unknown |
 | another generation: Valkey has lost data, perhaps the order's outcome | unknown |
 | all others that are not final | followed by an `OrderWorkflow` |

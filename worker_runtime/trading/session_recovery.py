@@ -2,8 +2,8 @@
 
 - The broker cannot be reached or takes no further login for now: the worker tries again for ever, after five
   minutes by a fresh session process.
-- The login fails otherwise, three times: the session process is replaced, too. In a process whose reconnect failed Shioaji may never come back, while a fresh one logs in at once
-  (Sinotrade/Shioaji #221).
+- The login fails otherwise, three times: the session process is replaced, too. In a process whose reconnect
+  failed Shioaji may never come back, while a fresh one logs in at once (Sinotrade/Shioaji #221).
 - A fresh process fails in the same way: the worker ends with the reason.
 - A refused login is never tried again.
 """
