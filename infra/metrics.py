@@ -101,9 +101,9 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
     age = float(await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0)
     for name, value, about in (
         ("berth_maintenance_age_seconds", age, "Since the last pass of maintenance began."),
-        ("berth_maintenance_workers", last.scanned, "Workers that it looked at."),
+        ("berth_maintenance_workers", last.scanned, "Workers that it scanned."),
         ("berth_maintenance_guarded", 1 if last.guarded else 0, "1: it might do nothing, for want of trust."),
-        ("berth_maintenance_scan_seconds", last.scan_seconds, "How long its look took."),
+        ("berth_maintenance_scan_seconds", last.scan_seconds, "How long its scan took."),
         ("berth_maintenance_seconds", last.total_seconds, "How long all of it took."),
     ):
         if value is not None:

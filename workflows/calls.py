@@ -205,7 +205,7 @@ async def verify_order(request: om.VerifyOrder) -> om.Verified:
     """
     whole = 2 * (request.timeout + 65.0)
     limits = _Limits(whole, each=request.timeout + 60.0, beat=_BEAT, retry=_TWICE)
-    why = f"verify the order, {request.look + 1}"
+    why = f"verify the order, {request.check + 1}"
     return await _call(ORDERS_QUEUE, "verify_order", request, om.Verified, limits, why)
 
 
@@ -247,11 +247,11 @@ async def finish_pass(request: mm.FinishPass) -> float:
 # --- rollouts -----------------------------------------------------------------------------------------
 
 
-async def look_at_release(request: rm.LookAtRelease) -> rm.ReleaseLook:
+async def check_release(request: rm.CheckRelease) -> rm.ReleaseSnapshot:
     """An update of the pool's workflow, a listing of the launcher and a page of Valkey."""
     limits = _Limits(60.0, each=20.0, retry=_TWICE)
     why = f"how many workers are of version {request.release.version or 'of the settings'}?"
-    return await _call(BULK_QUEUE, "look_at_release", request, rm.ReleaseLook, limits, why)
+    return await _call(BULK_QUEUE, "check_release", request, rm.ReleaseSnapshot, limits, why)
 
 
 async def retire_workers(request: rm.RetireWorkers) -> int:

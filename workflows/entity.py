@@ -100,7 +100,7 @@ async def day_elsewhere(
             replace(given, day=plan.day),
             id=id,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
-            # Whoever ends the parent, which the Schedule started, does not end the day's work.
+            # The Schedule started the parent. Ending the parent does not end the day's work.
             parent_close_policy=workflow.ParentClosePolicy.ABANDON,
             static_summary=summary,
         )

@@ -160,7 +160,7 @@ class ClaimActivities:
         """A worker that may be logged in and has to end before another one starts (one-owner)."""
         other = assigned.unended
         if other is not None:
-            log.error("claim_beside_another", user_id=request.user_id, worker_id=other.worker_id)
+            log.error("claim_while_another_unended", user_id=request.user_id, worker_id=other.worker_id)
             return m.WorkerRef(
                 worker_id=other.worker_id or "",
                 task_id=other.task_id or "",

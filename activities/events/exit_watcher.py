@@ -53,7 +53,7 @@ class ExitWatcher:
             while True:
                 try:
                     # '' is all that the launcher still knows.
-                    position = await reply_of(self._client.get(keys.EXITS_TOLD))
+                    position = await reply_of(self._client.get(keys.EXITS_HANDLED))
                     async for ended in self._launcher.exits(text_of(position)):
                         await self._report_until_done(ended)
                 except (LauncherUnreachable, RedisError) as error:
@@ -95,7 +95,7 @@ class ExitWatcher:
                 await self.report(ended)
                 position = ended.detail.get("position")
                 if position:
-                    await reply_of(self._client.set(keys.EXITS_TOLD, position))
+                    await reply_of(self._client.set(keys.EXITS_HANDLED, position))
                 return
             except (BerthError, RedisError, RPCError, OSError) as error:
                 log.warning("exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__)

@@ -273,7 +273,7 @@ def guard_reason(scan: ScanSummary, before: PassRecord | None) -> str:
     if before is None or before.age > OLD:
         return "the first pass in a while"
     if before.guarded and not before.place.generation:
-        return "the pass before could not look"
+        return "the pass before could not read"
     if scan.place.generation != before.place.generation:
         return "the generation has changed"
     if scan.place.server != before.place.server:

@@ -41,9 +41,9 @@ from workflows.sandbox import workflow_runner
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-#: A run whose history no replay gets through fails, and whoever needs it starts it anew: the pool at the next
-#: check of an orchestrator, a user's worker with the next order, an order's verification by the sweeper. Left
-#: alone it would stand still for ever. (No release does this to runs of another one: versions are pinned.)
+#: A run whose history cannot be replayed fails; otherwise it would stand still for ever. It is started anew:
+#: the pool at the next check of an orchestrator, a user's worker with the next order, an order's verification
+#: by the sweeper. (No release does this to runs of another one: versions are pinned.)
 FAIL_ON = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout, would leave
 #: an activity of ours one second of standstill out of five.
@@ -180,7 +180,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
         morning.plan_morning,
         morning.recent_users,
         morning.connect_user,
-        rollout.look_at_release,
+        rollout.check_release,
         rollout.retire_workers,
         rollout.ask_to_move,
         rollout.tell_rollout,

@@ -1,4 +1,4 @@
-"""The canary of a rollout: the version on trial, the release before, and how many users it served or failed.
+"""The canary of a rollout: the new version, the release before, and how many users it served or failed.
 
 Readiness proves little: a worker may announce itself and freeze when it is claimed. So a start whose worker
 failed gets no other worker of that version, and the rollout counts it. Kept in Valkey; lost data costs a

@@ -52,7 +52,7 @@ class _MoveRequest(NamedTuple):
 
 
 class RolloutActivities:
-    """Activities `look_at_release`, `retire_workers`, `ask_to_move`, `tell_rollout`."""
+    """Activities `check_release`, `retire_workers`, `ask_to_move`, `tell_rollout`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RolloutActivities:
         self._asked: dict[str, _MoveRequest] = {}
 
     @activity.defn
-    async def look_at_release(self, request: rm.LookAtRelease) -> rm.ReleaseLook:
+    async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
         pool = self._temporal.get_workflow_handle(names.worker_pool_id(request.pool))
         view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
         before = view.release
@@ -92,7 +92,7 @@ class RolloutActivities:
             users = await workers_in_use.workers_in_use(session, others)
         new = sum(one == version for one in versions.values())
         served, failed = await self._canary_counts(request)
-        return rm.ReleaseLook(
+        return rm.ReleaseSnapshot(
             before=before,
             new=new,
             old=len(versions) - new,
@@ -107,11 +107,11 @@ class RolloutActivities:
             at=time.time(),
         )
 
-    async def _canary_counts(self, request: rm.LookAtRelease) -> tuple[int, int]:
+    async def _canary_counts(self, request: rm.CheckRelease) -> tuple[int, int]:
         """Users served, and failed in a row, by workers of the canary."""
-        if request.trial is None or request.before is None:
+        if request.canary is None or request.before is None:
             return 0, 0
-        version = self._version(request.trial.version)
+        version = self._version(request.canary.version)
         if version == self._version(request.before.version):  # claims could not distinguish them
             return 0, 0
         canary = CanaryRelease(

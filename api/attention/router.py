@@ -72,7 +72,7 @@ async def recheck_order(order_id: UUID, caller: Caller, services: InServices) ->
 async def resolve_order(
     order_id: UUID, body: schemas.ResolveOrderRequest, caller: Caller, services: InServices
 ) -> OrderView:
-    """Writes down how an order ended that is not final. It is final then, whatever is told of it later.
+    """Writes down how an order ended that is not final. It is final then, whatever is reported later.
 
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """

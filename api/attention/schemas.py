@@ -19,7 +19,7 @@ _ATTENTION_EXAMPLE = {
     "filled_quantity": 0,
     "average_price": None,
     "attention": "the broker does not list it, which does not prove here that it was never there;"
-    " look 1: missing, unknown",
+    " check 1: missing, unknown",
     "attention_at": "2026-11-21T01:02:00.000000Z",
     "known_state": "unknown",
 }
@@ -47,7 +47,7 @@ class ResolveOrderRequest(Body):
     """How an order ended, as somebody found out at the broker. Nothing changes it any more."""
 
     model_config = examples(
-        {"state": "cancelled", "reason": "the broker's desk: never arrived"},
+        {"state": "cancelled", "reason": "the broker's support: never arrived"},
         {
             "state": "filled",
             "filled_quantity": 1,

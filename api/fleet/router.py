@@ -29,7 +29,7 @@ router = APIRouter(tags=["workers"])
     responses=problems.responses(errors.Forbidden, DatabaseUnavailable),
 )
 async def show_fleet(caller: Caller, services: InServices) -> schemas.FleetView:
-    """When maintenance last looked at all workers, what it found, and what it did. For operators."""
+    """When maintenance last scanned all workers, what it found, and what it did. For operators."""
     require_staff(caller)
     async with services.database.session(autocommit=True) as session:
         last = await passes.pass_summary(session)
@@ -70,7 +70,7 @@ async def run_maintenance(
     body: ReasonBody | None = None,
     wait: PassWait = 60.0,
 ) -> schemas.MaintenanceRunView:
-    """One pass, or the one under way, guards and all: what an earlier look has seen, too, is cleaned up."""
+    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is cleaned up."""
     require_staff(caller)
     reason = (body or ReasonBody()).reason
     await services.audit_request(caller, "maintenance.run_requested", "fleet", reason=reason)

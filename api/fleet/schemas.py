@@ -21,13 +21,13 @@ class FleetRowView(View):
 
 
 class MaintenancePassView(View):
-    """What maintenance saw when it last looked at all workers, and what it did."""
+    """What maintenance saw when it last scanned all workers, and what it did."""
 
     began_at: datetime
-    workers: Annotated[int, Field(description="Workers that were looked at.")]
+    workers: Annotated[int, Field(description="Workers that were scanned.")]
     found: Annotated[dict[str, int], Field(description="Anomalies by kind.")]
     outcomes: Annotated[
-        dict[str, int], Field(description="What was done with those that two looks had seen, and how often.")
+        dict[str, int], Field(description="What was done with those that two scans had found, and how often.")
     ]
     guarded: Annotated[
         str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
@@ -74,8 +74,8 @@ class MaintenanceRunView(View):
 
     ended: Annotated[bool, Field(description="False: it takes longer than `wait`, and goes on.")]
     workers: int
-    found: Annotated[int, Field(description="Anomalies at this look.")]
-    confirmed: Annotated[int, Field(description="Those that the look before had seen, too.")]
+    found: Annotated[int, Field(description="Anomalies in this scan.")]
+    confirmed: Annotated[int, Field(description="Those that the scan before had found, too.")]
     outcomes: Annotated[dict[str, int], Field(description="What was done with these, and how often.")]
     guarded: Annotated[
         str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")

@@ -24,7 +24,7 @@ RECONNECT, RECONNECT_MOST = 0.1, 5.0
 
 
 async def heard_within(event: asyncio.Event, seconds: float) -> bool:
-    """Waits for an event; false if it was not set within so many seconds."""
+    """Waits at most `seconds` for an event; returns whether it was set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             return await event.wait()

@@ -146,7 +146,7 @@ class JobService:
         return await asyncio.to_thread(catalog.pack_orders, found)  # some ms of compression
 
     def _started(self, task: asyncio.Task[Any]) -> None:
-        """The job waits whatever came of it; why there is no worker stands in the log."""
+        """Logs why no worker was started. The job waits all the same."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.warning("job_waits_for_worker", reason=str(error))

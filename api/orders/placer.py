@@ -158,7 +158,7 @@ class PendingOrders:
                 return None if answer.done() else given_up or pending.order
             if given_up is not None:
                 return given_up
-            marked = True  # somebody had it: until the next look
+            marked = True  # somebody had it: until the next check
         return None
 
     async def _give_up(

@@ -233,9 +233,9 @@ async def follow_orders(
     """Orders as they change, behind `Last-Event-ID` or `after`.
 
     Without either: the open orders first, then what changes from now on. An order that changed several times
-    since the last look is told once, as it is. After a reconnect an order may be told again; none is left
-    out. A new order that nothing happens to is told within 15 s. A comment every 15 s shows that the stream
-    lives. It ends after an hour, and when the server stops: come back with the last id.
+    since the last event is sent once, as it is now. After a reconnect an order may be sent again; none is
+    left out. A new order that nothing happens to is sent within 15 s. A comment every 15 s shows that the
+    stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
     await services.require_known_user(caller, user_id)
     begin = after if last_event_id is None else last_event_id

@@ -89,7 +89,7 @@ class PoolPolicyBody(Body):
         Field(
             ge=0,
             allow_inf_nan=False,
-            description="At least as many as were claimed within the last so many minutes; 0: not looked at.",
+            description="At least as many as were claimed within this many minutes; 0: demand is ignored.",
         ),
     ] = 0.0
     limit: Annotated[Count | None, Field(description="Workers in all, free and in use.")] = None
@@ -127,7 +127,7 @@ class PoolStatusView(View):
         PoolMode,
         Field(description="`paused`: nothing is launched; `draining`: free ones are stopped, too."),
     ]
-    wanted: Annotated[int, Field(description="Free workers that there should be, as of the last look.")]
+    wanted: Annotated[int, Field(description="Free workers that there should be, as of the last check.")]
     reasons: Annotated[tuple[str, ...], Field(description="How the number came about, a step each.")]
     changes_at: Annotated[
         datetime | None, EMPTY_IS_NONE, Field(description="When a window begins or ends next.")

@@ -38,7 +38,7 @@ class PositionClose:
     actor: str
     pricing: PricedBody
     quantity: int | None
-    #: Only a position on this side; None: whichever there is.
+    #: Only a position on this side; None: on either side.
     long: bool | None = None
     #: Client order id of the order that opens a position afterwards; None: nothing is opened.
     opens: str | None = None

@@ -27,7 +27,7 @@ OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, descript
     summary="Halt, reduce or open",
     response_model=schemas.SwitchSetView,
     responses={
-        202: {"model": schemas.SwitchSetView, "description": "It is set; Valkey could not be told yet."},
+        202: {"model": schemas.SwitchSetView, "description": "It is set; Valkey did not answer yet."},
         **problems.responses(NotFound, Forbidden, UserNotFound, UnknownAccount),
     },
 )
@@ -40,12 +40,12 @@ async def put_switch(
     inside the broker's SDK by then goes on. Operators switch everybody, a user or an account. A user's key
     sets the user's own switch, which stands beside the operators': nobody opens what another has closed.
     """
-    row, told = await services.switches.set_switch(
+    row, in_force = await services.switches.set_switch(
         _requested_scope(body, caller), body.state, actor=caller.actor, reason=body.reason
     )
-    if not told:
+    if not in_force:
         response.status_code = 202
-    return schemas.SwitchSetView(told=told, **_switch_fields(row))
+    return schemas.SwitchSetView(in_force=in_force, **_switch_fields(row))
 
 
 @router.get(

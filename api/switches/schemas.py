@@ -24,7 +24,7 @@ _EXAMPLE: dict[str, Any] = {
     "actor": "key:5f0c2b1e-6c1d-4a53-9a57-0d7f3c1b2a11",
     "at": "2026-11-21T01:00:00.000000Z",
     "version": 17,
-    "told": True,
+    "in_force": True,
 }
 
 
@@ -89,12 +89,12 @@ class SwitchView(View):
 class SwitchSetView(SwitchView):
     """A switch that was set now."""
 
-    told: Annotated[
+    in_force: Annotated[
         bool,
         Field(
             description="All running workers concerned have it: it holds for orders that are queued already."
-            " False: Valkey did not answer; it is told within seconds of its return, and no order is"
-            " taken without Valkey."
+            " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
+            " no order is taken."
         ),
     ]
 
@@ -114,7 +114,7 @@ class SwitchList(View):
 
     model_config = examples(
         {
-            "switches": [{name: value for name, value in _EXAMPLE.items() if name != "told"}],
+            "switches": [{name: value for name, value in _EXAMPLE.items() if name != "in_force"}],
             "effective": {
                 "version": 17,
                 "all_accounts": "open",

@@ -40,11 +40,16 @@ class SwitchControl:
             if scope.account_id:
                 await accounts.require_account(session, scope.user_id, scope.account_id)
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
-        told = await self._fan_out(scope)
+        in_force = await self._fan_out(scope)
         log.warning(
-            "switched", scope=scope.name, state=state.value, actor=actor, version=row.version, told=told
+            "switched",
+            scope=scope.name,
+            state=state.value,
+            actor=actor,
+            version=row.version,
+            in_force=in_force,
         )
-        return row, told
+        return row, in_force
 
     async def _fan_out(self, scope: TradingScope) -> bool:
         try:
@@ -53,8 +58,8 @@ class SwitchControl:
                 picture = await switches.read_switches(session)
                 # After the picture: a claim that commits in between reads the switches for itself.
                 concerned = await switches.users_in_scope(session, scope)
-            told = {user_id: picture.for_user(user_id) for user_id in concerned}
-            await switch_fanout.write_switches(self.client, server, told)
+            wanted = {user_id: picture.for_user(user_id) for user_id in concerned}
+            await switch_fanout.write_switches(self.client, server, wanted)
         except (RedisError, OSError) as error:
             log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
             return False

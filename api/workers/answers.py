@@ -114,7 +114,7 @@ class AnswerListener:
                 self._pending.pop(request_id, None)
 
     async def read(self, user_id: str, request_id: str) -> Answer | None:
-        """The answer that stands in the response key, if any; resolves whoever waits for it."""
+        """The answer that stands in the response key, if any; also hands it to the call that waits for it."""
         data = await self.client.get(keys.response(user_id, request_id))
         return self._deliver(data) if data else None
 
@@ -148,7 +148,7 @@ class AnswerListener:
             await asyncio.sleep(RECONNECT_PERIOD)
 
     async def _connect(self, link: ValkeyLink) -> None:
-        # First of all: whatever is published from here on arrives.
+        # First, so that everything published from now on arrives.
         await link.subscribe(self.channel)
         self._link = link
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
@@ -181,9 +181,9 @@ class AnswerListener:
                 self._generation = generation
 
 
-#: Seconds without an answer after which the mark is looked at again: the worker may have died meanwhile.
+#: Seconds without an answer after which the mark is checked again: the worker may have died meanwhile.
 MARK_CHECK_PERIOD = 1.0
-#: The first look at a request that was enqueued before, perhaps by another process: its answer may be
+#: The first check of a request that was enqueued before, perhaps by another process: its answer may be
 #: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_PERIOD`.
 FIRST_CHECK = 0.05
 
@@ -205,7 +205,7 @@ class AnswerWaiter:
     ) -> BerthError | None:
         """Until the answer is there or `until` (time.monotonic) has passed; or why there will be no worker.
 
-        `marked`: a worker is taken to be there until the first look.
+        `marked`: a worker is taken to be there until the first check.
         """
         pause = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
         checks = 0

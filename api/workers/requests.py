@@ -40,7 +40,7 @@ class WorkerRequests:
         """The task that gets the answer within `seconds`; a repeat joins it. Wait without cancelling it.
 
         A cancel that came to nothing is sent anew by a repeat, since an order can be taken back twice without
-        harm; whatever else is asked under an id is sent once.
+        harm; every other request is sent once per id.
 
         `then` is done with the answer before the task ends, also when nobody waits any more.
 

@@ -163,7 +163,7 @@ class TimelineView(View):
 
     user_id: str
     transitions: list[TransitionView]
-    next_after: Annotated[int, Field(description="`after` of the next look.")]
+    next_after: Annotated[int, Field(description="`after` of the next page.")]
 
 
 class PresentState(View):

@@ -140,7 +140,7 @@ def info(
     """Show everything: queues, and how much waits, runs, is delayed and has failed."""
     from infra.cli import tables
 
-    return JobView(jobs.overview, lambda out, board: tables.job_board(out, board, workers=workers))
+    return JobView(jobs.overview, lambda out, found: tables.job_overview(out, found, workers=workers))
 
 
 @_job_command(watch=True)

@@ -255,7 +255,7 @@ _JOB_STYLES = {
 }
 
 
-def job_board(out: Console, shown: QueueOverview, *, workers: bool) -> RenderableType:
+def job_overview(out: Console, shown: QueueOverview, *, workers: bool) -> RenderableType:
     """Queues and totals; with `workers`, also the runners and running jobs."""
     total = sum(queue.waiting for queue in shown.queues)
     line = (

@@ -14,7 +14,7 @@ from redis.retry import Retry
 from infra.local.process import ServerFailed
 from worker_runtime.protocol import keys
 
-#: Seconds between two looks; a look takes 0.1 ms.
+#: Seconds between two checks; a check takes 0.1 ms.
 _POLL_PERIOD = 0.002
 
 

@@ -96,7 +96,7 @@ async def ensure_maintenance(client: Client, settings: Settings) -> None:
         ScheduleSpec(intervals=[every]) if settings.maintenance_period else None,
         names.MAINTENANCE,
         mm.MaintenanceInput(),
-        limit=timedelta(minutes=10),  # a pass that nobody served so long is of no use
+        limit=timedelta(minutes=10),  # a pass that nobody served by then is of no use
         late=timedelta(minutes=1),  # one pass is enough after an outage of Temporal
         summary="scans all workers, and cleans up what two scans have found",
     )

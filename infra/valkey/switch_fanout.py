@@ -1,4 +1,4 @@
-"""Copies the trading switches from PostgreSQL, which owns them, to each user's slot in Valkey for workers.
+"""Copies the trading switches from PostgreSQL, which owns them, to each user's `trading:switch` key.
 
 A change is copied at once. If that fails or Valkey loses it, the mark watcher finds a switch that is missing
 or older than PostgreSQL's and copies it again. A worker takes a missing switch as halted.

@@ -50,7 +50,7 @@ def held(house: House, trader: Trader) -> Iterator[tuple[Future[Any], list[Futur
     try:
         first = house.threads.submit(house.order, trader)
         with house.valkey() as client:
-            # Once it is in the journal, no switch is heeded before the broker is called.
+            # Once it is in the journal, no switch is checked before the broker is called.
             entries = keys.journal(trader.user_id, "*")
             until(
                 lambda: len(set(client.scan_iter(entries, count=10_000))) == 2,
@@ -68,7 +68,7 @@ def test_orders_that_are_queued_already_are_refused(opened: House, scope: str) -
     house, trader = opened, opened.trader()
     whom = {"user_id": trader.user_id} if scope == "user" else {}
     with held(house, trader) as (first, queued):
-        assert switch(house, "halted", house.stack.admin_key, **whom)["told"] is True
+        assert switch(house, "halted", house.stack.admin_key, **whom)["in_force"] is True
         assert not first.done()  # it did not wait for the broker
     assert first.result(30).json()["state"] == "filled"  # it was inside the broker's call
     for future in queued:
@@ -89,7 +89,7 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
     try:
         with held(house, trader) as (first, queued):
             shutil.copytree(log, copy)  # three in the queue, and the switch open
-            assert switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["told"] is True
+            assert switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["in_force"] is True
             os.kill(watcher, signal.SIGSTOP)  # which would put it right
             valkey.kill()
             shutil.rmtree(log)

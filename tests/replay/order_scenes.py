@@ -31,38 +31,38 @@ async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause:
 
 async def order_absent_is_settled(client: Client, book: FakeBook) -> WorkflowHistory:
     finding = om.VerificationFinding.MISSING
-    book.looks = [om.Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
+    book.checks = [om.Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
     handle = await start(client, "absent")
     await handle.result()
     return await handle.fetch_history()
 
 
 async def order_out_of_reach_then_filled(client: Client, book: FakeBook) -> WorkflowHistory:
-    book.looks, book.failures = [*[UNREACHABLE] * 4, LISTED, FILLED], 2
+    book.checks, book.failures = [*[UNREACHABLE] * 4, LISTED, FILLED], 2
     handle = await start(client, "out-of-reach")
     await until(lambda: len(book.demands) > 0)
-    while len(book.looks) > 1:
+    while len(book.checks) > 1:
         await handle.signal(OrderWorkflow.recheck)
-        looks = len(book.asked)
-        await until(lambda looks=looks: len(book.asked) > looks or len(book.looks) == 1)  # type: ignore[misc]
+        before = len(book.asked)
+        await until(lambda before=before: len(book.asked) > before or len(book.checks) == 1)  # type: ignore[misc]
     await handle.result()
     return await handle.fetch_history()
 
 
 async def order_still_open_at_the_days_end(client: Client, book: FakeBook) -> WorkflowHistory:
-    book.looks = [LISTED]
+    book.checks = [LISTED]
     handle = await start(client, "day-end", day=0.5)
     await handle.result()
     return await handle.fetch_history()
 
 
 async def order_renewed(client: Client, book: FakeBook) -> WorkflowHistory:
-    book.looks = [LISTED]
+    book.checks = [LISTED]
     handle = await start(client, "renewed", first_pause=30.0)
     await until(lambda: len(book.asked) == 1)
     await handle.signal(OrderWorkflow.renew)
     await until(lambda: len(book.asked) == 3)
-    book.looks = [FILLED]
+    book.checks = [FILLED]
     latest = client.get_workflow_handle(names.order_id("replay-renewed"))
     await latest.signal(OrderWorkflow.recheck)
     await latest.result()

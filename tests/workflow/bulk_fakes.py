@@ -137,7 +137,7 @@ class FakeRollout:
         self.blind = 0
 
     @activity.defn
-    async def look_at_release(self, request: rm.LookAtRelease) -> rm.ReleaseLook:
+    async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
         if self.blind:
             self.blind -= 1
             raise ApplicationError("nothing is known", type="LAUNCHER_UNREACHABLE", non_retryable=True)
@@ -151,7 +151,7 @@ class FakeRollout:
             else:
                 self.free[version] = self.free.get(version, 0) + max(gap, 0)
         new = self.free.get(version, 0)
-        return rm.ReleaseLook(
+        return rm.ReleaseSnapshot(
             before=self.before,
             new=new,
             old=sum(self.free.values()) - new,
@@ -188,6 +188,6 @@ class FakeRollout:
             client,
             task_queue=names.BULK_QUEUE,
             workflows=[RolloutWorkflow],
-            activities=[self.look_at_release, self.retire_workers, self.ask_to_move, self.tell_rollout],
+            activities=[self.check_release, self.retire_workers, self.ask_to_move, self.tell_rollout],
             workflow_runner=bare_runner(),
         )

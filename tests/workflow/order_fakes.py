@@ -25,10 +25,10 @@ FAR = 4_000_000_000.0
 
 
 class FakeBook:
-    """PostgreSQL and the broker: `looks` in order, the last one again and again."""
+    """PostgreSQL and the broker: `checks` in order, the last one again and again."""
 
-    def __init__(self, *looks: om.Verified) -> None:
-        self.looks = list(looks)
+    def __init__(self, *checks: om.Verified) -> None:
+        self.checks = list(checks)
         self.asked: list[int] = []
         self.settled: list[str] = []
         self.demands: list[str] = []
@@ -36,16 +36,16 @@ class FakeBook:
 
     @activity.defn
     async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
-        self.asked.append(request.look)
+        self.asked.append(request.check)
         if self.failures:
             self.failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE")
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        return self.checks.pop(0) if len(self.checks) > 1 else self.checks[0]
 
     @activity.defn
     async def settle_absent(self, request: om.SettleAbsent) -> bool:
         self.settled.append(request.reason)
-        self.looks = [om.Verified(finding=om.VerificationFinding.FINAL, state="rejected")]
+        self.checks = [om.Verified(finding=om.VerificationFinding.FINAL, state="rejected")]
         return True
 
     @activity.defn

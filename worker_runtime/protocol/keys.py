@@ -25,7 +25,7 @@ one slot, so that one script may use them together.
 | pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
 | pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, state, claim |
 | pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
-| pool:{pool}:trial | hash | 1 h | a rollout's canary: its version, the former one, users served |
+| pool:{pool}:canary | hash | 1 h | a rollout's canary: its version, the former one, users served |
 | pool:{pool}:faults | set | 1 h | users in a row whom a worker of that version failed |
 | pool:{pool}:line | zset | 30 s | users who wait for a worker → since when (ms) |
 | pool:{pool}:asked | zset | 30 s | the same users → when they asked last (ms) |
@@ -57,7 +57,7 @@ EVENTS = "worker:events"
 GENERATION = "berth:generation"
 #: Since when the present server is known: its run id, and Unix ms by its own clock.
 SERVER_SINCE = "berth:since"
-EXITS_TOLD = "berth:exits"
+EXITS_HANDLED = "berth:exits"
 LAUNCHES = "berth:launches"
 
 #: The user id of a worker that belongs to nobody yet.
@@ -96,7 +96,7 @@ budget = _many("broker:budget")
 pool_ready = _one("pool", "ready")
 pool_worker = _many("pool", "worker")
 pool_claim = _many("pool", "claim")
-pool_canary = _one("pool", "trial")
+pool_canary = _one("pool", "canary")
 pool_faults = _one("pool", "faults")
 pool_wait_queue = _one("pool", "line")
 pool_last_asked = _one("pool", "asked")

@@ -52,7 +52,7 @@ class VerifyOrder:
     order_id: str
     user_id: str
     #: Number of the verification.
-    look: int
+    check: int
     timeout: float = 20.0
 
 
@@ -98,6 +98,6 @@ class FollowView:
     order_id: str
     state: str
     finding: str
-    looks: int
+    checks: int
     attention: str
     story: tuple[str, ...]

@@ -36,7 +36,7 @@ class OrderStep(StrEnum):
 class FollowedOrder:
     """What one order's workflow knows between two verifications."""
 
-    looks: int = 0
+    checks: int = 0
     state: str = ""
     finding: str = ""
     #: Verifications since the last change, for the pause.
@@ -56,7 +56,7 @@ class FollowedOrder:
     story: tuple[str, ...] = ()
 
     def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
-        after = replace(self, looks=self.looks + 1, state=seen.state or self.state, finding=seen.finding)
+        after = replace(self, checks=self.checks + 1, state=seen.state or self.state, finding=seen.finding)
         if seen.finding == VerificationFinding.UNASKED:
             why = f"{seen.code}: {seen.detail}"
             after = replace(after, unasked_since=self.unasked_since or now, why_unasked=why)
@@ -73,7 +73,7 @@ class FollowedOrder:
         )
         if not changed:
             return replace(after, unchanged=self.unchanged + 1)
-        line = f"look {after.looks}: {after.finding}, {after.state}"
+        line = f"check {after.checks}: {after.finding}, {after.state}"
         if after.why_unasked:
             line += f" ({after.why_unasked})"
         return replace(after, unchanged=0, story=(*self.story, line)[-STORY_LINES:])

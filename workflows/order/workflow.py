@@ -70,7 +70,7 @@ class OrderWorkflow:
 
     async def _verify(self) -> None:
         request = om.VerifyOrder(
-            order_id=self._given.order_id, user_id=self._given.user_id, look=self._order.looks
+            order_id=self._given.order_id, user_id=self._given.user_id, check=self._order.checks
         )
         try:
             seen = await calls.verify_order(request)

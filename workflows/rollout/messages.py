@@ -66,8 +66,8 @@ class AbortRollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookAtRelease:
-    """Activity `look_at_release`: gives the pool its release and its surge, and counts."""
+class CheckRelease:
+    """Activity `check_release`: gives the pool its release and its surge, and counts."""
 
     pool: str
     #: What "new" means.
@@ -77,7 +77,7 @@ class LookAtRelease:
     #: Set both on the pool; else only count.
     change: bool
     #: The canary, and what the pool had before; None: not known yet.
-    trial: Release | None = None
+    canary: Release | None = None
     before: Release | None = None
     #: When the rollout began (Unix seconds).
     since: float = 0.0
@@ -86,7 +86,7 @@ class LookAtRelease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleaseLook:
+class ReleaseSnapshot:
     #: The pool's release before this call.
     before: Release
     #: Free workers of the release, and of all others.

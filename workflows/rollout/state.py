@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from workflows.entity import copied_fields
-from workflows.rollout.messages import ENDED, Release, ReleaseLook, RolloutInput, RolloutPhase, RolloutView
+from workflows.rollout.messages import (
+    ENDED,
+    Release,
+    ReleaseSnapshot,
+    RolloutInput,
+    RolloutPhase,
+    RolloutView,
+)
 
 P = RolloutPhase
 
@@ -72,7 +79,7 @@ class RolloutState(RolloutView):
             return self
         return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
-    def after_check(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def after_check(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         """The state after a check of the pool, and what to do. The first check comes before any change."""
         state = replace(
             self, new=seen.new, old=seen.old, users=seen.users, wanted=seen.wanted, held=_held_reason(seen)
@@ -91,7 +98,7 @@ class RolloutState(RolloutView):
             return state._moving(seen, given)
         return state, RolloutStep()
 
-    def _replacing(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _replacing(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         # A pool whose old workers were all claimed proves nothing: a new one must be ready.
         if not seen.old and (seen.new or not seen.wanted):
             return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(seen.users))
@@ -103,7 +110,7 @@ class RolloutState(RolloutView):
         state = replace(self, surge=min(given.batch, left) or int(not seen.new))
         return state, RolloutStep(retire=retire)
 
-    def _moving(self, seen: ReleaseLook, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _moving(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         if seen.old:  # launched before the pool knew, and ready since
             back = P.ROLLING_BACK if self.going_back else P.REPLACING
             return replace(self, phase=back)._replacing(seen, given)
@@ -120,7 +127,7 @@ class RolloutState(RolloutView):
         return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
 
 
-def _held_reason(seen: ReleaseLook) -> str:
+def _held_reason(seen: ReleaseSnapshot) -> str:
     if seen.failed:
         return f"{seen.failed} users in a row got a worker that did not serve them"
     if seen.mode != "running":

@@ -88,18 +88,18 @@ class RolloutWorkflow:
         if self._abort:
             self._state, self._abort = self._state.rolled_back(self._abort), ""
         state = self._state
-        request = rm.LookAtRelease(
+        request = rm.CheckRelease(
             pool=state.pool,
             release=state.target,
             surge=state.surge,
             change=state.known,
-            trial=state.release if state.known else None,
+            canary=state.release if state.known else None,
             before=state.before if state.known else None,
             since=state.began_at,
             condemned=state.condemned,
         )
         try:
-            seen = await calls.look_at_release(request)
+            seen = await calls.check_release(request)
             self._state, step = state.after_check(seen, self._given)
             self._check_failed = ""
             await self._apply(step)

@@ -65,15 +65,15 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
 async def test_the_fleet_of_the_local_stack_does_what_is_enqueued(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
-    desk = JobClient(valkey_client)
+    jobs = JobClient(valkey_client)
     with (
         receiving() as receiver,
         JobFleetComponent(tmp_path, settings(tmp_path, valkey_url=valkey_server.url)),
     ):
         work = catalog.DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
-        assert await desk.enqueue(catalog.make_job("w-1", work))
-        assert not await desk.enqueue(catalog.make_job("w-1", work))
-        done = await desk.wait("w-1", 20.0)
+        assert await jobs.enqueue(catalog.make_job("w-1", work))
+        assert not await jobs.enqueue(catalog.make_job("w-1", work))
+        done = await jobs.wait("w-1", 20.0)
         assert done is not None
         assert (done.state, done.attempt) == ("done", 1)
         assert len(receiver.got) == 1

@@ -1,4 +1,4 @@
-"""The switch on a user's slot: never older than it was, never missing beside an owner."""
+"""A user's key `trading:switch`: never older than it was, never missing beside an owner."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_in_quiet_times_it_may_act() -> None:
         (
             LOOK,
             replace(BEFORE, place=PassBasis(), guarded="Valkey could not be read"),
-            "the pass before could not look",
+            "the pass before could not read",
         ),
         (replace(LOOK, place=replace(PLACE, tasks=80)), BEFORE, "the launcher lists far fewer tasks"),
         (replace(LOOK, place=replace(PLACE, tasks=0)), BEFORE, "the launcher lists far fewer tasks"),

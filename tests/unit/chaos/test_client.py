@@ -1,4 +1,4 @@
-"""The storm's clients are careful: the same id until there is an outcome, and never another order for it."""
+"""The clients of a chaos run are careful: one id until there is an outcome, and no second order for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of the storm sees each harm it is there for, and none where there is none."""
+"""The judge of the chaos run sees each harm it is there for, and none where there is none."""
 
 from __future__ import annotations
 

@@ -116,11 +116,11 @@ def _unknown(world: World, rules: Rules) -> Iterator[Step]:
         left = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
         yield f"the workflow of worker {epoch} is terminated", left
     beside = world.phase != "free"
-    if world.phase == "unknown" and rules.heed_unended:
+    if world.phase == "unknown" and rules.check_unended:
         yield f"the next run learns of worker {epoch}", world._replace(phase="stopping")
     elif world.phase == "unknown" and epoch < rules.epochs:
         yield f"worker {epoch + 1} is claimed", _claimed(world, rules)
-    if world.late_claims and epoch < rules.epochs and not (beside and rules.heed_unended):
+    if world.late_claims and epoch < rules.epochs and not (beside and rules.check_unended):
         late = world._replace(late_claims=world.late_claims - 1)
         yield f"a late call claims worker {epoch + 1}", _claimed(late, rules, "unknown")
 

@@ -41,7 +41,7 @@ class Rules:
     #: When a host is lost, the owner key is taken from the old epoch before the wait, not after it.
     fence_before_wait: bool = True
     #: No claim is made while the worker of an earlier assignment may still run; that one is ended first.
-    heed_unended: bool = True
+    check_unended: bool = True
     #: What a process sent before its end reaches the broker before anything its successor sends.
     wire_keeps_order: bool = True
 

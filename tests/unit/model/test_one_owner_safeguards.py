@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(120)
     [replace(CONFIRMED, terminations=1), replace(CONFIRMED, late_claims=1)],
     ids=["terminated", "late"],
 )
-def test_a_claim_that_heeds_no_unended_assignment_makes_two_sessions(faults: Rules) -> None:
-    explored = explore(replace(faults, heed_unended=False))
+def test_a_claim_that_does_not_check_unended_assignments_makes_two_sessions(faults: Rules) -> None:
+    explored = explore(replace(faults, check_unended=False))
     assert explored.violation == TWO_SESSIONS
     assert any("terminated" in step or "late call" in step for step in explored.story)
 

@@ -69,7 +69,7 @@ def test_a_listing_that_proves_nothing_does_not_count_beside_one_that_does() -> 
 
 def test_an_incomplete_listing_proves_nothing() -> None:
     partial = Verified(finding=VerificationFinding.MISSING, state="unknown", certain=False, dead=True)
-    follow = after(*((100.0 * look, partial) for look in range(10)))
+    follow = after(*((100.0 * number, partial) for number in range(10)))
     assert follow.step(1000.0, DAY_END) == OrderStep.WAIT
 
 
@@ -103,21 +103,21 @@ def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
     assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
     assert follow.with_attention(concern).step(DAY_END, DAY_END) == OrderStep.END
-    assert "look 1: listed, submitted" in follow.full_story(concern)
+    assert "check 1: listed, submitted" in follow.full_story(concern)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
     listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
     follow, pauses = FollowedOrder(), []
-    for look in range(8):
-        follow = follow.after_check(listed, float(look), SETTINGS)
-        pauses.append(follow.pause(float(look), DAY_END, SETTINGS))
+    for number in range(8):
+        follow = follow.after_check(listed, float(number), SETTINGS)
+        pauses.append(follow.pause(float(number), DAY_END, SETTINGS))
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_a_recheck_looks_often_again_and_tells_a_person_anew() -> None:
+def test_a_recheck_checks_often_again_and_tells_a_person_anew() -> None:
     listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
-    follow = after(*((float(look), listed) for look in range(8))).with_attention("?").rechecked()
+    follow = after(*((float(number), listed) for number in range(8))).with_attention("?").rechecked()
     assert (follow.attention, follow.pause(8.0, DAY_END, SETTINGS)) == ("", 2.0)
 
 

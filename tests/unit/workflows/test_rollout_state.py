@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workflows.entity import carried_state
-from workflows.rollout.messages import Release, ReleaseLook, RolloutInput, RolloutPhase
+from workflows.rollout.messages import Release, ReleaseSnapshot, RolloutInput, RolloutPhase
 from workflows.rollout.state import RolloutState, RolloutStep
 
 OLD, NEW = Release(version="1"), Release(version="2")
@@ -39,14 +39,14 @@ class ScriptedPool:
             self.free.append(self.release.version)
             self.never_ready = 0
 
-    def look(self, state: RolloutState) -> ReleaseLook:
+    def look(self, state: RolloutState) -> ReleaseSnapshot:
         before = self.release
         if state.known:
             self.surge = state.surge
         if state.known and self.release != state.target:
             self.release, self.never_ready = state.target, 0
         new = self.free.count(state.target.version)
-        return ReleaseLook(
+        return ReleaseSnapshot(
             before=before,
             new=new,
             old=len(self.free) - new,
@@ -143,7 +143,7 @@ def moving(**changes: object) -> RolloutState:
     return replace(state, phase=RolloutPhase.MOVING, **changes)  # type: ignore[arg-type]
 
 
-QUIET = ReleaseLook(before=OLD, new=4, old=0, users=0, wanted=4, at=100.0)
+QUIET = ReleaseSnapshot(before=OLD, new=4, old=0, users=0, wanted=4, at=100.0)
 
 
 def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_it_any_more() -> None:
@@ -196,7 +196,7 @@ def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
 
 def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_ready() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
-    look = ReleaseLook(before=OLD, new=0, old=0, users=2, wanted=2)
+    look = ReleaseSnapshot(before=OLD, new=0, old=0, users=2, wanted=2)
     state, _ = state.after_check(look, GIVEN)
     state, step = state.after_check(look, GIVEN)
     assert state.phase == RolloutPhase.REPLACING
@@ -207,7 +207,7 @@ def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_r
 
 def test_what_is_carried_into_the_next_run_is_the_same_and_unknown_fields_are_dropped() -> None:
     state, _ = RolloutState.begun(GIVEN, 5.0).after_check(
-        ReleaseLook(before=OLD, new=1, old=2, users=2, wanted=2, mode="paused"), GIVEN
+        ReleaseSnapshot(before=OLD, new=1, old=2, users=2, wanted=2, mode="paused"), GIVEN
     )
     assert carried_state(RolloutState, {**asdict(state), "of_a_later_release": 1}) == state
     assert state.view().held == "the pool is paused: nothing is launched"

@@ -25,7 +25,7 @@ async def clock(env: WorkflowEnvironment) -> float:
     return (await env.get_current_time()).timestamp()
 
 
-async def test_an_order_that_events_have_settled_costs_one_look(skipping: WorkflowEnvironment) -> None:
+async def test_an_order_that_events_have_settled_costs_one_check(skipping: WorkflowEnvironment) -> None:
     book = FakeBook(FILLED)
     async with following(skipping.client, book):
         assert await (await follow(skipping.client, "o")).result() == "filled"
@@ -33,7 +33,7 @@ async def test_an_order_that_events_have_settled_costs_one_look(skipping: Workfl
     assert (book.settled, book.demands) == ([], [])
 
 
-async def test_a_resting_order_is_looked_at_in_growing_pauses_until_it_is_filled(
+async def test_a_resting_order_is_checked_in_growing_pauses_until_it_is_filled(
     skipping: WorkflowEnvironment,
 ) -> None:
     book = FakeBook(*[LISTED] * 8, FILLED)
@@ -58,7 +58,7 @@ async def test_an_order_that_is_certainly_absent_is_rejected_after_a_minute(
     assert took >= 60
     [reason] = book.settled
     assert reason.startswith("never reached the broker")
-    assert "look 1: missing, unknown" in reason
+    assert "check 1: missing, unknown" in reason
 
 
 async def test_where_absence_is_never_certain_a_person_is_told_once_and_it_is_followed_on(
@@ -96,12 +96,12 @@ async def test_the_end_of_the_trading_day_ends_it_on_the_list_for_a_person(
     assert demand.startswith("its trading day has ended")
 
 
-async def test_a_recheck_looks_at_once(skipping: WorkflowEnvironment) -> None:
+async def test_a_recheck_checks_at_once(skipping: WorkflowEnvironment) -> None:
     book = FakeBook(LISTED)
     async with following(skipping.client, book):
         handle = await follow(skipping.client, "o", first_pause=30.0)
         await until(lambda: len(book.asked) == 1)
-        book.looks = [FILLED]
+        book.checks = [FILLED]
         await handle.signal(OrderWorkflow.recheck)
         assert await handle.result() == "filled"
     assert book.asked == [0, 1]
@@ -116,14 +116,14 @@ async def test_what_it_knows_goes_on_in_a_new_run_after_a_release(skipping: Work
         await until(lambda: len(book.asked) == 3)
         latest = skipping.client.get_workflow_handle("order-o")
         view = await latest.query(OrderWorkflow.view)
-        book.looks = [FILLED]
+        book.checks = [FILLED]
         await latest.signal(OrderWorkflow.recheck)
         assert await handle.result() == "filled"
     assert book.asked[:3] == [0, 1, 2]
-    assert view.story == ("look 1: listed, submitted",)
+    assert view.story == ("check 1: listed, submitted",)
 
 
-async def test_a_database_that_is_away_only_costs_a_look(skipping: WorkflowEnvironment) -> None:
+async def test_a_database_that_is_away_only_costs_a_check(skipping: WorkflowEnvironment) -> None:
     book = FakeBook(FILLED)
     book.failures = 3
     async with following(skipping.client, book):

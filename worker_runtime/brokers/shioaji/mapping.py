@@ -91,7 +91,7 @@ def login_error(error: BaseException) -> BrokerError:
 
 
 def place_error(error: BaseException, blank: Redactor = str) -> BrokerError:
-    """What an error of `place_order` means. Whatever does not say for certain that no order came to be is
+    """What an error of `place_order` means. Unless it proves that no order came to be, it is
     `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and surprises."""
     names, text = _class_names(error), _redacted_text(error, blank)
     if "AuthError" in names:

@@ -172,8 +172,8 @@ local function publish_event(kind, id, name, queue, attempt, result)
   if result then redis.call('PUBLISH', P .. 'done:' .. id, result) end
 end
 
--- Enqueues the job that handles another one's failure, in the same step as that failure, so that it runs whatever
--- dies now. It is an ordinary job, named by the producer of the first.
+-- Enqueues the job that handles another one's failure, in the same step as that failure, so that no crash
+-- loses it. It is an ordinary job, named by the producer of the first.
 local function enqueue_failure_handler(id, name, queue, attempt, handler, result)
   local failure = cjson.decode(result).failure
   local now, us = clock()

@@ -3,11 +3,11 @@
 All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that thousands
 fit on one host. After all users have become Active comes the rest: actions are counted from the
 histories, CPU is measured from outside. The idle timeout is so long that it does not fire, and no morning
-connects users. Then, on the same servers with our orchestrator and API stopped, as many naive workflows that
-poll every minute, for the same time.
+connects users. Then our orchestrator and API are stopped, and the same servers run as many naive workflows,
+which poll every minute, for the same time.
 
 At rest nothing fires, so a second figure says what users cost who are active all the time: each idle timeout
-ends in a look that finds them used. A short timeout is run for many periods, and what one period costs is
+ends in a check that finds them used. A short timeout is run for many periods, and what one period costs is
 scaled to the default timeout.
 """
 

@@ -9,15 +9,15 @@ from temporalio import workflow
 
 WORKFLOW_NAME = "NaivePollingWorkflow"
 QUEUE = "bench-polling"
-READ_MARK = "look_at_mark"
-#: Seconds between two looks: what such designs choose, because a dead worker is to be noticed in a minute.
+READ_MARK = "read_mark"
+#: Seconds between two checks: what such designs choose, because a dead worker is to be noticed in a minute.
 PERIOD = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollingInput:
     user_id: str
-    #: Seconds until the first look, so that not all look at the same moment.
+    #: Seconds until the first check, so that not all check at the same moment.
     first: float
 
 

@@ -2,7 +2,7 @@
 
 Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in PostgreSQL,
 marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes are started here in the
-schedule's place. The first two only look, the third cleans up and is measured: `scan_s` is its look at all
+schedule's place. The first two only scan, the third cleans up and is measured: `scan_s` is its scan of all
 workers, `total_s` its workflow from start to end, with all children.
 """
 
@@ -132,7 +132,7 @@ def table(result: dict[str, Any]) -> None:
     rows = [
         (
             f"{size['workers']} workers, {size['anomalies']} anomalies",
-            f"look at all {size['scan_s']} s   whole pass {size['total_s']} s   "
+            f"scan of all {size['scan_s']} s   whole pass {size['total_s']} s   "
             f"a pass that finds nothing {size['quiet_total_s']} s",
         )
         for size in result["sizes"].values()

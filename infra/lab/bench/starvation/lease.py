@@ -193,9 +193,9 @@ def lost_leases(times: Sequence[float], began: float, ended: float, lease: float
     return sum(int((later - earlier) / lease) for earlier, later in pairwise(points))
 
 
-def _wait(look: Callable[[], object], wanted: str) -> None:
+def _wait(condition: Callable[[], object], wanted: str) -> None:
     until = time.monotonic() + _PATIENCE
-    while not look():
+    while not condition():
         if time.monotonic() > until:
             raise ServerFailed(f"not within {_PATIENCE:g} s: {wanted}")
         time.sleep(0.02)

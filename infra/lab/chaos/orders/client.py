@@ -87,7 +87,7 @@ class TradingClients:
         pause: float = PAUSE,
     ) -> None:
         """`operator_key` is an administrator's: a parked user cannot resume himself."""
-        self._told: dict[tuple[str, str], ClientOrder] = {}
+        self._answered: dict[tuple[str, str], ClientOrder] = {}
         self.counts: Counter[str] = Counter()
         self._seed = seed
         self._users = users
@@ -103,7 +103,7 @@ class TradingClients:
     @property
     def placed(self) -> Sequence[ClientOrder]:
         """All orders that were sent, and those that closes and intents were answered with."""
-        return list(self._told.values())
+        return list(self._answered.values())
 
     async def run(self, shapes: Sequence[OrderShape], began: float) -> None:
         """Sends each order at its time after `began` (the loop's clock); returns when all are answered or
@@ -143,7 +143,7 @@ class TradingClients:
             account_id=user.account_id,
             quantity=shape.quantity,
         )
-        self._told[user.user_id, order.client_order_id] = order
+        self._answered[user.user_id, order.client_order_id] = order
         view = await self._send_until_answered(order, self._body(order, shape), user)
         if shape.then is not FollowUp.NOTHING and view is not None:
             await self._follow_ups.follow(shape, user, view)
@@ -151,7 +151,7 @@ class TradingClients:
     def _record_order(self, user: BenchUser, view: dict[str, Any]) -> None:
         """Records an order that an answer showed; also one that this client did not name itself."""
         name = view["client_order_id"]
-        order = self._told.get((user.user_id, name))
+        order = self._answered.get((user.user_id, name))
         if order is None:
             order = ClientOrder(
                 client_order_id=name,
@@ -159,7 +159,7 @@ class TradingClients:
                 account_id=user.account_id,
                 quantity=view["quantity"],
             )
-            self._told[user.user_id, name] = order
+            self._answered[user.user_id, name] = order
         order.heard.append(f"later: {view['state']}")
         order.record_answer(view)
 

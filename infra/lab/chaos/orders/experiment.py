@@ -81,7 +81,7 @@ def run(
         for orchestrator in stack.orchestrators:
             orchestrator.start_timeout = _ORCHESTRATOR_START
         target = Target(stack)
-        traders = target.make_users("storm", users)
+        traders = target.make_users("chaos", users)
         chaos_run.start_workers(target, traders)
         aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, say))
         verdict = judge_orders(aftermath.books, aftermath.placed)

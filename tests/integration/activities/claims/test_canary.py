@@ -14,7 +14,7 @@ from worker_runtime.protocol.messages import Claim
 from workflows.rollout.messages import Release
 from workflows.user_worker import messages as m
 
-TRIAL = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
+CANARY = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
 
 
 async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
@@ -30,41 +30,41 @@ def claim(user: str, claim_id: str, *failed: str) -> m.ClaimRequest:
     )
 
 
-async def counts(yard: Yard, trial: CanaryRelease = TRIAL) -> tuple[int, int]:
-    return await CanaryRegistry(yard.client).begin(POOL, trial)
+async def counts(yard: Yard, canary: CanaryRelease = CANARY) -> tuple[int, int]:
+    return await CanaryRegistry(yard.client).begin(POOL, canary)
 
 
 async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(yard: Yard) -> None:
     assert await counts(yard) == (0, 0)
-    trials = CanaryRegistry(yard.client)
+    canaries = CanaryRegistry(yard.client)
     for user, version in [("u1", "2"), ("u1", "2"), ("u2", "2"), ("u3", "1")]:
-        await trials.failed(POOL, version, user)
+        await canaries.failed(POOL, version, user)
     assert await counts(yard) == (0, 2)
-    await trials.served(POOL, "1")
+    await canaries.served(POOL, "1")
     assert await counts(yard) == (0, 2)
-    await trials.served(POOL, "2")
+    await canaries.served(POOL, "2")
     assert await counts(yard) == (1, 0)
 
 
 async def test_another_rollout_of_the_same_version_is_counted_afresh(yard: Yard) -> None:
-    await counts(yard, replace(TRIAL, condemned=True))
-    trials = CanaryRegistry(yard.client)
-    await trials.served(POOL, "2")
-    await trials.failed(POOL, "2", "u1")
-    assert await counts(yard, replace(TRIAL, condemned=True)) == (1, 1)
-    assert await counts(yard, replace(TRIAL, since=6.0)) == (0, 0)
-    assert await CanaryRegistry(yard.client).of(POOL) == replace(TRIAL, since=6.0)
+    await counts(yard, replace(CANARY, condemned=True))
+    canaries = CanaryRegistry(yard.client)
+    await canaries.served(POOL, "2")
+    await canaries.failed(POOL, "2", "u1")
+    assert await counts(yard, replace(CANARY, condemned=True)) == (1, 1)
+    assert await counts(yard, replace(CANARY, since=6.0)) == (0, 0)
+    assert await CanaryRegistry(yard.client).of(POOL) == replace(CANARY, since=6.0)
 
 
-async def test_what_is_left_of_a_trial_after_a_flush_is_none(yard: Yard) -> None:
+async def test_what_is_left_of_a_canary_after_a_flush_is_none(yard: Yard) -> None:
     await counts(yard)
-    trials = CanaryRegistry(yard.client)
-    assert await trials.of(POOL) == TRIAL
+    canaries = CanaryRegistry(yard.client)
+    assert await canaries.of(POOL) == CANARY
     await reply_of(yard.client.flushall())
-    await trials.served(POOL, "2")  # by what this process still knows
+    await canaries.served(POOL, "2")  # by what this process still knows
     assert await CanaryRegistry(yard.client).of(POOL) is None
     assert await counts(yard) == (0, 0)
-    assert await CanaryRegistry(yard.client).of(POOL) == TRIAL
+    assert await CanaryRegistry(yard.client).of(POOL) == CANARY
 
 
 async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(yard: Yard) -> None:
@@ -99,7 +99,7 @@ async def test_without_a_worker_of_another_version_one_of_the_version_before_is_
 
 
 async def test_nobody_gets_a_worker_of_a_condemned_version(yard: Yard) -> None:
-    await counts(yard, replace(TRIAL, condemned=True))
+    await counts(yard, replace(CANARY, condemned=True))
     user = await yard.user()
     await free(yard, "p-new", "2")
     empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))

@@ -182,15 +182,15 @@ async def crash(yard: Yard, user: str, claim_id: str) -> None:
 async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: Yard) -> None:
     user = await yard.user()
     await crash(yard, user, "c1")
-    first = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c2"))
+    first = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c2"))
     assert first.status == m.ClaimStatus.EMPTY
     await crash(yard, user, "c3")
     worker = await yard.worker()
-    held = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    held = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c4"))
     assert held.status == m.ClaimStatus.BACK_OFF
     assert len(held.crashes) == 2
     assert held.worker is None
-    assert await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4")) == held
+    assert await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c4")) == held
     assert await worker.announce() == "ready"
     result, _ = await asyncio.gather(
         yard.run(yard.claiming.claim_worker, yard.claim(user, "c4")), worker.serve()
@@ -198,17 +198,17 @@ async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: 
     assert result.status == m.ClaimStatus.ACTIVE
     assert result.worker is not None
     assert result.worker.epoch == 4
-    # What was assigned stays so, whoever asks again.
-    repeated = await yard.run(yard.claiming.claim_worker, heedful(yard, user, "c4"))
+    # A repeat with another question gets the worker that was assigned.
+    repeated = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c4"))
     assert repeated.worker == result.worker
 
 
-async def test_an_unknown_user_is_said_so_also_to_a_heedful_claim(yard: Yard) -> None:
-    result = await yard.run(yard.claiming.claim_worker, heedful(yard, "nobody", "c1"))
+async def test_an_unknown_user_is_said_so_also_to_a_claim_that_checks_crashes(yard: Yard) -> None:
+    result = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, "nobody", "c1"))
     assert (result.failure_code, result.retryable) == ("USER_NOT_FOUND", False)
 
 
-def heedful(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
+def checking_crashes(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
     return replace(yard.claim(user, claim_id), check_crashes=True)
 
 

@@ -1,4 +1,4 @@
-"""A launch that a user waits for: it heeds the pool's own limit, and does not hang on a bad version."""
+"""A launch that a user waits for: it keeps the pool's own limit, and does not hang on a bad version."""
 
 from __future__ import annotations
 

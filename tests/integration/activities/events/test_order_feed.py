@@ -154,7 +154,7 @@ async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
             while again.worker_id not in str(await pool.query(ListenerWorkflow.heard)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             # Heard is not yet noted as told, and what is not is told again: that changes only the count.
-            while await reply_of(yard.client.get(keys.EXITS_TOLD)) != f"fake:{told}".encode():  # noqa: ASYNC110
+            while await reply_of(yard.client.get(keys.EXITS_HANDLED)) != f"fake:{told}".encode():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await tasks.cancel_tasks(task)
         gone = [said["worker_id"] for _, said in await pool.query(ListenerWorkflow.heard)]

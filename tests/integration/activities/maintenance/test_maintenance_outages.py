@@ -107,7 +107,7 @@ async def test_a_flush_under_load_stops_nobody_and_the_marks_come_back(yard: Yar
     async with watched(fleet), renewing(fleet):
         await until_marked(fleet)
         assert (await fleet.run())[0].guarded in (
-            "the pass before could not look",
+            "the pass before could not read",
             "the generation has changed",
         )
         await yard.client.flushall()
@@ -126,7 +126,7 @@ async def test_a_valkey_that_comes_back_empty_or_as_it_was_stops_nobody(
         await asyncio.to_thread(server.start)
         async with watched(fleet), renewing(fleet):
             await until_marked(fleet)
-            assert (await fleet.run())[0].guarded == "the pass before could not look"
+            assert (await fleet.run())[0].guarded == "the pass before could not read"
             await cleans_up_again(fleet, orphan)
 
 
@@ -161,7 +161,7 @@ async def test_a_valkey_that_only_maintenance_cannot_reach_stops_nobody(
         for _ in range(2):
             assert (await fleet.run())[0].guarded == "Valkey could not be read"
         line.cut = False
-        assert (await fleet.run())[0].guarded == "the pass before could not look"
+        assert (await fleet.run())[0].guarded == "the pass before could not read"
         await cleans_up_again(fleet, orphan)
 
 
@@ -187,7 +187,7 @@ async def test_a_launcher_that_does_not_answer_stops_nobody(yard: Yard, temporal
     yard.launcher.unreachable = True
     assert (await fleet.run())[0].guarded == "the launcher could not be read"
     yard.launcher.unreachable = False
-    assert (await fleet.run())[0].guarded == "the pass before could not look"
+    assert (await fleet.run())[0].guarded == "the pass before could not read"
     await cleans_up_again(fleet, orphan)
 
 

@@ -86,27 +86,27 @@ class AbsenceScene:
             )
         return order_id
 
-    async def look(self, order_id: uuid.UUID) -> om.Verified:
+    async def check(self, order_id: uuid.UUID) -> om.Verified:
         asking = AccountQueryClient(
             self.stage.client, WorkerStarter(self.stage.temporal, self.stage.settings)
         )
         verifying = OrderActivities(self.stage.client, self.stage.database, asking)
-        request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, look=0, timeout=20.0)
+        request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0)
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
     async def follow(
         self, order_id: uuid.UUID, meanwhile: Callable[[FollowedOrder], Awaitable[None]] | None = None
     ) -> FollowedOrder:
-        """Looks, as its workflow does, until the order is final, called absent, or a person's.
+        """Checks, as its workflow does, until the order is final, called absent, or a person's.
 
-        `meanwhile`: what a test does after each look.
+        `meanwhile`: what a test does after each check.
         """
         follow = FollowedOrder()
         worker = ReportingWorker(self.stage.client, self.stage.user_id)
         worker.broker = lambda: self.asked.orders(5.0)
         async with worker:
             while follow.step(time.time(), FAR) == OrderStep.WAIT:
-                follow = follow.after_check(await self.look(order_id), time.time(), SHORT)
+                follow = follow.after_check(await self.check(order_id), time.time(), SHORT)
                 if follow.concern(time.time(), FAR, SHORT):
                     break
                 if meanwhile is not None:
@@ -145,7 +145,7 @@ async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(scen
     enough = time.monotonic() + 3 * SHORT.absent_after_alive
 
     async def catches_up(follow: FollowedOrder) -> None:
-        if follow.looks >= 5 and time.monotonic() > enough:
+        if follow.checks >= 5 and time.monotonic() > enough:
             await scene.behave(Behaviour())
 
     follow = await scene.follow(order_id, catches_up)
@@ -168,7 +168,7 @@ async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(s
     worker = ReportingWorker(scene.stage.client, scene.stage.user_id)
     worker.broker = lambda: scene.asked.orders(5.0)
     async with worker:
-        seen = await scene.look(order_id)
+        seen = await scene.check(order_id)
     assert (seen.finding, seen.certain) == (om.VerificationFinding.MISSING, True)
     assert seen.behind >= 90
     follow, quiet = FollowedOrder(), seen.quiet_since

@@ -1,4 +1,4 @@
-"""One look at an order: events first, then the broker's list, and what its silence proves."""
+"""One check of an order: events first, then the broker's list, and what its silence proves."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def verifying(stage: SweeperStage) -> OrderActivities:
     return OrderActivities(stage.client, stage.database, asking)
 
 
-async def look(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
-    request = om.VerifyOrder(order_id=str(order_id), user_id=stage.user_id, look=0, timeout=20.0)
+async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
+    request = om.VerifyOrder(order_id=str(order_id), user_id=stage.user_id, check=0, timeout=20.0)
     return await ActivityEnvironment().run((by or verifying(stage)).verify_order, request)
 
 
@@ -93,12 +93,12 @@ async def listed(
 async def test_a_final_order_asks_nobody(stage: SweeperStage) -> None:
     order_id = await stage.order(state="filled")
     async with ReportingWorker(stage.client, stage.user_id) as worker:
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert (seen.finding, seen.state, worker.asked) == (om.VerificationFinding.FINAL, "filled", [])
 
 
 async def test_an_order_that_nobody_knows_ends_its_workflow(stage: SweeperStage) -> None:
-    assert (await look(stage, uuid.uuid4())).finding == om.VerificationFinding.GONE
+    assert (await check(stage, uuid.uuid4())).finding == om.VerificationFinding.GONE
 
 
 async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: SweeperStage) -> None:
@@ -106,7 +106,7 @@ async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: Sw
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = encode(Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    assert (await look(stage, order_id)).finding == om.VerificationFinding.FINAL
+    assert (await check(stage, order_id)).finding == om.VerificationFinding.FINAL
     assert (await stage.row(order_id)).filled_quantity == 2
 
 
@@ -114,7 +114,7 @@ async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(stage: Sweepe
     order_id = await stage.order(state="unknown")
     found = await listed(stage, order_id, OrderState.FILLED, 1, 1)
     async with ReportingWorker(stage.client, stage.user_id, found):
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
     row = await stage.row(order_id)
     assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
@@ -127,7 +127,7 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
     order_id = await stage.order(state="unknown", symbol="TXFR1")
     found = structs.replace(await listed(stage, order_id, OrderState.FILLED, 2), symbol="TXFL6")
     async with ReportingWorker(stage.client, stage.user_id, found):
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
 
 
@@ -137,7 +137,7 @@ async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncert
     order_id = await stage.order(left=-30.0, state="unknown")
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     async with ReportingWorker(stage.client, stage.user_id, sold):
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert (seen.finding, seen.complete, seen.certain) == (om.VerificationFinding.MISSING, True, False)
 
 
@@ -146,7 +146,7 @@ async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperSt
     found = await listed(stage, order_id, OrderState.PART_FILLED, 1)
     async with ReportingWorker(stage.client, stage.user_id, found):
         for _ in range(2):
-            seen = await look(stage, order_id)
+            seen = await check(stage, order_id)
     assert (seen.finding, seen.state) == (om.VerificationFinding.LISTED, "part_filled")
     assert (await stage.row(order_id)).filled_quantity == 1
 
@@ -160,7 +160,7 @@ async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: Sw
         row.tag, row.trading_day = taken.tag, datetime(2026, 1, 5, tzinfo=UTC).date()
         row.broker_order_id = taken.broker_order_id
     async with ReportingWorker(stage.client, stage.user_id, sold, taken):
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert seen.finding == om.VerificationFinding.MISSING
 
 
@@ -194,11 +194,11 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Sweep
     async with stage.database.session() as session:
         await recording.record_event(session, told)
     async with ReportingWorker(stage.client, stage.user_id) as worker:
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
         worker.certain = False
-        unsure = await look(stage, order_id)
+        unsure = await check(stage, order_id)
         worker.complete = False
-        partial = await look(stage, order_id)
+        partial = await check(stage, order_id)
     assert (seen.finding, seen.complete, seen.certain, seen.dead) == (
         om.VerificationFinding.MISSING,
         True,
@@ -214,7 +214,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
     order_id = await stage.order(state="unknown")
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         worker.failure = SessionDown("it is being rebuilt")
-        seen = await look(stage, order_id)
+        seen = await check(stage, order_id)
     assert (seen.finding, seen.code, seen.detail) == (
         om.VerificationFinding.UNASKED,
         "SESSION_DOWN",
@@ -223,16 +223,16 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
 
 
 async def test_without_a_worker_one_is_asked_for_first(stage: SweeperStage) -> None:
-    seen = await look(stage, await stage.order(state="unknown"))
+    seen = await check(stage, await stage.order(state="unknown"))
     assert (seen.finding, seen.code) == (om.VerificationFinding.UNASKED, "WORKER_UNAVAILABLE")
     assert "no worker within" in seen.detail
 
 
-async def test_looks_at_one_account_share_a_question(stage: SweeperStage) -> None:
+async def test_checks_of_one_account_share_a_question(stage: SweeperStage) -> None:
     by = verifying(stage)
     ids = [await stage.order(state="unknown") for _ in range(5)]
     async with ReportingWorker(stage.client, stage.user_id) as worker:
-        seen = await asyncio.gather(*(look(stage, order_id, by) for order_id in ids))
+        seen = await asyncio.gather(*(check(stage, order_id, by) for order_id in ids))
     assert {one.finding for one in seen} == {om.VerificationFinding.MISSING}
     assert len(worker.asked) < 5
 

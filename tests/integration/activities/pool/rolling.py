@@ -148,7 +148,7 @@ class Dock:
             task_queue=names.BULK_QUEUE,
             workflows=[RolloutWorkflow],
             activities=[
-                rollout.look_at_release,
+                rollout.check_release,
                 rollout.retire_workers,
                 rollout.ask_to_move,
                 rollout.tell_rollout,

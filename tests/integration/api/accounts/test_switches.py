@@ -43,7 +43,7 @@ async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at
         answer = await admin.put("/switches", json=halt(user_id=api.user))
         written = await in_valkey(api)
     body = answer.json()
-    assert (answer.status_code, body["told"], body["held_by"]) == (200, True, "operator")
+    assert (answer.status_code, body["in_force"], body["held_by"]) == (200, True, "operator")
     server = await valkey.read_server_id(api.services.valkey)
     assert written == {"*version": str(body["version"]), "*": "halted", "*server": server}
     refused = await user.post(f"/users/{api.user}/orders", json=an_order())
@@ -141,7 +141,7 @@ async def test_a_halt_is_set_though_valkey_is_away(api: ServedApi) -> None:
     async with running_api(changed) as deaf, deaf.client(deaf.admin_key) as admin:
         answer = await admin.put("/switches", json=halt(user_id=api.user))
         seen = (await admin.get("/switches", params={"user_id": api.user})).json()
-    assert (answer.status_code, answer.json()["told"]) == (202, False)
+    assert (answer.status_code, answer.json()["in_force"]) == (202, False)
     assert seen["effective"]["all_accounts"] == "halted"
 
 
@@ -168,7 +168,7 @@ async def test_orders_that_race_a_halt_are_refused_at_the_latest_when_it_is_answ
         while not taken:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         answer = await admin.put("/switches", json=halt("all"))
-        assert answer.json()["told"] is True
+        assert answer.json()["in_force"] is True
         accepted = await _count(api)
         later = await user.post(f"/users/{api.user}/orders", json=an_order(10_000), params={"wait": 0})
         assert later.json()["code"] == "TRADING_HALTED"

@@ -168,7 +168,7 @@ async def test_an_answer_given_while_the_subscription_was_broken_is_found_at_onc
     worker = await start_worker(api.user, silent, announce=False)
     waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=30", json=an_order()))
     await worker.taken.wait()
-    # Beside it one that no flight looks after: only the reconnect finds its answer.
+    # And one that no task waits for: only the reconnect finds its answer.
     (order,) = worker.popped
     unseen = filled(structs.replace(order, request_id=f"{order.request_id}-unseen"))
     with api.services.answers.expect(api.user, unseen.request_id) as found:

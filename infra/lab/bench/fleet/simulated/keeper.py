@@ -23,7 +23,7 @@ from infra.node.register import NodeEntry
 from infra.worker_task import LaunchFailed, Task, TaskExit, worker_exit
 from worker_runtime.protocol.launch import ExitCode
 
-#: Seconds between two looks at what is due; a renewal is late by no more.
+#: Seconds between two checks of what is due; a renewal is late by no more.
 _TICK = 0.1
 #: Renewals in one round trip.
 _BATCH = 500

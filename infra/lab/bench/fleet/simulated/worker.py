@@ -99,15 +99,15 @@ class SimulatedWorker:
         self._pops = 0
         self._events = 0
         self._owner_missing = False
-        self._told_to_end: asyncio.Future[SimulatedEnding] = asyncio.get_running_loop().create_future()
+        self._ending: asyncio.Future[SimulatedEnding] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> ExitCode:
         """Runs until a message, a stop or a refused renewal ends it."""
         living = asyncio.create_task(self._live())
-        await asyncio.wait({living, self._told_to_end}, return_when=asyncio.FIRST_COMPLETED)
-        if self._told_to_end.done():
+        await asyncio.wait({living, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+        if self._ending.done():
             await tasks.cancel_tasks(living)
-            end = self._told_to_end.result()
+            end = self._ending.result()
         else:
             end = living.result()
         with contextlib.suppress(RedisError, OSError):  # then the mark expires
@@ -116,8 +116,8 @@ class SimulatedWorker:
 
     def stop(self, code: ExitCode, reason: str) -> None:
         """Asks it to end; the first reason stays."""
-        if not self._told_to_end.done():
-            self._told_to_end.set_result(SimulatedEnding(code, reason))
+        if not self._ending.done():
+            self._ending.set_result(SimulatedEnding(code, reason))
 
     # --- renewals, driven from outside ----------------------------------------------------------------
 
@@ -176,14 +176,14 @@ class SimulatedWorker:
                     await self._work()
                 found = await self._link.take(*bells)
                 if found is not None and found[0] == inbox:
-                    await self._told(found[1])
+                    await self._handle_control(found[1])
             except SimulatedEnding as end:
                 return end
             except (RedisError, OSError) as error:
                 log.warning("simulated.waits", worker=self.config.worker_id, error=type(error).__name__)
                 await asyncio.sleep(_RETRY)
 
-    async def _told(self, data: bytes) -> None:
+    async def _handle_control(self, data: bytes) -> None:
         try:
             signed: Signed = decode(data, Signed)
             message: InboxMessage = decode(signed.payload, InboxMessage)
