@@ -27,7 +27,7 @@ from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInpu
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
-#: For one answer. A count, or a look at a large pool, may hold the workflow's task up.
+#: For one answer. A count, or a query of a large pool, may hold the workflow's task up.
 TIMEOUT = timedelta(seconds=10)
 _REFUSALS: dict[str | None, type[BerthError]] = {
     PoolPolicyInvalid.code: PoolPolicyInvalid,

@@ -16,7 +16,7 @@ from tests.chaos.stream import OrderStream, wait_filled
 from tests.e2e.conftest import Trader, until
 
 #: Seconds until the user must be served again, on a machine that does a dozen rounds at the same time:
-#: the mark's time to live, the watcher's looks, the end of a stopped worker, and a new login.
+#: the mark's time to live, the watcher's checks, the end of a stopped worker, and a new login.
 RECOVERY = 60.0
 
 

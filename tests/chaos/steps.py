@@ -12,7 +12,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, RESOLVE_OVERDUE, SPEND_BUDGET
 
 #: Lots by which the answer to one order is recognised: it names nothing else that is known before.
-_TOLD = 137
+_FILLED_LOTS = 137
 
 
 class Way(Enum):
@@ -124,8 +124,8 @@ _API = (
     _step(
         "before it hears the answer",
         *(Way.PLACED, Program.API, ServerLine.VALKEY, When.AFTER),
-        hears=lambda mine: (b"message", b'"filled_quantity":%d' % _TOLD),
-        quantity=_TOLD,
+        hears=lambda mine: (b"message", b'"filled_quantity":%d' % _FILLED_LOTS),
+        quantity=_FILLED_LOTS,
     ),
 )
 _SESSION = (
@@ -211,8 +211,8 @@ _SWEEPER = (
     ),
     _sweeper("before it queues an order", Way.LEFT, ServerLine.VALKEY, When.BEFORE, _enqueue),
     _sweeper("after it queued an order", Way.LEFT, ServerLine.VALKEY, When.AFTER, _enqueue),
-    _sweeper("before it notes the next look", Way.LEFT, ServerLine.POSTGRES, When.BEFORE, _raw),
-    _sweeper("after it noted the next look", Way.LEFT, ServerLine.POSTGRES, When.AFTER, _raw),
+    _sweeper("before it notes the next check", Way.LEFT, ServerLine.POSTGRES, When.BEFORE, _raw),
+    _sweeper("after it noted the next check", Way.LEFT, ServerLine.POSTGRES, When.AFTER, _raw),
     _sweeper("before it closes a late order's way", Way.LATE, ServerLine.VALKEY, When.BEFORE, _overdue),
     _sweeper("after it closed a late order's way", Way.LATE, ServerLine.VALKEY, When.AFTER, _overdue),
     _sweeper("before it writes the end", Way.LATE, ServerLine.POSTGRES, When.BEFORE, _expired),

@@ -120,7 +120,7 @@ class Play:
         """Starts killed orchestrators again, as a supervisor of services does."""
         while not self._over.wait(0.05):
             for one in self._stack.orchestrators:
-                with contextlib.suppress(ServerFailed):  # the next look starts it
+                with contextlib.suppress(ServerFailed):  # the next check starts it
                     if not one.running:
                         one.start()
 

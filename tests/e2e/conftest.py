@@ -175,7 +175,7 @@ class House:
 def until(condition: Callable[[], T | None], what: str, patience: float = PATIENCE) -> T:
     """The first value that is neither None nor False.
 
-    Rests twice as long as a look takes: what is waited for needs the machine, too.
+    Rests twice as long as a check takes: what is waited for needs the machine, too.
     """
     deadline = time.monotonic() + patience
     pause = threading.Event()

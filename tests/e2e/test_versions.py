@@ -72,11 +72,11 @@ class VersionedFleet:
         return until(answer, "answer about the deployment")[0]
 
     def current(self) -> str:
-        async def look(client: Client) -> str:
+        async def read(client: Client) -> str:
             seen = await Deployment(client, name="berth", build="").describe()
             return seen.current if seen else ""
 
-        return self.ask(look)
+        return self.ask(read)
 
     def version_of(self, workflow_id: str) -> str:
         """The build that a workflow is pinned to."""

@@ -112,7 +112,7 @@ async def _aborted(client: Client, handle: Rolling, fake: FakeRollout) -> Workfl
     fake.quiet.clear()
     await fake.asked.wait()
     await handle.signal(RolloutWorkflow.abort, rm.AbortRollout(reason="not today"))
-    await until(lambda: "is rolled back" in fake.told)
+    await until(lambda: "is rolled back" in fake.recorded)
     fake.quiet.set()
     await handle.result()
     return await handle.fetch_history()

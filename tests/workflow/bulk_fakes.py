@@ -112,7 +112,7 @@ class FakeMorning:
 
 
 class FakeRollout:
-    """Free workers by version, refilled at each look, and users who move when they are asked."""
+    """Free workers by version, refilled at each check, and users who move when they are asked."""
 
     def __init__(self, wanted: int, *, version: str = "1", users: int = 0) -> None:
         self.wanted = wanted
@@ -123,17 +123,17 @@ class FakeRollout:
         #: Versions whose workers never become ready.
         self.bad: set[str] = set()
         self.never_ready = 0
-        #: Events that were told, in order.
-        self.told: list[str] = []
+        #: Events that were recorded, in order.
+        self.recorded: list[str] = []
         #: Users move only while it is set.
         self.quiet = asyncio.Event()
         self.quiet.set()
         #: Users were asked to move.
         self.asked = asyncio.Event()
-        #: Nothing is told until it is set.
+        #: Nothing is recorded until it is set.
         self.may_tell = asyncio.Event()
         self.may_tell.set()
-        #: Looks that fail.
+        #: Checks that fail.
         self.blind = 0
 
     @activity.defn
@@ -181,7 +181,7 @@ class FakeRollout:
     @activity.defn
     async def tell_rollout(self, request: rm.TellRollout) -> None:
         await self.may_tell.wait()
-        self.told.append(request.event)
+        self.recorded.append(request.event)
 
     def worker(self, client: Client) -> Worker:
         return Worker(

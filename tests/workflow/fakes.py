@@ -71,7 +71,7 @@ class FakeFleet:
         self.hold_stop.set()
         self.waiting_orders = 0
         self.health: list[m.WorkerHealth] = []
-        #: When the worker was last used, seen from the time of a look (both Unix seconds).
+        #: When the worker was last used, seen from the time of a check (both Unix seconds).
         self.last_use: Callable[[float], float] = lambda _now: 0.0
         self.hold_connect = asyncio.Event()
         self.hold_connect.set()

@@ -1,6 +1,6 @@
 """The ECS launcher: workers as ECS tasks.
 
-RunTask gets the token as `clientToken`: for 24 hours ECS answers a repeat with the same task, whoever asks.
+RunTask gets the token as `clientToken`: for 24 hours ECS answers a repeat with the same task, in any process.
 Later our own cache knows the token by the task's tag, as long as the task runs. Events feed the cache, and a
 full listing every 10 minutes corrects it. ECS's answers lag; `task_cache` decides what to believe.
 """

@@ -108,7 +108,7 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
         if libc.unshare(new_net) and libc.unshare(new_user | new_net):
             os._exit(77)
 
-    def look() -> tuple[bool, dict[str, str]]:
+    def attempt() -> tuple[bool, dict[str, str]]:
         done = subprocess.run(
             [sys.executable, "-c", CUT_OFF, str(timeout)],
             capture_output=True,
@@ -126,11 +126,11 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
         unreachable, closed = float(told["unreachable"]), float(told["closed"])
         return unreachable < timeout + 0.5 and closed < unreachable + 1.0, told
 
-    # One look may meet a machine that stands still; a login that waits for the SDK is late each time.
-    looks: list[tuple[bool, dict[str, str]]] = []
-    while not (looks and looks[-1][0]):
-        assert len(looks) < 3, looks
-        looks.append(look())
+    # One attempt may meet a machine that stands still; a login that waits for the SDK is late each time.
+    attempts: list[tuple[bool, dict[str, str]]] = []
+    while not (attempts and attempts[-1][0]):
+        assert len(attempts) < 3, attempts
+        attempts.append(attempt())
 
 
 # --- login ------------------------------------------------------------------------------------------------

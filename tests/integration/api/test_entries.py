@@ -48,8 +48,8 @@ async def test_of_many_entries_at_once_one_is_sent(
 ) -> None:
     worker = await broker(api, start_worker, 0, resting)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
-        # None has its answer before all have looked: each finds no position, and no order.
-        look, worker.reply = worker.reply, lambda question: None
+        # None has its answer before all have asked: each finds no position, and no order.
+        reply, worker.reply = worker.reply, lambda question: None
         intents = ["long_entry", "short_entry"] * 3
         entries = [
             asyncio.create_task(want(one, api, intent, number, quantity=1))
@@ -57,7 +57,7 @@ async def test_of_many_entries_at_once_one_is_sent(
         ]
         await until(lambda: len(worker.asked) == len(entries))
         for question in worker.asked:
-            answer = look(question)
+            answer = reply(question)
             assert answer is not None
             await worker.answer(b"", answer, question.reply_to)
         answers = await asyncio.gather(*entries)

@@ -20,7 +20,7 @@ def databases(postgres_server: PostgresServer) -> Iterator[MigratedDatabases]:
         yield databases
 
 
-async def told(server: PostgresServer, name: str, statement: str) -> object:
+async def fetch_value(server: PostgresServer, name: str, statement: str) -> object:
     link = await asyncpg.connect(host=HOST, port=server.port, user=server.user, database=name, ssl=False)
     try:
         return await link.fetchval(statement)
@@ -36,15 +36,15 @@ async def test_rows_and_numbers_of_an_earlier_test_are_gone_and_open_connections
     async with database.session() as session:
         await users.create_user(session, "left-behind")
     await database.close()
-    await told(postgres_server, name, "select nextval('switch_version')")
+    await fetch_value(postgres_server, name, "select nextval('switch_version')")
     left_open = await asyncpg.connect(
         host=HOST, port=postgres_server.port, user=postgres_server.user, database=name, ssl=False
     )
     await left_open.execute("begin; insert into users (id) values ('half-done')")
     databases.give_back(name)
     assert databases.take() == name
-    assert await told(postgres_server, name, "select count(*) from users") == 0
-    assert await told(postgres_server, name, "select nextval('switch_version')") == 1
+    assert await fetch_value(postgres_server, name, "select count(*) from users") == 0
+    assert await fetch_value(postgres_server, name, "select nextval('switch_version')") == 1
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
         await left_open.execute("commit")
 
@@ -53,6 +53,6 @@ async def test_a_database_whose_tables_a_test_has_changed_is_not_used_again(
     postgres_server: PostgresServer, databases: MigratedDatabases
 ) -> None:
     name = databases.take()
-    await told(postgres_server, name, "alter table users add column more text")
+    await fetch_value(postgres_server, name, "alter table users add column more text")
     databases.give_back(name)
     assert databases.take() != name

@@ -93,15 +93,15 @@ async def test_a_list_that_is_behind_takes_no_change_back(database: Database) ->
     assert (order.quantity, order.price) == (3, Decimal(102))
 
 
-@pytest.mark.parametrize("looks", [[(5, "101"), (3, "101")], [(3, "100"), (3, "101")], [(3, "101")]])
+@pytest.mark.parametrize("listings", [[(5, "101"), (3, "101")], [(3, "100"), (3, "101")], [(3, "101")]])
 async def test_two_concurrent_changes_are_both_applied(
-    database: Database, looks: list[tuple[int, str]]
+    database: Database, listings: list[tuple[int, str]]
 ) -> None:
-    """In whatever order they were made, and however often the broker was looked at."""
+    """In whatever order they were made, and however often the broker was asked."""
     order_id = await resting(database)
     await ask(database, order_id, "price", None, "101")
     await ask(database, order_id, "quantity", 3, None)
-    for quantity, price in looks:
+    for quantity, price in listings:
         order = await shown(database, order_id, quantity, price)
     assert (order.quantity, order.price) == (3, Decimal(101))
     async with database.session() as session:

@@ -90,9 +90,9 @@ async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_cou
             "select count(*) from pg_stat_activity where datname = current_database() and"
             " wait_event_type = 'Lock'"
         )
-        async with database.session(autocommit=True) as look:
+        async with database.session(autocommit=True) as observer:
             async with asyncio.timeout(20):
-                while not await look.scalar(waits):
+                while not await observer.scalar(waits):
                     assert not filling.done()
     await filling
     async with database.session() as session:

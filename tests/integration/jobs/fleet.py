@@ -29,12 +29,12 @@ _numbers = itertools.count(1)
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Repeats `look` until its result is true; fails with `wanted` after `patience` seconds."""
+def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
+    """Repeats `probe` until its result is true; fails with `wanted` after `patience` seconds."""
     until = time.monotonic() + patience
     while True:
-        late = time.monotonic() > until  # before the look: this process may stand still after it
-        seen = look()
+        late = time.monotonic() > until  # before the call: this process may stand still after it
+        seen = probe()
         if seen:
             return seen
         if late:
@@ -83,7 +83,7 @@ class RunnerProcess:
     def logged(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.log() if line["event"] == event]
 
-    def told(self, action: str) -> list[dict[str, Any]]:
+    def job_events(self, action: str) -> list[dict[str, Any]]:
         """Events of jobs with this action."""
         lines = [line for line in self.log() if isinstance(line["event"], dict)]
         return [line for line in lines if line["event"]["action"] == action]
@@ -171,7 +171,7 @@ class RunnerFleet:
         return [entry for entry in entries if not job_id or entry.job_id == job_id]
 
     def started(self, job_id: str, times: int = 1) -> JobStart:
-        """The newest start of a job, once it has started so many times."""
+        """The newest start of a job, once it has started `times` times."""
         entries = eventually(
             lambda: found if len(found := self.ledger(job_id)) >= times else None,
             f"start {times} of {job_id}",

@@ -88,9 +88,9 @@ class ScriptedBroker:
             re.match(r"(a+)+$", "a" * 60 + "b")
         if order.symbol == "LATER":
             threading.Thread(target=self._fill_later, args=(order,), daemon=True).start()
-            return self._told(order, OrderState.SUBMITTED, [])
+            return self._exchange_order(order, OrderState.SUBMITTED, [])
         fills = [Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1)]
-        return self._told(order, OrderState.FILLED, fills)
+        return self._exchange_order(order, OrderState.FILLED, fills)
 
     def orders(self, timeout: float) -> Listing:
         if (self._folder / "unlisted").exists():
@@ -140,12 +140,12 @@ class ScriptedBroker:
 
     def _fill_later(self, order: PlaceOrder) -> None:
         fill = Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=2)
-        told = self._told(order, OrderState.FILLED, [fill])
+        told = self._exchange_order(order, OrderState.FILLED, [fill])
         for repeat in (1, 2):  # the same fill twice, as two events
             self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))
 
     @staticmethod
-    def _told(order: PlaceOrder, state: OrderState, fills: list[Fill]) -> ExchangeOrder:
+    def _exchange_order(order: PlaceOrder, state: OrderState, fills: list[Fill]) -> ExchangeOrder:
         return ExchangeOrder(
             broker_order_id=f"b-{order.order_id}",
             tag=order.tag,

@@ -25,12 +25,12 @@ PATIENCE = 25.0
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
+def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
     """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience` s."""
     until = time.monotonic() + patience
     while True:
-        late = time.monotonic() > until  # before the look: this process may stand still after it
-        seen = look()
+        late = time.monotonic() > until  # before the call: this process may stand still after it
+        seen = probe()
         if seen:
             return seen
         if late:

@@ -21,7 +21,7 @@ def worker(number: int, epoch: int = 1) -> WorkerInService:
 
 @dataclass
 class ScriptedWatcher:
-    """A watcher that looks every PERIOD at workers whose marks a test takes away and gives back."""
+    """A watcher that checks, every PERIOD, workers whose marks a test takes away and gives back."""
 
     workers: list[WorkerInService]
     absences: Absences = field(default_factory=lambda: Absences(confirm=CONFIRM, settle=SETTLE))
@@ -30,7 +30,7 @@ class ScriptedWatcher:
     now: float = 1_000.0
     signalled: list[tuple[float, WorkerInService]] = field(default_factory=list)
 
-    def look(self) -> list[WorkerInService]:
+    def check(self) -> list[WorkerInService]:
         marks = {one: None if one in self.gone else one.mark for one in self.workers}
         due = self.absences.update(self.now, self.generation, marks)
         for one in due:
@@ -39,10 +39,10 @@ class ScriptedWatcher:
         return due
 
     def go(self, seconds: float) -> list[WorkerInService]:
-        """Looks, as the watcher does, for so long; returns who was signalled."""
+        """Checks for `seconds`, as the watcher does; returns who was signalled."""
         before, end = len(self.signalled), self.now + seconds
         while self.now < end:
-            self.look()
+            self.check()
             self.now += self.absences.pause(self.now, PERIOD)
         return [one for _, one in self.signalled[before:]]
 
@@ -68,7 +68,7 @@ def test_a_mark_that_is_back_in_time_is_forgotten() -> None:
     watch.gone = {watch.workers[3]}
     watch.go(CONFIRM - 1)
     watch.gone = set()
-    watch.look()
+    watch.check()
     watch.gone = {watch.workers[3]}
     assert watch.go(CONFIRM - 1) == []
 
@@ -99,12 +99,12 @@ def test_an_emptied_valkey_gets_nobody_signalled_before_the_workers_could_renew(
     assert watch.go(PERIOD * 2) == [watch.workers[0]]
 
 
-def test_a_generation_that_changes_between_two_looks_starts_all_clocks_anew() -> None:
+def test_a_generation_that_changes_between_two_checks_starts_all_clocks_anew() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
     watch.generation = "g2"
-    watch.look()
+    watch.check()
     watch.gone = set()
     assert watch.go(SETTLE * 2) == []
 
@@ -112,7 +112,7 @@ def test_a_generation_that_changes_between_two_looks_starts_all_clocks_anew() ->
 def test_a_valkey_out_of_reach_gets_nobody_signalled_when_it_is_back() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
-    watch.look()
+    watch.check()
     watch.absences.reset()
     watch.now += 40.0
     assert watch.go(SETTLE - 1) == []
@@ -121,7 +121,7 @@ def test_a_valkey_out_of_reach_gets_nobody_signalled_when_it_is_back() -> None:
 def test_a_watcher_that_slept_starts_anew() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
-    watch.look()
+    watch.check()
     watch.now += GAP + 1
     assert watch.go(SETTLE - 1) == []
 
@@ -143,7 +143,7 @@ def test_up_to_three_are_signalled_however_few_there_are() -> None:
     assert len(watch.signalled) == 3
 
 
-def test_one_that_stays_unmarked_is_signalled_again_but_not_at_every_look() -> None:
+def test_one_that_stays_unmarked_is_signalled_again_but_not_at_every_check() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(SIGNAL_AGAIN * 2 + CONFIRM + PERIOD * 2)
@@ -173,7 +173,7 @@ def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
     assert watch.go(CONFIRM + PERIOD) == [watch.workers[0]]
 
 
-def test_a_telling_that_failed_is_tried_at_the_next_look() -> None:
+def test_a_telling_that_failed_is_tried_at_the_next_check() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
@@ -185,9 +185,9 @@ def test_a_telling_that_failed_is_tried_at_the_next_look() -> None:
     assert due == [watch.workers[0]]
 
 
-LOOKS = st.lists(
+CHECKS = st.lists(
     st.tuples(
-        st.sampled_from([0.5, 2.0, 2.0, 2.0, 6.0, 15.0]),  # seconds since the last look
+        st.sampled_from([0.5, 2.0, 2.0, 2.0, 6.0, 15.0]),  # seconds since the last check
         st.sampled_from(["g1", "g1", "g1", "g1", "g2"]),
         st.one_of(st.none(), st.sets(st.integers(0, 9), max_size=10), st.sets(st.integers(0, 9), max_size=2)),
     ),
@@ -195,17 +195,17 @@ LOOKS = st.lists(
 )
 
 
-@given(looks=LOOKS)
-def test_whoever_is_signalled_was_missing_long_enough_at_every_look_of_a_quiet_time(
-    looks: list[tuple[float, str, set[int] | None]],
+@given(checks=CHECKS)
+def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_time(
+    checks: list[tuple[float, str, set[int] | None]],
 ) -> None:
-    """`None` is a look that failed."""
+    """`None` is a check that failed."""
     settle = 8.0  # short, so that judgements are reached
     absences = Absences(confirm=CONFIRM, settle=settle)
     workers = [worker(number) for number in range(10)]
     history: list[tuple[float, str, set[int] | None]] = []
     now = 0.0
-    for wait, generation, gone in looks:
+    for wait, generation, gone in checks:
         now += wait
         history.append((now, generation, gone))
         if gone is None:

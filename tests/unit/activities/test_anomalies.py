@@ -1,4 +1,4 @@
-"""What counts as odd: a healthy fleet never does, and a look at a part judges as a look at all."""
+"""What counts as odd: a healthy fleet never does, and a scan of a part judges as a scan of all."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
 
 @settings(max_examples=60)
 @given(pictures())
-def test_a_look_at_one_user_and_worker_judges_as_a_look_at_all(snapshot: FleetSnapshot) -> None:
+def test_a_scan_of_one_user_and_worker_judges_as_a_scan_of_all(snapshot: FleetSnapshot) -> None:
     for one in find_anomalies(snapshot, LIMITS):
         rows = [
             each for each in snapshot.open if one.user_id == each.user_id or one.worker_id == each.worker_id

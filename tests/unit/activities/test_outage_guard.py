@@ -10,39 +10,39 @@ from activities.maintenance.anomalies import FEW, OLD, ScanSummary, guard_reason
 from infra.database.workers.passes import PassBasis, PassRecord
 
 PLACE = PassBasis(generation="g", server="s", tasks=100)
-LOOK = ScanSummary(place=PLACE, size=100, anomalies=5, in_service=80, unmarked=0, unlisted=0)
+SCAN = ScanSummary(place=PLACE, size=100, anomalies=5, in_service=80, unmarked=0, unlisted=0)
 BEFORE = PassRecord(id=1, place=PLACE, age=60.0, boot="b", boottime=1.0, guarded="")
 
 
 def test_in_quiet_times_it_may_act() -> None:
-    assert guard_reason(LOOK, BEFORE) == ""
+    assert guard_reason(SCAN, BEFORE) == ""
 
 
 @pytest.mark.parametrize(
-    ("look", "before", "why"),
+    ("scan", "before", "why"),
     [
-        (replace(LOOK, place=replace(PLACE, generation="")), BEFORE, "the generation is missing"),
-        (replace(LOOK, place=replace(PLACE, generation="h")), BEFORE, "the generation has changed"),
-        (replace(LOOK, place=replace(PLACE, server="t")), BEFORE, "Valkey was restarted"),
-        (LOOK, None, "the first pass in a while"),
-        (LOOK, replace(BEFORE, age=OLD + 1), "the first pass in a while"),
+        (replace(SCAN, place=replace(PLACE, generation="")), BEFORE, "the generation is missing"),
+        (replace(SCAN, place=replace(PLACE, generation="h")), BEFORE, "the generation has changed"),
+        (replace(SCAN, place=replace(PLACE, server="t")), BEFORE, "Valkey was restarted"),
+        (SCAN, None, "the first pass in a while"),
+        (SCAN, replace(BEFORE, age=OLD + 1), "the first pass in a while"),
         (
-            LOOK,
+            SCAN,
             replace(BEFORE, place=PassBasis(), guarded="Valkey could not be read"),
             "the pass before could not read",
         ),
-        (replace(LOOK, place=replace(PLACE, tasks=80)), BEFORE, "the launcher lists far fewer tasks"),
-        (replace(LOOK, place=replace(PLACE, tasks=0)), BEFORE, "the launcher lists far fewer tasks"),
-        (replace(LOOK, unlisted=20), BEFORE, "the launcher does not list living workers"),
-        (replace(LOOK, unmarked=16), BEFORE, "many marks are missing"),
-        (replace(LOOK, anomalies=20), BEFORE, "too many anomalies at once"),
+        (replace(SCAN, place=replace(PLACE, tasks=80)), BEFORE, "the launcher lists far fewer tasks"),
+        (replace(SCAN, place=replace(PLACE, tasks=0)), BEFORE, "the launcher lists far fewer tasks"),
+        (replace(SCAN, unlisted=20), BEFORE, "the launcher does not list living workers"),
+        (replace(SCAN, unmarked=16), BEFORE, "many marks are missing"),
+        (replace(SCAN, anomalies=20), BEFORE, "too many anomalies at once"),
     ],
 )
-def test_in_doubt_it_may_not(look: ScanSummary, before: PassRecord | None, why: str) -> None:
-    assert guard_reason(look, before) == why
+def test_in_doubt_it_may_not(scan: ScanSummary, before: PassRecord | None, why: str) -> None:
+    assert guard_reason(scan, before) == why
 
 
 def test_a_few_odd_workers_are_no_outage_however_small_the_fleet() -> None:
-    small = replace(LOOK, size=4, in_service=4, anomalies=FEW, unmarked=FEW, unlisted=FEW)
+    small = replace(SCAN, size=4, in_service=4, anomalies=FEW, unmarked=FEW, unlisted=FEW)
     assert guard_reason(small, BEFORE) == ""
     assert guard_reason(replace(small, anomalies=FEW + 1), BEFORE) == "too many anomalies at once"

@@ -15,7 +15,7 @@ from infra.database.engine import DatabaseUnavailable
 
 
 class FakeFeed:
-    """Rows in memory. `failures` looks fail before one succeeds again."""
+    """Rows in memory. `failures` reads fail before one succeeds again."""
 
     channel = "rows"
     key = "alice"

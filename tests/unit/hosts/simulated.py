@@ -1,4 +1,4 @@
-"""Hosts in memory, with the platform's delays, for tests and for a look at the plan without AWS.
+"""Hosts in memory, with the platform's delays, for tests and to see the plan without AWS.
 
 They behave as ECS with managed scaling and managed termination protection: a new host takes its time, a
 draining one takes no worker, and none goes before its last worker has.

@@ -36,7 +36,7 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
         return late
 
     rate = 2000 / 1800
-    # The ten seconds between two looks are part of the time until a cold host is there.
+    # The ten seconds between two checks are part of the time until a cold host is there.
     assert await unplaced(warm_hosts(KIND, rate, least=1, cold_start=COLD[1] + 10)) == 0
     assert await unplaced(0) > 50
 

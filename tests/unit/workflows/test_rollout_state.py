@@ -39,7 +39,7 @@ class ScriptedPool:
             self.free.append(self.release.version)
             self.never_ready = 0
 
-    def look(self, state: RolloutState) -> ReleaseSnapshot:
+    def snapshot(self, state: RolloutState) -> ReleaseSnapshot:
         before = self.release
         if state.known:
             self.surge = state.surge
@@ -68,11 +68,11 @@ class ScriptedPool:
 
 
 def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
-    """Rounds of look, retirement, refill, claims and moves, until the rollout ends."""
+    """Rounds of check, retirement, refill, claims and moves, until the rollout ends."""
     state = RolloutState.begun(GIVEN, 0.0)
     due = list(claims or [])
     for _ in range(rounds):
-        state, step = state.after_check(pool.look(state), GIVEN)
+        state, step = state.after_check(pool.snapshot(state), GIVEN)
         pool.do(step, state)
         state = replace(state, retired=state.retired + step.retire)
         for _ in range(due.pop(0) if due else 0):
@@ -106,7 +106,7 @@ def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, b
     pool = ScriptedPool(wanted, free=["1"] * wanted)
     state, given_ = RolloutState.begun(GIVEN, 0.0), replace(GIVEN, batch=batch)
     for _ in range(200):
-        state, step = state.after_check(pool.look(state), given_)
+        state, step = state.after_check(pool.snapshot(state), given_)
         pool.do(step, state)
         assert len(pool.free) >= wanted
         pool.refill(most=1)  # launches come one by one
@@ -120,7 +120,7 @@ def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int,
     state = RolloutState.begun(GIVEN, 0.0)
     for turn in range(200):
         pool.bad = frozenset({"2"} if turn >= ready_first else set())
-        state, step = state.after_check(pool.look(state), GIVEN)
+        state, step = state.after_check(pool.snapshot(state), GIVEN)
         pool.do(step, state)
         assert len(pool.free) >= wanted
         if step.move:
@@ -176,17 +176,17 @@ def test_a_rollout_waits_for_a_first_user_whom_it_serves_but_not_for_ever() -> N
 
 
 @given(at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0]))
-def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_looks(
+def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_checks(
     at: float, wanted: int, proof: float
 ) -> None:
-    look = replace(QUIET, new=wanted, wanted=wanted, at=at)
-    state, _ = moving().after_check(look, replace(GIVEN, proof=proof))
+    seen = replace(QUIET, new=wanted, wanted=wanted, at=at)
+    state, _ = moving().after_check(seen, replace(GIVEN, proof=proof))
     assert (state.phase == RolloutPhase.MOVING) == bool(at and wanted and proof)
 
 
 def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
-    state, _ = state.after_check(ScriptedPool(2, free=["1", "1"]).look(state), GIVEN)
+    state, _ = state.after_check(ScriptedPool(2, free=["1", "1"]).snapshot(state), GIVEN)
     back = state.rolled_back("an operator said so")
     assert back.target == OLD
     assert back.rolled_back("again") is back
@@ -196,12 +196,12 @@ def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:
 
 def test_a_pool_whose_old_workers_were_all_claimed_waits_for_a_new_one_that_is_ready() -> None:
     state = RolloutState.begun(GIVEN, 0.0)
-    look = ReleaseSnapshot(before=OLD, new=0, old=0, users=2, wanted=2)
-    state, _ = state.after_check(look, GIVEN)
-    state, step = state.after_check(look, GIVEN)
+    seen = ReleaseSnapshot(before=OLD, new=0, old=0, users=2, wanted=2)
+    state, _ = state.after_check(seen, GIVEN)
+    state, step = state.after_check(seen, GIVEN)
     assert state.phase == RolloutPhase.REPLACING
     assert step == RolloutStep()
-    state, step = state.after_check(replace(look, new=1), GIVEN)
+    state, step = state.after_check(replace(seen, new=1), GIVEN)
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
 
 

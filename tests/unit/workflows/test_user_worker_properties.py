@@ -249,8 +249,8 @@ def test_events_alone_never_end_a_worker_or_give_it_away(history: list[m.WorkerE
 
 
 @given(gaps=st.lists(st.floats(0.0, 1800.0), min_size=1, max_size=60))
-def test_no_pattern_of_use_makes_more_than_three_looks_within_two_idle_timeouts(gaps: list[float]) -> None:
-    """`gaps`: how long before each look the worker was last used."""
+def test_no_pattern_of_use_makes_more_than_three_checks_within_two_idle_timeouts(gaps: list[float]) -> None:
+    """`gaps`: how long before each check the worker was last used."""
     state = fresh().claimed("c1", 1000.0).assigned(worker(1)).connecting(1, 1000.0).active(1.0, 2.0, 1000.0)
     checks = []
     for gap in gaps:

@@ -54,7 +54,7 @@ async def until_ready(handle: Pool, count: int) -> pm.PoolView:
 async def test_a_new_pool_is_filled_to_its_target(skipping: WorkflowEnvironment, pool: FakePool) -> None:
     async with serving(skipping.client, pool.activities()):
         view = await until_ready(await start(skipping, 3), 3)
-        await skipping.sleep(600)  # ten more looks
+        await skipping.sleep(600)  # ten more checks
     assert view.launches == pool.highest == len(pool.launched) == 3
     assert pool.counts > 8
 
@@ -349,7 +349,7 @@ async def test_a_launch_of_unknown_outcome_is_settled_under_its_own_token(
 async def test_a_pool_at_rest_costs_two_actions_a_minute(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
-    """A timer and an activity a look, whatever the policy."""
+    """A timer and an activity a check, whatever the policy."""
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 2, policy=PoolPolicy(target=2, demand_minutes=5, buffer="10%"))
         await until_ready(handle, 2)

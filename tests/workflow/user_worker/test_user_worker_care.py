@@ -262,7 +262,7 @@ async def test_nothing_else_starts_while_the_launcher_cannot_confirm_the_end(
     assert len(fleet.stops) == 1
 
 
-async def test_a_look_finds_that_a_reconnecting_worker_is_active_again(
+async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """Its event was lost with Valkey's memory; its metadata tells."""

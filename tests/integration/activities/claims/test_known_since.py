@@ -17,7 +17,7 @@ from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 
 
-async def test_a_promoted_replica_is_known_since_the_first_look_at_it_however_long_it_ran(
+async def test_a_promoted_replica_is_known_since_the_first_check_of_it_however_long_it_ran(
     short_directory: Path,
 ) -> None:
     server = ValkeyServer(short_directory, durable=False)
@@ -37,7 +37,7 @@ async def test_a_promoted_replica_is_known_since_the_first_look_at_it_however_lo
 
 
 @pytest.mark.parametrize("creates", [valkey.ensure_generation, valkey.read_generation_and_server])
-async def test_a_flushed_server_is_noted_by_whoever_gives_it_a_generation(
+async def test_a_flushed_server_is_noted_by_the_process_that_gives_it_a_generation(
     yard: Yard, creates: Callable[..., Awaitable[object]]
 ) -> None:
     """Else a copy of it that is promoted later would pass for the first server of all."""

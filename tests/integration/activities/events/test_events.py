@@ -43,7 +43,9 @@ class FailingHandler:
         self.events.extend(events)
 
 
-def told(sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1") -> WorkerEvent:
+def worker_event(
+    sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1"
+) -> WorkerEvent:
     return WorkerEvent(
         worker_id=worker, user_id="u1", epoch=1, sequence=sequence, kind=kind, at_ms=5000, detail="bye"
     )
@@ -81,7 +83,7 @@ async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
 
 async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
     heard = FailingHandler()
-    await add(yard, *(told(number) for number in range(1, 201)))
+    await add(yard, *(worker_event(number) for number in range(1, 201)))
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
         await until_heard(heard, 200)
     assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(range(1, 201))
@@ -89,7 +91,7 @@ async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
 
 async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
     heard = FailingHandler(failures=1)
-    await add(yard, told(1), told(2))
+    await add(yard, worker_event(1), worker_event(2))
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
         await until_heard(heard, 2)
         await until_acknowledged(yard)
@@ -100,7 +102,7 @@ async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> 
     heard = FailingHandler()
     await reply_of(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
     await reply_of(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
-    await add(yard, told(1))
+    await add(yard, worker_event(1))
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
         await until_heard(heard, 1)
         await until_acknowledged(yard)
@@ -109,7 +111,7 @@ async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> 
 async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> None:
     heard = FailingHandler()
     await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(yard, told(1))
+    await add(yard, worker_event(1))
     await reply_of(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
     living = EventStream(yard.client, RECORDER_GROUP, heard, consumer="living", abandoned_ms=0)
     async with reading(living):
@@ -120,10 +122,10 @@ async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> Non
 async def test_a_flushed_server_gets_its_group_back_from_the_start(yard: Yard) -> None:
     heard = FailingHandler()
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
-        await add(yard, told(1))
+        await add(yard, worker_event(1))
         await until_heard(heard, 1)
         await yard.client.flushall()
-        await add(yard, told(2))
+        await add(yard, worker_event(2))
         await until_heard(heard, 2)
 
 
@@ -133,7 +135,7 @@ async def test_the_stream_is_trimmed_only_below_what_every_group_has_read(yard: 
     relay = EventStream(yard.client, RELAY_GROUP, slow)
     for group in GROUPS:
         await reply_of(yard.client.xgroup_create(keys.EVENTS, group, id="0", mkstream=True))
-    await add(yard, *(told(number) for number in range(1, 6)))
+    await add(yard, *(worker_event(number) for number in range(1, 6)))
     assert await recorder.step() == 5
     await recorder.upkeep()
     assert await reply_of(yard.client.xlen(keys.EVENTS)) == 5
@@ -145,7 +147,7 @@ async def test_the_stream_is_trimmed_only_below_what_every_group_has_read(yard: 
 async def test_nothing_is_trimmed_while_a_group_is_missing(yard: Yard) -> None:
     recorder = EventStream(yard.client, RECORDER_GROUP, FailingHandler())
     await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(yard, told(1), told(2))
+    await add(yard, worker_event(1), worker_event(2))
     await recorder.step()
     await recorder.upkeep()
     assert await reply_of(yard.client.xlen(keys.EVENTS)) == 2
@@ -215,12 +217,12 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     user, worker = await yard.user(), await yard.worker()
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
     recorder = Recorder(yard.database)
-    await recorder.handle([told(1, worker=worker.worker_id)])
+    await recorder.handle([worker_event(1, worker=worker.worker_id)])
     async with yard.database.session() as session:
         row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
     assert row is not None
     assert row.connected_at == datetime.fromtimestamp(5, UTC)
-    await recorder.handle([told(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
+    await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
     async with yard.database.session() as session:
         row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
     assert row is not None

@@ -107,7 +107,7 @@ class MaintainedFleet:
         return mm.Batch(number=scanned.number, first=0, count=scanned.confirmed)
 
     async def quiet(self) -> None:
-        """A pass that finds nothing: the first one only looks, whatever there is."""
+        """A pass that finds nothing: the first one only scans."""
         scanned, outcomes = await self.run()
         assert (scanned.found, outcomes) == (0, {}), scanned
 

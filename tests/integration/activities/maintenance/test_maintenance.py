@@ -254,7 +254,7 @@ async def open_rows(fleet: MaintainedFleet) -> list[assignments.AssignmentRow]:
         return await assignments.open_assignments(session)
 
 
-async def test_a_worker_that_recovers_between_two_looks_is_left_alone(fleet: MaintainedFleet) -> None:
+async def test_a_worker_that_recovers_between_two_scans_is_left_alone(fleet: MaintainedFleet) -> None:
     one = fleet.serving[0]
     await one.renew("Draining")
     await fleet.run()

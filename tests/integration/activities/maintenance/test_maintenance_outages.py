@@ -201,7 +201,7 @@ async def test_a_step_of_the_clocks_stops_nobody(yard: Yard, temporal: Client, s
         f"update worker_sessions set assigned_at = assigned_at - interval '{step}', "  # noqa: S608
         f"claimed_at = claimed_at - interval '{step}', connected_at = connected_at - interval '{step}'"
     )
-    # No clock that can be set makes two looks lie further apart than they do.
+    # No clock that can be set makes two scans lie further apart than they do.
     assert (await fleet.scan()).number == 0
     fleet.use(yard.client)
     await fleet.run()

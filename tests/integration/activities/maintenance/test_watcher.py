@@ -293,29 +293,34 @@ async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
         await until_field(yard, one.user, b"halted")
 
 
-async def test_a_switch_that_is_thrown_and_lost_during_a_look_does_not_come_back_open(
+async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_back_open(
     yard: Yard, temporal: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, look, tell, told = await serving(yard), switch_fanout.users_behind, switch_fanout.write_switches, []
+    one, find, write, written = (
+        await serving(yard),
+        switch_fanout.users_behind,
+        switch_fanout.write_switches,
+        [],
+    )
 
     async def thrown_and_flushed(*given: Any) -> list[str]:
-        monkeypatch.setattr(switch_fanout, "users_behind", look)
+        monkeypatch.setattr(switch_fanout, "users_behind", find)
         async with yard.database.session() as session:
             await switches.put_switch(
                 session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
             )
         await yard.client.delete(keys.switch(one.user))
-        return await look(*given)
+        return await find(*given)
 
-    async def telling(client: Redis, server: str, said: dict[str, UserSwitch]) -> None:
-        told.append(said[one.user].every)
-        await tell(client, server, said)
+    async def writing(client: Redis, server: str, said: dict[str, UserSwitch]) -> None:
+        written.append(said[one.user].every)
+        await write(client, server, said)
 
     monkeypatch.setattr(switch_fanout, "users_behind", thrown_and_flushed)
-    monkeypatch.setattr(switch_fanout, "write_switches", telling)
+    monkeypatch.setattr(switch_fanout, "write_switches", writing)
     async with watching(yard, temporal):
         await until_field(yard, one.user, b"halted")
-    assert set(told) == {SwitchState.HALTED}
+    assert set(written) == {SwitchState.HALTED}
 
 
 async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard, temporal: Client) -> None:
@@ -336,7 +341,7 @@ async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard
     assert await reply_of(yard.client.hget(keys.switch(one.user), SWITCH_SERVER)) == server
 
 
-async def test_a_process_on_standby_writes_the_switches_to_a_new_server_whoever_leads(
+async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_when_another_leads(
     yard: Yard, temporal: Client
 ) -> None:
     """The leader may be frozen, or unable to reach Valkey."""

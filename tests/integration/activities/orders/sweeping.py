@@ -77,7 +77,7 @@ class SweeperStage:
     async def order(
         self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
     ) -> uuid.UUID:
-        """An order with so many seconds until its deadline; `due`: the sweeper has to look at it now."""
+        """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
         new = acceptance.NewOrder(
             user_id=self.user_id,
             account_id="main",

@@ -67,7 +67,7 @@ async def _accepted(yard: Yard, user: str, account: str) -> Order:
         return (await acceptance.accept_order(session, new)).order
 
 
-def _told(order_id: str, event_id: str, **fields: str) -> OrderEvent:
+def _event(order_id: str, event_id: str, **fields: str) -> OrderEvent:
     return OrderEvent(
         event_id=event_id,
         order_id=order_id,
@@ -84,7 +84,7 @@ async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> 
     async with yard.database.session() as session:
         [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
     order = await _accepted(yard, user, account)
-    event = _told(str(order.id), "told")
+    event = _event(str(order.id), "told")
     async with yard.database.session() as session:
         await session.execute(text("alter table order_events rename to order_events_away"))
     with pytest.raises(asyncpg.UndefinedTableError):
@@ -103,10 +103,10 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Y
     strange, good = await _accepted(yard, user, account), await _accepted(yard, user, account)
     await Recorder(yard.database).handle(
         [
-            _told(str(strange.id), "nul", reason="a NUL \x00 in the broker's text"),
-            _told(str(strange.id), "x" * 500),
-            _told(str(good.id), "good", broker_order_id="b" * 500),
-            _told(str(good.id), "better"),
+            _event(str(strange.id), "nul", reason="a NUL \x00 in the broker's text"),
+            _event(str(strange.id), "x" * 500),
+            _event(str(good.id), "good", broker_order_id="b" * 500),
+            _event(str(good.id), "better"),
         ]
     )
     async with yard.database.session() as session:

@@ -166,7 +166,7 @@ class Dock:
 
     @asynccontextmanager
     async def hearing_exits(self) -> AsyncIterator[None]:
-        """The pool hears of its workers' ends; else it looks once a minute when nothing else happens."""
+        """The pool hears of its workers' ends; else it checks once a minute when nothing else happens."""
         yard = self.yard
         exits = ExitWatcher(yard.client, yard.database, yard.launcher, self.temporal, pool=POOL)
         watching = asyncio.create_task(exits.run())

@@ -35,7 +35,7 @@ POOL = "exact"
 WANTED = 500
 #: Seconds by which the list of tasks is behind.
 LAG = 5.0
-#: The answer of every so many launches is lost.
+#: The answer of one launch in this many is lost.
 LOSES = 40
 
 
@@ -125,7 +125,7 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
             while await reply_of(yard.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             view = await handle.query(WorkerPoolWorkflow.view)
-            # Until the list shows all of them, and a few looks beyond.
+            # Until the list shows all of them, and a few checks beyond.
             end = time.monotonic() + LAG + 1.0
             while time.monotonic() < end or (view.ready, view.starting) != (WANTED, 0):
                 await asyncio.sleep(0.1)

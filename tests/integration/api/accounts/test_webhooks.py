@@ -49,7 +49,7 @@ async def post(api: ServedApi, made: dict[str, Any], alert: Any, **how: Any) -> 
         return await anybody.post(f"/webhooks/{made['token']}/orders", content=content, **how)
 
 
-async def told(
+async def outcome_of(
     api: ServedApi, made: dict[str, Any], alert: Any, *, new: bool = True, **how: Any
 ) -> httpx.Response:
     """The outcome of an alert. After 2 s, for which a machine may stand still, the answer is a 202, and the
@@ -68,12 +68,12 @@ async def test_an_alert_becomes_one_order_however_often_it_comes(
     worker = await start_worker(api.user)
     made = await make(api)
     alert = an_alert(made)
-    first = await told(api, made, alert, headers={"content-type": "text/plain; charset=utf-8"})
+    first = await outcome_of(api, made, alert, headers={"content-type": "text/plain; charset=utf-8"})
     assert (first.status_code, first.json()["state"]) == (201, "filled"), first.text
-    again = await asyncio.gather(*(told(api, made, alert, new=False) for _ in range(5)))
+    again = await asyncio.gather(*(outcome_of(api, made, alert, new=False) for _ in range(5)))
     assert {(one.status_code, one.json()["id"]) for one in again} == {(200, first.json()["id"])}
     assert len(worker.popped) == 1
-    other = await told(api, made, an_alert(made, id="2"))
+    other = await outcome_of(api, made, an_alert(made, id="2"))
     assert other.status_code == 201
     async with api.services.database.session() as session:
         deliveries = list(await session.scalars(select(WebhookAlert)))
@@ -84,7 +84,7 @@ async def test_equal_alerts_at_once_are_one_order(api: ServedApi, start_worker: 
     worker = await start_worker(api.user)
     made = await make(api)
     alert = an_alert(made)
-    answers = await asyncio.gather(*(told(api, made, alert) for _ in range(8)))
+    answers = await asyncio.gather(*(outcome_of(api, made, alert) for _ in range(8)))
     assert {answer.json()["id"] for answer in answers} == {answers[0].json()["id"]}
     assert len(worker.popped) == 1
 
@@ -99,13 +99,13 @@ async def test_an_alert_of_another_time_is_refused_unless_it_was_taken_then(
         answer = await post(api, made, an_alert(made, time=at))
         assert (answer.status_code, answer.json()["code"]) == (422, "ALERT_OUTDATED")
     alert = an_alert(made, time=(datetime.now(UTC) - timedelta(seconds=30)).isoformat())
-    first = await told(api, made, alert)
+    first = await outcome_of(api, made, alert)
     assert first.status_code == 201
     async with api.services.database.session() as session:  # as if much time had passed
         row = await session.get(Webhook, made["id"])
         assert row is not None
         row.window_s = 1
-    later = await told(api, made, alert, new=False)
+    later = await outcome_of(api, made, alert, new=False)
     assert (later.status_code, later.json()["id"]) == (200, first.json()["id"])
 
 
@@ -215,10 +215,10 @@ async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
 
 async def test_checks_and_switches_hold_for_alerts_too(api: ServedApi, user: httpx.AsyncClient) -> None:
     made = await make(api)
-    large = await told(api, made, an_alert(made, quantity=500))
+    large = await outcome_of(api, made, an_alert(made, quantity=500))
     assert large.json()["code"] == "QUANTITY_LIMIT"
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    assert (await told(api, made, an_alert(made))).json()["code"] == "TRADING_HALTED"
+    assert (await outcome_of(api, made, an_alert(made))).json()["code"] == "TRADING_HALTED"
 
 
 async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not_one_later(
@@ -228,7 +228,7 @@ async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not
     made = await make(api)
     alert = an_alert(made)
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    first = await told(api, made, alert)
+    first = await outcome_of(api, made, alert)
     await user.put("/switches", json={"scope": "user", "state": "open", "reason": "a test"})
     again = await post(api, made, alert)
     assert [one.json()["code"] for one in (first, again)] == ["TRADING_HALTED"] * 2
@@ -249,14 +249,14 @@ async def test_an_entry_closes_the_other_side_first_and_a_repeat_does_nothing(
     worker = await broker(api, start_worker, -2)
     made = await make(api)
     alert = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
-    answer = await told(api, made, alert)
+    answer = await outcome_of(api, made, alert)
     body = answer.json()
     assert (answer.status_code, body["action"], body["complete"]) == (201, "long_entry", True), body
     assert [(leg["side"], leg["quantity"], leg["state"]) for leg in body["legs"]] == [
         ("buy", 2, "filled"),
         ("buy", 3, "filled"),
     ]
-    again = await told(api, made, alert, new=False)
+    again = await outcome_of(api, made, alert, new=False)
     assert (again.status_code, again.json()["legs"]) == (200, body["legs"])
     assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
 
@@ -293,7 +293,7 @@ async def test_a_close_goes_by_the_brokers_position(
 ) -> None:
     worker = await broker(api, start_worker, held)
     made = await make(api)
-    answer = await told(api, made, an_alert(made, **{"quantity": None, "symbol": "MXFA6", **alert}))
+    answer = await outcome_of(api, made, an_alert(made, **{"quantity": None, "symbol": "MXFA6", **alert}))
     assert answer.status_code == 201, answer.text
     assert sent(worker) == [(*expected, True)]
 
@@ -311,7 +311,7 @@ async def test_what_only_reduces_opens_nothing_also_when_it_comes_again(
     worker = await broker(api, start_worker, 3)
     made = await make(api)
     said = an_alert(made, **{"quantity": None, "symbol": "MXFA6", **alert})
-    first = await told(api, made, said)
+    first = await outcome_of(api, made, said)
     assert (first.status_code, first.json()["code"]) == (409, "NO_POSITION")
     worker.reply = holding(position("MXFA6", -3))
     assert (await post(api, made, said)).json()["code"] == "NO_POSITION"

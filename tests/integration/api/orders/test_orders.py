@@ -41,7 +41,7 @@ async def test_an_order_is_answered_with_its_outcome(
 
 
 async def listeners(client: Redis, count: int) -> None:
-    """Waits until so many wait for a ring."""
+    """Waits until `count` connections wait for a ring."""
     while sum(each["cmd"] == "blpop" for each in await reply_of(client.client_list())) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 

@@ -18,7 +18,7 @@ from infra.database.trading.models import WebhookAlert
 from infra.local.process import HOST
 from infra.settings import Settings
 from tests.integration.activities.maintenance.maintaining import ValkeyLine
-from tests.integration.api.accounts.test_webhooks import an_alert, make, post, told
+from tests.integration.api.accounts.test_webhooks import an_alert, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
@@ -97,7 +97,7 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     await leave(api, held_until="now()")
     await until(lambda: len(worker.popped) == 2)
     assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
-    answer = await told(api, made, said)
+    answer = await outcome_of(api, made, said)
     assert [leg["state"] for leg in answer.json()["legs"]] == ["filled", "filled"]
     done = await delivery(api)
     assert (done.held_until, done.refused) == (None, None)
@@ -176,7 +176,7 @@ async def test_an_alert_is_held_from_its_promise_on_also_when_it_was_refused_bef
     async with api.client(api.key) as user:
         placed = (await user.post(f"/users/{api.user}/orders", json=order)).json()
     said = an_alert(made, action="long_exit", symbol="MXFA6", quantity=None)
-    refused = await told(api, made, said)
+    refused = await outcome_of(api, made, said)
     assert refused.json()["code"] == "POSITION_BUSY"
     assert (await delivery(api)).held_until is None
     await set_row(api, placed["id"], state="cancelled")

@@ -17,11 +17,11 @@ from tests.integration.api.conftest import ServedApi, operator
 from tests.integration.api.lifecycle import LifecycleStub
 
 
-async def seen(look: Callable[[], Awaitable[dict[str, Any]]], users: set[str]) -> dict[str, Any]:
+async def seen(read: Callable[[], Awaitable[dict[str, Any]]], users: set[str]) -> dict[str, Any]:
     """The answer that lists exactly these users: the index is a moment behind."""
     end = time.monotonic() + 40
     while True:
-        body = await look()
+        body = await read()
         if {row["user_id"] for row in body["workers"]} == users:
             return body
         assert time.monotonic() < end, body
@@ -34,7 +34,7 @@ async def test_operators_see_running_workers_by_state_and_by_user(
     api = whole_api
     async with api.client(api.admin_key) as admin:
 
-        async def look(**wanted: str | int) -> dict[str, Any]:
+        async def workers(**wanted: str | int) -> dict[str, Any]:
             answer = await admin.get("/workers", params=wanted)
             assert answer.status_code == 200, answer.text
             body: dict[str, Any] = answer.json()
@@ -43,23 +43,23 @@ async def test_operators_see_running_workers_by_state_and_by_user(
         await admin.post("/users", json={"user_id": f"{api.user}-b"})
         for user in (api.user, f"{api.user}-b"):
             assert (await admin.post(f"/users/{user}/worker/start")).status_code == 200
-        both = await seen(lambda: look(user_id=api.user), {api.user, f"{api.user}-b"})
+        both = await seen(lambda: workers(user_id=api.user), {api.user, f"{api.user}-b"})
         row = next(row for row in both["workers"] if row["user_id"] == api.user)
         assert (row["state"], row["worker_id"], row["pool"]) == ("Active", "scripted", "default")
         assert row["started_at"].endswith("Z")
         assert both["next_cursor"] is None
 
-        assert (await look(user_id=f"{api.user}-b"))["workers"][0]["user_id"] == f"{api.user}-b"
-        assert (await look(user_id=api.user, state="Reconnecting"))["workers"] == []
-        await seen(lambda: look(user_id=api.user, state="Active"), {api.user, f"{api.user}-b"})
+        assert (await workers(user_id=f"{api.user}-b"))["workers"][0]["user_id"] == f"{api.user}-b"
+        assert (await workers(user_id=api.user, state="Reconnecting"))["workers"] == []
+        await seen(lambda: workers(user_id=api.user, state="Active"), {api.user, f"{api.user}-b"})
 
-        first = await look(user_id=api.user, limit=1)
-        second = await look(user_id=api.user, limit=1, cursor=first["next_cursor"])
+        first = await workers(user_id=api.user, limit=1)
+        second = await workers(user_id=api.user, limit=1, cursor=first["next_cursor"])
         listed = [*first["workers"], *second["workers"]]
         assert {row["user_id"] for row in listed} == {api.user, f"{api.user}-b"}
 
         await admin.post(f"/users/{api.user}/worker/stop")
-        await seen(lambda: look(user_id=api.user), {f"{api.user}-b"})
+        await seen(lambda: workers(user_id=api.user), {f"{api.user}-b"})
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, ro
         moving = await until(admin, phase="moving", users=2)
         assert (moving["new"], moving["old"], moving["before"]["version"]) == (1, 0, "1")
         assert (await admin.post(f"{path}/abort", json={"reason": "not today"})).status_code == 202
-        while "is rolled back" not in rollout.told:  # noqa: ASYNC110
+        while "is rolled back" not in rollout.recorded:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         rollout.may_tell.clear()  # it has ended, and its workflow goes on until that is told
         rollout.quiet.set()
@@ -97,7 +97,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, ro
         over = await admin.post(f"{path}/abort")
         assert (over.status_code, over.json()["code"]) == (404, "NO_ROLLOUT")
         rollout.may_tell.set()
-        while "ends: rolled_back" not in rollout.told:  # noqa: ASYNC110
+        while "ends: rolled_back" not in rollout.recorded:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     database = Database(api.settings.database_url)
@@ -108,7 +108,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, ro
     requested = ["pool.rollout_requested"] * 2 + ["pool.rollout_abort_requested"] * 2
     assert [entry.action for entry in trail] == requested  # who is refused has asked, too
     assert (trail[0].data["version"], trail[0].data["reason"]) == ("2", "a test")
-    assert rollout.told == ["begins", "is rolled back", "ends: rolled_back"]
+    assert rollout.recorded == ["begins", "is rolled back", "ends: rolled_back"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ async def test_a_rollout_that_makes_no_sense_is_refused(
     async with api.client(api.key) as user:
         for refused in (await user.get(f"/pools/{POOL}/rollout"), await user.post("/fleet/maintenance")):
             assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
-    assert not rollout.told
+    assert not rollout.recorded
 
 
 @pytest.mark.timeout(120)
@@ -147,7 +147,7 @@ async def test_the_command_begins_watches_and_takes_back(
         assert code == 0
         assert "1 of 1 wanted, 0 of other versions left" in out
 
-        rollout.blind = 1_000_000  # looks that fail: it cannot be done before it is taken back
+        rollout.blind = 1_000_000  # checks that fail: it cannot be done before it is taken back
         assert (await berth("pool", "rollout", "start", POOL, "--version", "3"))[0] == 0
         code, out, _ = await berth("pool", "rollout", "abort", POOL, "--reason", "not today")
         assert (code, out) == (0, f"the rollout of pool {POOL} is rolled back\n")

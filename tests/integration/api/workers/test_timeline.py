@@ -19,7 +19,7 @@ from infra.database.workers import timeline
 from tests.integration.api.conftest import ServedApi, served
 from tests.integration.api.scripted_worker import until
 
-#: Seconds; below the 15 s of the look without a notice.
+#: Seconds; below the 15 s after which a stream reads without a notice.
 SOON = 12.0
 
 

@@ -60,7 +60,7 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     fleet.open()
     result = await asyncio.to_thread(fleet.result, "j")
     assert (result.status, result.attempt) == (JobStatus.DONE, 2)
-    assert frozen.told("job-completed") == []
+    assert frozen.job_events("job-completed") == []
 
 
 @pytest.mark.timeout(120)

@@ -51,7 +51,7 @@ def test_a_job_that_must_not_run_twice_is_reported_instead(fleet: RunnerFleet) -
     assert result.failure is not None
     assert result.failure.code == "JOB_OUTCOME_UNKNOWN"
     assert len(fleet.ledger("j")) == 1
-    eventually(lambda: second.told("job-failed"), "the event")
+    eventually(lambda: second.job_events("job-failed"), "the event")
 
 
 def test_a_runner_alone_finds_what_its_predecessor_left(fleet: RunnerFleet) -> None:
@@ -80,7 +80,7 @@ def test_a_frozen_runner_that_wakes_up_writes_nothing_and_goes_on_as_another(fle
     fleet.open()
     assert fleet.result("j").attempt == 2
     assert [entry.fence for entry in fleet.ledger("j")] == [old.fence, new.fence]
-    assert frozen.told("job-completed") == []
+    assert frozen.job_events("job-completed") == []
     eventually(lambda: len(fleet.beats()) == 2, "both registered")
 
 
@@ -129,7 +129,7 @@ def test_a_restart_of_valkey_costs_no_job(short_directory: Path) -> None:
         eventually(lambda: runner.logged("job_queue_unreachable"), "the outage")
         fleet.open()
         eventually(lambda: not alive(child), "the job's end while Valkey is away")
-        assert runner.told("job-completed") == []
+        assert runner.job_events("job-completed") == []
         with ValkeyServer(short_directory / "valkey", port, durable=True):
             assert fleet.result("running").attempt == 1
             assert fleet.result("later").status == JobStatus.DONE
@@ -155,8 +155,8 @@ def test_connections_that_break_at_any_moment_lose_and_double_nothing(fleet: Run
     statuses = {job_id: fleet.result(job_id).status for job_id in jobs}
     assert set(statuses.values()) == {JobStatus.DONE}
     assert sorted(entry.job_id for entry in fleet.ledger()) == sorted(jobs)
-    told = [event["labels"]["job_id"] for runner in runners for event in runner.told("job-completed")]
-    assert len(told) == len(set(told))
+    ended = [event["labels"]["job_id"] for runner in runners for event in runner.job_events("job-completed")]
+    assert len(ended) == len(set(ended))
     assert [runner for runner in runners if runner.logged("job_runner_lost")] == []
 
 

@@ -29,9 +29,9 @@ def test_a_job_runs_and_its_result_can_be_read(fleet: RunnerFleet) -> None:
     assert result.status == JobStatus.DONE
     assert msgspec.json.decode(result.value) == {"answer": 42}
     assert (result.attempt, result.runner) == (1, fleet.beats()[0])
-    completed = eventually(lambda: runner.told("job-completed"), "the event")
+    completed = eventually(lambda: runner.job_events("job-completed"), "the event")
     assert [event["labels"]["job_id"] for event in completed] == ["j"]
-    assert runner.told("job-processing")[0]["ecs.version"]
+    assert runner.job_events("job-processing")[0]["ecs.version"]
 
 
 def test_a_collector_gets_the_events_of_jobs_as_they_stand_in_the_log(fleet: RunnerFleet) -> None:
@@ -45,11 +45,11 @@ def test_a_collector_gets_the_events_of_jobs_as_they_stand_in_the_log(fleet: Run
         with link, link.makefile("rb") as lines:
             link.settimeout(30)
             sent = [msgspec.json.decode(lines.readline()) for _ in range(6)]
-            eventually(lambda: len(runner.told("job-completed")) == 3 or None, "the events in the log")
-            assert [one for one in sent if one["event"]["action"] == "job-completed"] == runner.told(
+            eventually(lambda: len(runner.job_events("job-completed")) == 3 or None, "the events in the log")
+            assert [one for one in sent if one["event"]["action"] == "job-completed"] == runner.job_events(
                 "job-completed"
             )
-            assert [one for one in sent if one["event"]["action"] == "job-processing"] == runner.told(
+            assert [one for one in sent if one["event"]["action"] == "job-processing"] == runner.job_events(
                 "job-processing"
             )
 
@@ -95,7 +95,7 @@ def test_an_error_ends_in_the_failed_queue_with_its_traceback(fleet: RunnerFleet
     assert "no such account" in result.traceback
     assert "in perform" in result.traceback
     assert fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
-    failed = eventually(lambda: runner.told("job-failed"), "the event")
+    failed = eventually(lambda: runner.job_events("job-failed"), "the event")
     assert failed[0]["error"]["code"] == "JOB_FAILED"
 
 
@@ -140,7 +140,7 @@ def test_a_crash_stays_in_the_child_and_an_idempotent_job_runs_again(fleet: Runn
     result = fleet.result("bomb")
     assert (result.status, code(result)) == (JobStatus.FAILED, "JOB_CRASHED")
     assert len(fleet.ledger("bomb")) == 3
-    assert len(runner.told("job-retry")) == 2
+    assert len(runner.job_events("job-retry")) == 2
     fleet.add("once", script=JobScript(dies_by=signal.SIGKILL))
     assert code(fleet.result("once")) == "JOB_OUTCOME_UNKNOWN"
     assert len(fleet.ledger("once")) == 1

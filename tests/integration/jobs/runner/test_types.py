@@ -62,7 +62,7 @@ def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: Runne
     with receiving() as receiver:
         work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1"))
         fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0)))
-        eventually(lambda: keyless.told("job-retry"), "an attempt that finds no keys")
+        eventually(lambda: keyless.job_events("job-retry"), "an attempt that finds no keys")
         keyless.send(signal.SIGTERM)
         keyless.wait()
         fleet.start("keyed", real=True, webhook=WebhookOutlet(keys=(b"k" * 32,), allow_private=True))

@@ -14,7 +14,7 @@ from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent
 
-#: Seconds. A session pulses once a second, and a look counts for 2 s at the most: when the whole machine
+#: Seconds. A session pulses once a second, and a check counts for 2 s at the most: when the whole machine
 #: stands still, a session that runs is not killed for it.
 PULSE = 4.0
 

@@ -125,7 +125,7 @@ def test_without_an_owner_key_it_waits_and_says_nothing(
     fresh, began = make(), time.monotonic()
     fresh.resuming.run_due()
     assert not fresh.resuming.active
-    # The first wait is 25 to 50 ms; when it is over, the next look is due.
+    # The first wait is 25 to 50 ms; when it is over, the next check is due.
     left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
     assert 0 < left <= 1.0 or (left == 0 and not waits)
     assert (stage.kinds(), stage.mark()) == ([], "")

@@ -222,19 +222,19 @@ class Hand:
 def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_in_hand_until_that_is_told(
     stage: WorkerStage,
 ) -> None:
-    def told() -> None:
+    def copied() -> None:
         switch(stage, UserSwitch(version=4, server=stage.client.server()))
 
-    calls = Granting(lambda: of_another_server(stage), told)
+    calls = Granting(lambda: of_another_server(stage), copied)
     assert Hand(stage, calls).submitted() == (OrderState.REJECTED, "ORDER_REJECTED", "by the broker")
     assert calls.changed == 1
 
 
 def test_an_order_in_hand_is_halted_by_what_the_server_is_told_at_last(stage: WorkerStage) -> None:
-    def told() -> None:
+    def copied() -> None:
         switch(stage, UserSwitch(version=4, every=SwitchState.HALTED, server=stage.client.server()))
 
-    calls = Granting(lambda: of_another_server(stage), told)
+    calls = Granting(lambda: of_another_server(stage), copied)
     done = Hand(stage, calls).submitted()
     assert done is not None
     assert done[:2] == (OrderState.REJECTED, "TRADING_HALTED")

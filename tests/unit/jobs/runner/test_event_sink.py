@@ -46,7 +46,7 @@ def url_of(server: socket.socket) -> str:
 
 
 def read(link: socket.socket, sink: EventSink, count: int) -> bytes:
-    """So many bytes, while the sink is looked after."""
+    """Reads `count` bytes, while the sink is looked after."""
     link.settimeout(0.02)
     found, until = b"", time.monotonic() + 20
     while len(found) < count:

@@ -16,7 +16,7 @@ def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
     assert 5.0 <= now - 100.0 <= 5.0 + 2 * observer.period
 
 
-def test_time_without_a_look_does_not_count() -> None:
+def test_time_without_a_check_does_not_count() -> None:
     observer = LeaseObserver(5.0)
     observer.check({"other": b"1"}, "me", 0.0)
     assert observer.check({"other": b"1"}, "me", 1000.0) == []  # Valkey was away, or this process stood still

@@ -130,7 +130,7 @@ class ScriptedExchange:
         self.peer.close()
 
     def has_come(self, size: int) -> bool:
-        """Whether so many bytes lie unread at the link's end."""
+        """Whether `size` bytes lie unread at the link's end."""
         try:
             return len(self.own.recv(size, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == size
         except BlockingIOError:

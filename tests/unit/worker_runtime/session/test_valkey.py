@@ -81,7 +81,7 @@ def test_an_answer_in_pieces_is_waited_for(mute: socket.socket) -> None:
             client.receive()
 
 
-def test_a_look_does_not_wait(mute: socket.socket) -> None:
+def test_a_check_does_not_wait(mute: socket.socket) -> None:
     client = Valkey(url(mute), timeout=3600.0)
     client.send("PING")
     assert client.ready() is NOTHING

@@ -43,7 +43,7 @@ ORDER = PlaceOrder(
 FILLS = [Fill(fill_id=f"f{n}", quantity=1, price=Decimal(10 + n), at_ms=n) for n in range(3)]
 
 
-def told(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> ExchangeOrder:
+def reported(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> ExchangeOrder:
     return ExchangeOrder(
         broker_order_id=broker_order_id,
         tag=ORDER.tag,
@@ -60,7 +60,7 @@ def told(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> E
 
 def change(filled: int) -> OrderChanged:
     state = OrderState.FILLED if filled == 3 else OrderState.PART_FILLED
-    return OrderChanged(event_id=f"e{filled}", order=told(state, FILLS[:filled]), fill=FILLS[filled - 1])
+    return OrderChanged(event_id=f"e{filled}", order=reported(state, FILLS[:filled]), fill=FILLS[filled - 1])
 
 
 def new_tracker() -> tuple[OrderTracker, list[OrderEvent]]:
@@ -80,7 +80,7 @@ def test_each_fill_is_told_once_in_whatever_order_it_comes(before: list[int], af
     tracker.mark_submitting(ORDER)
     for filled in before:  # a callback may overtake the answer to `place`
         tracker.apply_change(KEY, change(filled))
-    tracker.record_placement(ORDER, told(OrderState.SUBMITTED, []))
+    tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, []))
     for filled in [*after, 3]:
         tracker.apply_change(KEY, change(filled))
     assert sorted(event.fill.fill_id for event in events if event.fill) == ["f0", "f1", "f2"]
@@ -93,7 +93,7 @@ def test_each_fill_is_told_once_in_whatever_order_it_comes(before: list[int], af
 def test_fills_in_the_answer_are_told_after_the_submission() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
-    answer = tracker.record_placement(ORDER, told(OrderState.FILLED, FILLS))
+    answer = tracker.record_placement(ORDER, reported(OrderState.FILLED, FILLS))
     assert [event.event_id for event in events] == ["o1:submitted", "o1:fill:f0", "o1:fill:f1", "o1:fill:f2"]
     assert [event.filled_quantity for event in events] == [0, 1, 2, 3]
     assert (answer.filled_quantity, answer.average_price) == (3, Decimal(11))
@@ -119,7 +119,7 @@ def test_a_change_of_an_order_that_is_not_ours_is_not_told() -> None:
 def test_a_late_change_does_not_take_back_what_is_known() -> None:
     tracker, _ = new_tracker()
     tracker.mark_submitting(ORDER)
-    tracker.record_placement(ORDER, told(OrderState.FILLED, FILLS))
+    tracker.record_placement(ORDER, reported(OrderState.FILLED, FILLS))
     tracker.apply_change(KEY, change(1))
     assert outcome(tracker).state is OrderState.FILLED
     assert outcome(tracker).filled_quantity == 3
@@ -128,8 +128,8 @@ def test_a_late_change_does_not_take_back_what_is_known() -> None:
 def test_a_cancelled_order_keeps_what_was_filled() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
-    tracker.record_placement(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
-    cancelled = OrderChanged(event_id="e9", order=told(OrderState.CANCELLED, FILLS[:1]))
+    tracker.record_placement(ORDER, reported(OrderState.PART_FILLED, FILLS[:1]))
+    cancelled = OrderChanged(event_id="e9", order=reported(OrderState.CANCELLED, FILLS[:1]))
     tracker.apply_change(KEY, cancelled)
     tracker.apply_change(KEY, cancelled)
     assert [event.state.value for event in events] == ["submitted", "part_filled", "cancelled"]
@@ -155,8 +155,8 @@ def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
     tracker, events = new_tracker()
     tracker.load_open_orders([ORDER])
     assert tracker.known_outcome("o1") is None  # nothing says that it was ever submitted
-    stranger = msgspec.structs.replace(told(OrderState.FILLED, FILLS, "b2"), tag="other")
-    assert tracker.reconcile_list(KEY, [told(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
+    stranger = msgspec.structs.replace(reported(OrderState.FILLED, FILLS, "b2"), tag="other")
+    assert tracker.reconcile_list(KEY, [reported(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
     assert [event.event_id for event in events] == ["o1:fill:f0", "o1:fill:f1"]
     assert outcome(tracker).state is OrderState.PART_FILLED
     tracker.apply_change(KEY, change(3))
@@ -171,15 +171,15 @@ def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_
     assert known is not None
     assert known[1] is not None
     assert (known[0].state, known[1].code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
-    assert tracker.reconcile_list(KEY, [told(OrderState.PART_FILLED, FILLS[:2])]) == []
+    assert tracker.reconcile_list(KEY, [reported(OrderState.PART_FILLED, FILLS[:2])]) == []
     assert outcome(tracker).state is OrderState.PART_FILLED
 
 
 def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
     tracker, events = new_tracker()
     tracker.load_open_orders([ORDER])
-    sold = msgspec.structs.replace(told(OrderState.FILLED, FILLS), side=Side.SELL)
-    larger = msgspec.structs.replace(told(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
+    sold = msgspec.structs.replace(reported(OrderState.FILLED, FILLS), side=Side.SELL)
+    larger = msgspec.structs.replace(reported(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
     assert tracker.reconcile_list(KEY, [sold, larger]) == [sold, larger]
     assert events == []
 
@@ -189,7 +189,7 @@ def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> No
     tracker.load_open_orders([ORDER])
     tracker.mark_submitting(ORDER)
     tracker.load_open_orders([ORDER])
-    assert tracker.record_placement(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
+    assert tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
     assert tracker.broker_id_of("o1") == "b1"
     assert [event.event_id for event in events] == ["o1:submitted"]
 
@@ -197,8 +197,8 @@ def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> No
 def test_an_order_that_was_reduced_to_its_fills_is_told_as_filled() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
-    tracker.record_placement(ORDER, told(OrderState.PART_FILLED, FILLS[:1]))
-    reduced = msgspec.structs.replace(told(OrderState.FILLED, FILLS[:1]), quantity=1)
+    tracker.record_placement(ORDER, reported(OrderState.PART_FILLED, FILLS[:1]))
+    reduced = msgspec.structs.replace(reported(OrderState.FILLED, FILLS[:1]), quantity=1)
     for _ in range(2):
         tracker.apply_change(KEY, OrderChanged(event_id="e9", order=reduced))
     states = [event.state.value for event in events if event.quantity is None]
@@ -210,13 +210,13 @@ def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
     tracker, _ = new_tracker()
     tracker.mark_submitting(ORDER)
     tracker.apply_change(KEY, change(3))
-    assert tracker.record_placement(ORDER, told(OrderState.SUBMITTED, [])).state is OrderState.FILLED
+    assert tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state is OrderState.FILLED
 
 
 def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
     known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
-    smaller = msgspec.structs.replace(told(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
+    smaller = msgspec.structs.replace(reported(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
     for _ in range(2):
         known.reconcile_list(KEY, [smaller])
         known.apply_change(KEY, OrderChanged(event_id="e", order=smaller))
@@ -229,5 +229,5 @@ def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
 def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
     known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
-    known.reconcile_list(KEY, [told(OrderState.SUBMITTED, [])])
+    known.reconcile_list(KEY, [reported(OrderState.SUBMITTED, [])])
     assert [event.quantity for event in events] == [None]

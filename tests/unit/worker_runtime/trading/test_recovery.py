@@ -58,7 +58,7 @@ class MarketConnections:
         self.market = FakeMarket()
         self.shared_state = SharedState()
         self.shared_state.lease_session = boot_ns() + 60 * SECOND
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         #: Error of the next logins, by account.
         self.faults: dict[str, BerthError] = {}
         self.logins: list[str] = []
@@ -101,10 +101,10 @@ class MarketConnections:
         self.market.sessions.clear()
 
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.told]
+        return [kind for kind, _ in self.reported]
 
     def _tell(self, kind: WorkerEventKind, detail: str) -> None:
-        self.told.append((kind.value, detail))
+        self.reported.append((kind.value, detail))
 
     def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
         setting = self
@@ -125,7 +125,7 @@ def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
     setting.end_sessions()
     setting.recovery.run_due(60.0)
     setting.recovery.run_due(60.0)
-    assert setting.told == [
+    assert setting.reported == [
         ("connected", "attempt 1"),
         ("reconnecting", "a1: the broker ended the session"),
         ("connected", "a2"),
@@ -230,7 +230,7 @@ def test_a_fresh_process_whose_sdk_fails_too_ends_the_worker() -> None:
     with pytest.raises(WorkerExit) as ends:
         setting.recovery.raise_if_hopeless()
     assert ends.value.code is ExitCode.BROKER_FAILED
-    assert setting.told == [("failed", "BROKER_ERROR: broken")]
+    assert setting.reported == [("failed", "BROKER_ERROR: broken")]
 
 
 def test_beside_an_account_that_is_well_a_failing_one_is_tried_again() -> None:
@@ -249,7 +249,7 @@ def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> No
     for _ in range(5):
         setting.recovery.run_due(60.0)
     assert setting.logins == ["a1", "a2", "a1", "a2"]
-    assert setting.told[-1] == ("connected", "without a2: LOGIN_REJECTED")
+    assert setting.reported[-1] == ("connected", "without a2: LOGIN_REJECTED")
     assert health_text(setting.shared_state) == "degraded: LOGIN_REJECTED"
 
 
@@ -258,7 +258,7 @@ def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
     setting.faults["a1"] = LoginRejected()
     setting.broker_sessions.replace(setting.accounts, 5.0)
     setting.recovery.raise_if_hopeless()
-    assert setting.told == [("connected", "without a1: LOGIN_REJECTED")]
+    assert setting.reported == [("connected", "without a1: LOGIN_REJECTED")]
 
 
 def test_a_fresh_process_with_one_refused_and_one_away_goes_on_trying() -> None:
@@ -278,7 +278,7 @@ def test_when_all_are_refused_the_worker_ends() -> None:
     with pytest.raises(WorkerExit) as ends:
         setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.BROKER_FAILED
-    assert setting.told[-1] == ("failed", "LOGIN_REJECTED: expired")
+    assert setting.reported[-1] == ("failed", "LOGIN_REJECTED: expired")
 
 
 def test_newer_credentials_replace_a_refused_account_even_while_the_broker_is_away() -> None:
