@@ -254,7 +254,7 @@ class ResumeHandler(InboxHandler):
     """
 
     #: Seconds after which the event is repeated: a flushed server or an orchestrator that was away may have
-    #: lost it. There is no deadline, because its owner may end the worker.
+    #: lost it. There is no deadline, because the worker's owner may end it.
     repeat_event = 120.0
     _next_event_at = 0.0
 
